@@ -24,7 +24,7 @@ from polylane.profiling.host_contention import together
 from polylane.profiling.profile_model import profiled
 from polylane.samples.batch_layout import BatchLayout, batch_layouts
 from polylane.samples.derivation import derive_composition
-from polylane.samples.min_samples import MinSamples, min_samples
+from polylane.samples.microbatch_limit import MinSamples, min_samples
 
 # Samples with which the graph is captured whose shapes are read.
 EXAMPLE = 4

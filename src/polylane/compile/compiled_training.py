@@ -27,12 +27,12 @@ from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.counts import capture_with_counts
 from polylane.samples.derivation import derive_composition
 from polylane.samples.microbatch_limit import (
+    MinSamples,
     limit_microbatches,
     make_split_check,
     min_samples_for,
     requested_microbatches,
 )
-from polylane.samples.min_samples import MinSamples
 from polylane.sharding.stage_layouts import StageLayouts, layouts_like
 
 

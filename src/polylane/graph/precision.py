@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from polylane.graph.batch import cast_tensor
 from polylane.graph.capture.inline import op_name
 from polylane.graph.flops import shape_of
 from polylane.graph.graph import Graph
@@ -157,22 +158,18 @@ def _promote_value(value: Any) -> Any:
     return value
 
 
-def _promoted_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_complex() if tensor.is_complex() else dtype
-
-
 @contextmanager
 def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Context manager: cast all floating and complex parameters and buffers of a module to another precision inside.
 
     The tensor objects stay the same. What is written to buffers inside is lost.
     """
-    inexact = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() or t.is_complex()]
-    tensors = [t for t in inexact if t.dtype != _promoted_dtype(t, dtype)]
-    originals = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
-    for tensor in tensors:
+    tensors = [(tensor, cast_tensor(tensor.data, dtype)) for tensor in (*module.parameters(), *module.buffers())]
+    changed = [(tensor, data) for tensor, data in tensors if data.dtype != tensor.dtype]
+    originals = [(tensor, tensor.data, tensor.grad) for tensor, _ in changed]
+    for tensor, data in changed:
         tensor.grad = None
-        tensor.data = tensor.data.to(_promoted_dtype(tensor, dtype))
+        tensor.data = data
     try:
         yield
     finally:

@@ -27,7 +27,7 @@ from polylane.graph.capture.python_operators import functions_kept
 from polylane.graph.python_state.own_objects import is_users
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.python_state.side_effects import python_names_of, torch_object_ids
-from polylane.graph.python_state.state_restore import snapshot_names
+from polylane.graph.python_state.state_snapshots import snapshot_names
 from polylane.recipe import Mean
 
 # Filled in by torch's own config machinery, which no type checker sees.

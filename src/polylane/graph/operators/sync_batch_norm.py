@@ -49,12 +49,11 @@ class SyncStatistics(torch.autograd.Function):
         ctx.part, ctx.dims, ctx.shape, ctx.total, ctx.has_bias = part, dims, shape, total, bias is not None
         out = normal if weight is None else normal * weight.view(shape)
         ctx.mark_non_differentiable(mean, variance, total)
-        return (
-            (out.clone() if out is normal else out) if bias is None else out + bias.view(shape),
-            mean,
-            variance,
-            total,
-        )
+        if bias is not None:
+            out = out + bias.view(shape)
+        elif out is normal:  # which is saved for backward
+            out = out.clone()
+        return out, mean, variance, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -66,14 +65,9 @@ class SyncStatistics(torch.autograd.Function):
         means = (sums / ctx.total).to(grad.dtype)
         scale = inverse if weight is None else inverse * weight
         dx = (grad - means[0].view(shape) - normal * means[1].view(shape)) * scale.view(shape)
-        return (
-            # Padding samples must not contribute to the gradient of what they were computed from.
-            dx * part.weight,
-            own[1] if weight is not None else None,
-            own[0] if ctx.has_bias else None,
-            None,
-            None,
-        )
+        d_weight, d_bias = own[1] if weight is not None else None, own[0] if ctx.has_bias else None
+        # Padding samples must not contribute to the gradient of what they were computed from.
+        return dx * part.weight, d_weight, d_bias, None, None
 
 
 def batch_norm(

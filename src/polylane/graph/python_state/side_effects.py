@@ -27,7 +27,7 @@ from torch import nn
 from polylane.graph.python_state.own_objects import MISSING, is_project_file, is_users, names_in_code
 from polylane.graph.python_state.random_generators import generator_states, generators_drawn_from, restore_generators
 from polylane.graph.python_state.state import PythonName, find_python_names
-from polylane.graph.python_state.state_digests import StateDigests
+from polylane.graph.python_state.state_snapshots import StateDigests
 
 _CLOCKS = {
     getattr(time, name): f"time.{name}"

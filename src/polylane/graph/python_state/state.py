@@ -5,8 +5,7 @@ all it can reach: attributes of modules, of their classes and of the loss; closu
 attributes; the globals that they name. Functions are followed in the user's own files only; library modules keep their
 state in attributes, or in caches that settle.
 
-:mod:`polylane.graph.python_state.state_digests` detects changes of it; :mod:`polylane.graph.python_state.state_restore`
-restores it.
+:mod:`polylane.graph.python_state.state_snapshots` detects changes of it, and restores it.
 """
 
 from __future__ import annotations

@@ -35,8 +35,7 @@ from polylane.graph.graph import Code, Graph
 from polylane.graph.precision import InAutocast, UnderSetting
 from polylane.graph.python_state.random_generators import generator_states, restore_generators, states_equal
 from polylane.graph.python_state.state import PythonName, find_python_names
-from polylane.graph.python_state.state_digests import StateDigests
-from polylane.graph.python_state.state_restore import snapshot_names
+from polylane.graph.python_state.state_snapshots import StateDigests, snapshot_names
 from polylane.graph.symbolic_sizes import size_function
 from polylane.placement.operator_view import OperatorNode, TensorKey
 from polylane.placement.placement import REPLICATE, Shard

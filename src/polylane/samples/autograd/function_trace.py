@@ -224,8 +224,9 @@ def _graph_structure(graph: fx.Graph) -> list[Any]:
         if node.op == "call_function" and not isinstance(val, (Tensor, list, tuple)):
             continue
         numbers[node] = len(numbers)
-        result.append((node.op, node.target, _settle_sizes(node.args, settled), _settle_sizes(node.kwargs, settled)))
-    return [(op, "" if op == "placeholder" else target, args, kwargs) for op, target, args, kwargs in result]
+        target = "" if node.op == "placeholder" else node.target
+        result.append((node.op, target, _settle_sizes(node.args, settled), _settle_sizes(node.kwargs, settled)))
+    return result
 
 
 def _settle_sizes(value: Any, settled: Callable[[fx.Node], Any]) -> Any:

@@ -18,7 +18,6 @@ from polylane.placement.placement import REPLICATE, Partial, Placement, Shard
 from polylane.placement.rules.registry import strategies
 from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
 from polylane.samples.interpretation.additivity import (
-    REPLICAS,
     ROW_EACH,
     WHOLE,
     Additive,
@@ -30,7 +29,7 @@ from polylane.samples.interpretation.ragged import share_one_mask
 from polylane.samples.interpretation.replica_calls import (
     EXPANDING,
     REFORMING,
-    compare_rank_call,
+    compare_rank_calls,
     computes_as_replicas,
     input_cuts,
     returns_own_values,
@@ -133,13 +132,11 @@ def _power_of_sum(node: fx.Node, call: OperatorCall, own: OperatorCall, strategy
         return None
     if call.prefix and any(isinstance(p, Shard) for p in strategy.inputs) and node.args[2] is None:
         return None  # random numbers not bound to samples
-    made = [compare_rank_call(node, call, own, strategy, rank) for rank in range(REPLICAS)]
-    if all(each is not None and each.is_same for each in made):
+    made = compare_rank_calls(node, call, own, strategy)
+    if made.is_same:
         return 0
     ragged = any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
-    if not ragged and all(each is not None and each.is_share_of_mean for each in made):
-        return 1
-    return None
+    return 1 if made.is_share_of_mean and not ragged else None
 
 
 def _selected(known: KnownStates, step: OperatorNode, lies: Placement | None) -> bool:

@@ -15,7 +15,6 @@ from polylane.placement.placement import PARTIAL, REPLICATE, Partial, Replicate,
 from polylane.placement.rules.registry import strategies
 from polylane.placement.strategy import OperatorCall
 from polylane.samples.interpretation.additivity import (
-    REPLICAS,
     Additive,
     Proportional,
     ScaledRows,
@@ -28,7 +27,7 @@ from polylane.samples.interpretation.additivity import (
 )
 from polylane.samples.interpretation.known_states import Derived, KnownStates, RescaledOperand
 from polylane.samples.interpretation.replica_calls import (
-    compare_rank_call,
+    compare_rank_calls,
     has_same_numbers,
     preserves_numbers,
     strip_gradient_placements,
@@ -44,10 +43,8 @@ _DIVIDING = {"div", "divide", "true_divide"}
 
 def derive_sums(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
     """Return the output states of an operator on additive, proportional and replicated values."""
-    base = step.call.base
-    if any(
-        isinstance(known.placements.get(key), Shard) or known.placements.get(key) is None for key in step.output_keys
-    ):
+    base, placements = step.call.base, [known.placements.get(key) for key in step.output_keys]
+    if any(placement is None or isinstance(placement, Shard) for placement in placements):
         return None
     if base in _ADDING | _MULTIPLYING | _DIVIDING and not written_arguments(node):
         names = bind_arguments(node, node.args, node.kwargs)[1]
@@ -75,8 +72,7 @@ def _operand(known: KnownStates, value: Any) -> State | None:
 def _sum(
     known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node, left: State, right: State
 ) -> Derived:
-    names = ("alpha",)
-    if any(step.call.arguments.get(name) != own.arguments.get(name) for name in names):
+    if step.call.arguments.get("alpha") != own.arguments.get("alpha"):
         return None
     a, b = power_of_proportional(left), power_of_proportional(right)
     if a is not None and a == b:
@@ -123,13 +119,7 @@ def _is_linear(known: KnownStates, step: OperatorNode, own: OperatorCall, node: 
     call = as_functional(known, step, node)
     fitting = (s for s in strategies(call) if strip_gradient_placements(s.inputs) == list(given))
     partial = (s for s in fitting if s.outputs and all(isinstance(p, Partial) for p in s.outputs))
-    return any(
-        all(
-            (made := compare_rank_call(node, call, own, s, rank)) is not None and made.is_same
-            for rank in range(REPLICAS)
-        )
-        for s in partial
-    )
+    return any(compare_rank_calls(node, call, own, strategy).is_same for strategy in partial)
 
 
 # ---- rows scaled by a power of the share ----
