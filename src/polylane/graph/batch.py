@@ -164,7 +164,7 @@ def cast_leaves(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:
 
 
 def cast_tensor(leaf: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a floating-point tensor cast to ``dtype``, a complex one to its complex counterpart, others as they are."""
+    """Return a floating-point tensor cast to ``dtype``, a complex one to its complex counterpart, others unchanged."""
     if leaf.is_complex():
         return leaf.to(dtype.to_complex())
     return leaf.to(dtype) if leaf.is_floating_point() else leaf
