@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,8 +22,8 @@ from polylane.graph.capture.export import (
     NotCaptured,
     export,
     format_line,
+    model_restored,
     reason_of,
-    snapshot_model,
     snapshot_tensors,
 )
 from polylane.graph.capture.leaves import (
@@ -62,6 +62,7 @@ class CaptureAttempt:
         refused_sizes: numbers of samples that the code does not hold for, as far as tried.
         is_fixed_size: whether the code holds for the example's number of samples alone.
         is_opaque: whether the code is a single leaf.
+        notes: one sentence for everything that could not be captured, and why.
     """
 
     graph: fx.Graph
@@ -70,6 +71,7 @@ class CaptureAttempt:
     refused_sizes: list[int]
     is_fixed_size: bool = False
     is_opaque: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,6 @@ class DryRun:
         random: whether the run drew random numbers.
         values: least number of values per channel of any batch statistic; None without.
         is_mean: whether the loss returned a scalar, not a ``polylane.Mean``.
-        leaf_count: number of leaves of the batch, tensors and others.
         effects: what the run did besides computing.
     """
 
@@ -89,7 +90,6 @@ class DryRun:
     random: bool
     values: int | None
     is_mean: bool
-    leaf_count: int
     effects: SideEffects = field(default_factory=SideEffects)
 
 
@@ -100,7 +100,6 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
         BadLoss: the result is no loss; in training, it has no gradient; or the loss takes gradients inside.
         PolylaneError: the run raises any other error.
     """
-    restore = snapshot_model(whole)
     before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
 
     def run() -> tuple[Tensor, ...]:
@@ -109,32 +108,29 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
         drawn = drawn or not states_equal(before, generator_states())
         return result
 
-    try:
-        with torch.enable_grad(), NormalizationWatch() as normalizing, _watching_backward() as taken:
-            results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
-        if taken and not runs_without_gradients(whole, leaves):
-            raise BadLoss(
-                "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty does), "
-                "which cannot be captured: leave them out of the loss"
-            )
-        if whole.training:
-            _refuse_without_gradient(whole, results[0])
-        values = tuple(each.detach() for each in results)
-        dry = DryRun(values, drawn, normalizing.values, whole.mean, len(leaves), effects)
-    except BadLoss as error:
-        raise BadLoss(f"{error}{format_line(source_line_of(whole.loss_function))}") from None
-    except PolylaneError:
-        raise
-    except Exception as error:
-        fault = NotCaptured.of(whole, error)
-        where = "on the meta device " if abstract else ""
-        within = f" in {fault.path}" if fault.path else ""
-        raise PolylaneError(
-            f"loss(model, batch) fails {where}on {which}{within}: {reason_of(error)}{format_line(fault.line)}"
-        ) from error
-    finally:
-        restore()
-    return dry
+    with model_restored(whole):
+        try:
+            with torch.enable_grad(), NormalizationWatch() as normalizing, _watching_backward() as taken:
+                results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
+            if taken and not runs_without_gradients(whole, leaves):
+                raise BadLoss(
+                    "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty "
+                    "does), which cannot be captured: leave them out of the loss"
+                )
+            if whole.training:
+                _refuse_without_gradient(whole, results[0])
+            values = tuple(each.detach() for each in results)
+            return DryRun(values, drawn, normalizing.values, whole.mean, effects)
+        except BadLoss as error:
+            raise BadLoss(f"{error}{format_line(source_line_of(whole.loss_function))}") from None
+        except PolylaneError:
+            raise
+        except Exception as error:
+            fault = NotCaptured.of(whole, error)
+            where = f"{'on the meta device ' if abstract else ''}on {which}{f' in {fault.path}' if fault.path else ''}"
+            raise PolylaneError(
+                f"loss(model, batch) fails {where}: {reason_of(error)}{format_line(fault.line)}"
+            ) from error
 
 
 @contextmanager
@@ -163,15 +159,13 @@ def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
     )
 
 
-def capture_with_leaves(
-    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool
-) -> tuple[CaptureAttempt, list[str]]:
-    """Export, turning what cannot be captured into leaves, until the self-check holds; with one sentence per leaf."""
+def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool) -> CaptureAttempt:
+    """Export, turning what cannot be captured into leaves, until the self-check holds; with one note per leaf."""
     kept = _modules_with_effects(dry.effects)
     if "" in kept:
         if abstract:
             raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")
-        return _capture_opaque(whole, leaves, dry), [f"the model is opaque, without a graph: it {kept['']}"]
+        return _capture_opaque(whole, leaves, dry, f"it {kept['']}")
     while True:  # each round makes one more module a leaf, or a larger one; at the latest the whole model
         try:
             draft = _attempt_capture(whole, leaves, kept)
@@ -181,16 +175,14 @@ def capture_with_leaves(
                 raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
         else:
             _attach_effects(draft, dry.effects)
-            if abstract:
-                return draft, _describe_leaves(whole, kept)
-            difference = _run_self_check(whole, draft, leaves)
+            difference = None if abstract else _run_self_check(whole, draft, leaves)
             if difference is None:
-                return draft, _describe_leaves(whole, kept)
+                return replace(draft, notes=_describe_leaves(whole, kept))
             path, why = _find_faulty_module(whole, draft, leaves, kept, difference)
         while path and path in kept:  # already a leaf and still failing: make its parent the leaf
             path = path.rpartition(".")[0]
         if not path:
-            return _capture_opaque(whole, leaves, dry), [f"the model is opaque, without a graph: {why}"]
+            return _capture_opaque(whole, leaves, dry, why)
         # A leaf contains its submodules: drop those that were leaves by themselves.
         kept = {other: note for other, note in kept.items() if not other.startswith(f"{path}.")}
         kept[path] = f"{path} is a leaf, kept whole: {why}"
@@ -211,13 +203,13 @@ def _attach_effects(draft: CaptureAttempt, effects: SideEffects) -> None:
             node.target.effects = tuple(e for e in effects.found if is_inside(e.path, node.target.path))
 
 
-def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> list[str]:
+def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
     lines = ", ".join(sorted(whole.tracing.recomputed_lines))
     recomputed = f"torch.utils.checkpoint has no effect: all activations are kept ({lines})"
     parameters = whole.named_tensors("parameters")
     empty = ", ".join(name for name, tensor in parameters if tensor.requires_grad and not tensor.numel())
     nothing = f"nothing is trained of parameters without elements (a width of 0?): {empty}"
-    return [*kept.values(), *([recomputed] if lines else []), *([nothing] if empty else [])]
+    return (*kept.values(), *([recomputed] if lines else []), *([nothing] if empty else []))
 
 
 def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any]) -> Difference | None:
@@ -257,7 +249,7 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
 def _attempt_capture(whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str]) -> CaptureAttempt:
     with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
         stack.callback(forget_sites)
-        stack.callback(snapshot_model(whole))
+        stack.enter_context(model_restored(whole))
         if paths:
             modules = {path: whole.model.get_submodule(path) for path in paths}
             stack.enter_context(leaves_kept(modules, _observe_two_sizes(whole, modules, leaves), whole.tracing))
@@ -292,13 +284,11 @@ def _observe_two_sizes(
 
 
 def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> ObservedCalls:
-    restore = snapshot_model(whole)
     try:
-        return observe_calls(modules, lambda: whole(*leaves))
+        with model_restored(whole):
+            return observe_calls(modules, lambda: whole(*leaves))
     except Exception as error:
         raise NotCaptured.of(whole, error) from error
-    finally:
-        restore()
 
 
 def _find_faulty_module(
@@ -360,7 +350,7 @@ def _called_children(whole: ModelWithLoss, leaves: Sequence[Any], prefix: str) -
     return [path for path in called if not any(path.startswith(f"{other}.") for other in called)]
 
 
-def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun) -> CaptureAttempt:
+def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, why: str) -> CaptureAttempt:
     """Return model and loss as one leaf: the user's Python runs on every worker."""
     call = opaque_call(whole, leaves, dry.results, dry)
     call.source, call.effects = source_line_of(whole.loss_function), dry.effects.found
@@ -386,4 +376,5 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun) ->
         outputs.append(graph.call_function(operator.getitem, (node, i)))
         outputs[-1].meta["val"] = value.detach().to("meta")
     graph.output(tuple(outputs))
-    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True)
+    note = f"the model is opaque, without a graph: {why}"
+    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True, notes=(note,))

@@ -313,6 +313,16 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
 
 
 @contextmanager
+def model_restored(model: nn.Module, *losses: Any) -> Iterator[Callable[[], None]]:
+    """Context manager: restore afterwards all that :func:`snapshot_model` records; yields the function that does it."""
+    restore = snapshot_model(model, *losses)
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+@contextmanager
 def python_kept(model: nn.Module, *losses: Any) -> Iterator[None]:
     """Context manager: restore the user's Python state and all random states afterwards, but not tensors."""
     state, random = _snapshot_python(model, losses), generator_states()

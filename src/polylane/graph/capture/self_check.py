@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from polylane.graph.batch import cast_leaves, clone_leaves, is_sampled, sample_count, take_first_samples
-from polylane.graph.capture.export import ModelWithLoss, snapshot_model
+from polylane.graph.capture.export import ModelWithLoss, model_restored
 from polylane.graph.precision import Promoted, cast_module
 from polylane.graph.sample_slice import SampleSlice
 
@@ -126,14 +126,11 @@ class _CapturedCode:
 
 def runs_without_gradients(whole: ModelWithLoss, batch: Sequence[Any]) -> bool:
     """Return whether the loss runs on a batch under ``torch.no_grad()``; the model is restored afterwards."""
-    restore = snapshot_model(whole)
     try:
-        with torch.no_grad():
+        with model_restored(whole), torch.no_grad():
             whole(*batch)
     except Exception:
         return False
-    finally:
-        restore()
     return True
 
 
@@ -156,16 +153,13 @@ def _find_difference(
     captured: _CapturedCode, batches: Sequence[Any], same: Callable[[Any, Any], bool]
 ) -> Difference | None:
     whole = captured.whole
-    restore = snapshot_model(whole)
-    try:
+    with model_restored(whole) as restore:
         expected = _run_steps(whole, whole, batches)
         if not expected:  # the model itself fails on a batch of that size
             return None
         restore()
         # Compare as many steps as the model itself completes.
         got = _run_steps(whole, captured, batches[: len({step for step, _, _ in expected})])
-    finally:
-        restore()
     found = next((d for (_, d, a), (_, _, b) in zip(expected, got, strict=False) if not same(a, b)), None)
     return found or (Difference("the run") if len(got) < len(expected) else None)
 

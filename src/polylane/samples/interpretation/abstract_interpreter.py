@@ -32,8 +32,7 @@ from polylane.samples.interpretation.additivity import (
     power_of_size,
 )
 from polylane.samples.interpretation.known_states import Derived, KnownStates, NeededStatistic, nodes_from_inputs
-from polylane.samples.interpretation.row_operators import derive_rows
-from polylane.samples.interpretation.sum_operators import derive_scaled, derive_sums
+from polylane.samples.interpretation.transfer_functions import derive_rows, derive_scaled, derive_sums
 
 # Reductions to an extreme, which combine over parts by the same extreme.
 _EXTREMES = {"max": CombineParts.MAX, "amax": CombineParts.MAX, "any": CombineParts.MAX}
