@@ -75,6 +75,9 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
 
     sum_over_holders: SumOverHolders | None = None
 
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
+        super().__init__(params, defaults)
+
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a group, complete with defaults, that has an option out of its range."""
         for key in ("lr", "weight_decay", "eps"):

@@ -53,16 +53,15 @@ class ModelWithLoss(nn.Module):
         self.tracing.samples = sample_count(leaves)
         self.tracing.calls.clear()
         result = self.given_loss(self.model, self._rebuild(leaves))
+        self.mean = not isinstance(result, Mean)
         if isinstance(result, Mean):
-            self.mean = False
-            if isinstance(result.total, Tensor) and result.total.dim() == 0:
-                _refuse_complex(result.total, "polylane.Mean(total, count) takes")
-                count = result.count
-                if not isinstance(count, Tensor):  # the product keeps a symbolic size symbolic under export
-                    return result.total, result.total.detach().new_ones(()) * count
-                return result.total, count.detach().to(result.total.dtype)
-            raise BadLoss("polylane.Mean(total, count) takes scalars: sum the losses of the elements that count")
-        self.mean = True
+            total, count = result.total, result.count
+            if not isinstance(total, Tensor) or total.dim() > 0:
+                raise BadLoss("polylane.Mean(total, count) takes scalars: sum the losses of the elements that count")
+            _refuse_complex(total, "polylane.Mean(total, count) takes")
+            if not isinstance(count, Tensor):  # the product keeps a symbolic size symbolic under export
+                return total, total.detach().new_ones(()) * count
+            return total, count.detach().to(total.dtype)
         if not isinstance(result, Tensor) or result.dim() > 0:
             shaped = isinstance(result, Tensor)
             form = f"a tensor of shape {tuple(result.shape)}" if shaped else f"a {type(result).__name__}"

@@ -6,7 +6,6 @@ which runs the user's code under ordinary autograd.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from torch import Tensor
 
 # Custom operators take plain numbers only: a running export keeps its callables here until its graph is finished.
 _SITES: dict[int, Any] = {}
-_NUMBERS = itertools.count()
 _LIBRARY = torch.library.Library("polylane", "DEF")
 _LIBRARY.define("opaque(int site, Tensor[] tensors) -> Tensor[]")
 
@@ -31,7 +29,7 @@ def _fake(site: int, tensors: list[Tensor]) -> list[Tensor]:
 
 def emit_call(site: Any, tensors: list[Tensor]) -> list[Tensor]:
     """Write a call of ``site`` into the graph that is being exported."""
-    number = next(_NUMBERS)
+    number = len(_SITES)
     _SITES[number] = site
     return list(torch.ops.polylane.opaque(number, tensors))
 

@@ -28,7 +28,6 @@ class Difference:
     """What a captured graph computes differently from the model itself."""
 
     what: str  # "the loss", "the gradient of fc.weight", "the buffer bn.running_mean"
-    parameter: str | None = None
     buffer: str | None = None
 
 
@@ -182,7 +181,7 @@ def _run_steps(
         for name, parameter in whole.named_parameters():
             plain = name.removeprefix("model.")
             grad = None if parameter.grad is None else parameter.grad.clone()
-            seen.append((step, Difference(f"the gradient of {plain}", parameter=plain), grad))
+            seen.append((step, Difference(f"the gradient of {plain}"), grad))
         for name, buffer in whole.named_buffers():
             plain = name.removeprefix("model.")
             seen.append((step, Difference(f"the buffer {plain}", buffer=plain), buffer.detach().clone()))

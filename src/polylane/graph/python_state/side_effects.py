@@ -346,17 +346,12 @@ class _Tracer:
 
     def readers(self, place: PythonName) -> set[str]:
         """Return the modules in whose calls functions ran that mention a name."""
-        found = set()
-        for code, path in self._ran:
-            if place.name in names_in_code(code) and not (
-                place.path not in (None, path) and self._names_own_attribute(code, path, place)
-            ):
-                found.add(path)
-        return found
+        named = [(code, path) for code, path in self._ran if place.name in names_in_code(code)]
+        return {path for code, path in named if not self._names_own_attribute(code, path, place)}
 
     def _names_own_attribute(self, code: types.CodeType, path: str, place: PythonName) -> bool:
-        """Return whether a function mentions the name only as an attribute of its own module, which has it."""
-        if place.name not in self._modules[path].__dict__ or not code.co_argcount:
+        """Return whether a function mentions the name only as an attribute of its own, other module, which has it."""
+        if place.path in (None, path) or place.name not in self._modules[path].__dict__ or not code.co_argcount:
             return False
         before = None
         for step in dis.get_instructions(code):
