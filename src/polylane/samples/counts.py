@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.graph.capture.capture import capture
-from polylane.graph.capture.describe_nodes import describe_node
+from polylane.graph.capture.describe_nodes import describe_node, name_without_number
 from polylane.graph.capture.export import Loss
 from polylane.graph.capture.inline import op_name
 from polylane.graph.graph import Graph
@@ -249,8 +249,7 @@ class _CodeEditor:
         """Set a new operator's metadata and a unique name, after the module of another operator."""
         made.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack", "module") if key in like.meta}
         made.meta |= {"val": val, "op": op_name(made)}
-        operation = made.meta["op"].removeprefix("aten.").split(".")[0]
-        base = f"{made.meta['module']}/{operation}" if made.meta["module"] else operation
+        base = name_without_number(made)
         numbers = (base if n == 1 else f"{base}#{n}" for n in range(1, len(self.names) + 2))
         made.meta["name"] = next(name for name in numbers if name not in self.names)
         self.names.add(made.meta["name"])

@@ -60,13 +60,17 @@ def label_nodes(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         node.meta.setdefault("op", op_name(node))
-        operation = node.meta["op"].removeprefix("aten.").split(".")[0]
         target = unwrap_settings(node.target)
-        module = target.path if isinstance(target, LeafCall) else module_of(node)
-        node.meta["module"] = module
-        base = f"{module}/{operation}" if module else operation
+        node.meta["module"] = target.path if isinstance(target, LeafCall) else module_of(node)
+        base = name_without_number(node)
         counts[base] += 1
         node.meta["name"] = base if counts[base] == 1 else f"{base}#{counts[base]}"
+
+
+def name_without_number(node: fx.Node) -> str:
+    """Return the beginning of a node's user-facing name: module path and operator."""
+    operation = str(node.meta["op"]).removeprefix("aten.").split(".")[0]
+    return f"{node.meta['module']}/{operation}" if node.meta["module"] else operation
 
 
 def find_gradient_flow(

@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from typing import Any
 from unittest.mock import patch
 
@@ -148,7 +148,7 @@ def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.Exported
             functions_kept(),
             _caches_off(whole.model),
             _lines_kept(),
-            _lengths_open(),
+            patch.object(builtins, "len", _open_length),
             _checkpoints_inlined(whole.tracing),
             _distributions_unchecked(),
             _quiet(),
@@ -181,12 +181,10 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-@contextmanager
-def _distributions_unchecked() -> Iterator[None]:
-    """Context manager: stop torch.distributions from checking argument values; under export there are none."""
+def _distributions_unchecked() -> AbstractContextManager[Any]:
+    """Return a context manager: stop torch.distributions from checking argument values; under export there are none."""
     base: Any = getattr(sys.modules.get("torch.distributions.distribution"), "Distribution", None)
-    with patch.object(base, "_validate_args", False) if base is not None else nullcontext():
-        yield
+    return patch.object(base, "_validate_args", False) if base is not None else nullcontext()
 
 
 @contextmanager
@@ -213,16 +211,12 @@ def _lines_kept() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _lengths_open() -> Iterator[None]:
-    """Context manager: let ``len(tensor)`` be a symbolic size; Python's own would fix it to the example's."""
-    length = builtins.len
+_LENGTH = len
 
-    def open_length(of: Any) -> Any:
-        return of.shape[0] if isinstance(of, FakeTensor) and of.dim() else length(of)
 
-    with patch.object(builtins, "len", open_length):
-        yield
+def _open_length(of: Any) -> Any:
+    """``len``, but for tensors a symbolic size; Python's own would fix it to the example's."""
+    return of.shape[0] if isinstance(of, FakeTensor) and of.dim() else _LENGTH(of)
 
 
 @contextmanager

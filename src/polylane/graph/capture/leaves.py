@@ -175,7 +175,9 @@ def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> Obse
     """Run ``run()`` eagerly and return every call of ``modules``, in order, by path."""
     calls: ObservedCalls = {path: [] for path in modules}
 
-    def noting(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def noting(path: str, module: nn.Module) -> Callable[..., Any]:
+        call: Any = module._call_impl
+
         def noted(*args: Any, **kwargs: Any) -> Any:
             before = generator_states()
             with NormalizationWatch() as normalizing:
@@ -186,16 +188,16 @@ def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> Obse
 
         return noted
 
-    with torch.no_grad(), _calls_replaced({path: noting(path, m._call_impl) for path, m in modules.items()}, modules):
+    with torch.no_grad(), _calls_replaced(modules, noting):
         run()
     return calls
 
 
 @contextmanager
-def _calls_replaced(calls: dict[str, Callable[..., Any]], modules: dict[str, nn.Module]) -> Iterator[None]:
+def _calls_replaced(modules: dict[str, nn.Module], build: Callable[[str, nn.Module], Any]) -> Iterator[None]:
     # The whole call, hooks and all, and not only ``forward``: hooks belong to what the leaf runs itself.
     for path, module in modules.items():
-        module.__dict__["_call_impl"] = calls[path]
+        module.__dict__["_call_impl"] = build(path, module)
     try:
         yield
     finally:
@@ -245,7 +247,7 @@ def leaves_kept(
         return called
 
     samples = [count for count, _ in observed]
-    with _calls_replaced({path: stand_in(path, module) for path, module in modules.items()}, modules):
+    with _calls_replaced(modules, stand_in):
         yield
 
 

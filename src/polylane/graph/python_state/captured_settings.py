@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 import os
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,6 @@ class CapturedSettings:
         for place in find_python_names(every, functions, effects.functions_run):
             if not isinstance(place.owner, nn.Module):
                 self._look.watch_name(place)
-        self._look.watch_environment(effects.environment_keys)
 
     def _modes_now(self) -> list[bool]:
         # A capture puts the whole model into its mode; submodules that the user froze in another mode keep theirs.
@@ -164,7 +163,7 @@ class _WatchList:
         self._sizes: list[tuple[Any, int, Callable[[str], str], Any, frozenset[Any]]] = []
         self._lists: list[tuple[Any, list[Any], str]] = []
         self._cells: list[tuple[PythonName, Any]] = []
-        self._environment: dict[str, str | None] = {}
+        self._environment = {key: os.environ.get(key) for key in effects.environment_keys}
         self._seen: set[int] = set()
 
     # ---- what is watched
@@ -193,10 +192,6 @@ class _WatchList:
         else:
             names = place.owner if isinstance(place.owner, dict) else vars(place.owner)
             self._names(names, [place.name], lambda _: place.label, 0)
-
-    def watch_environment(self, keys: Iterable[str]) -> None:
-        """Watch keys of the environment."""
-        self._environment = {key: os.environ.get(key) for key in keys}
 
     def _dict(
         self, own: Mapping[str, Any], label: Callable[[str], str], depth: int, owner: Any, without: Collection[str] = ()
