@@ -300,9 +300,9 @@ def _find_faulty_module(
         why = f"it fixes the number of samples to the example's, and {difference.what} came out different"
     elif draft.refused_sizes:
         why = f"what it computes depends on the number of samples, and {difference.what} came out different with some"
-    if difference.buffer is not None and (owner := difference.buffer.rpartition(".")[0]) and owner not in kept:
-        return owner, f"{why}{format_line(source_line_of(type(whole.model.get_submodule(owner)).forward))}"
-    path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
+    path = (difference.buffer or "").rpartition(".")[0]
+    if not path or path in kept:
+        path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
     line = source_line_of(type(whole.model.get_submodule(path)).forward) if path else ""
     return path, f"{why}{format_line(line)}"
 
