@@ -97,7 +97,7 @@ def check_per_sample_names(graph: Graph, per_sample: Collection[str]) -> None:
     """
     own = sorted({node.module or "model" for node in graph.nodes if node.is_own_python})
     for name in per_sample:
-        if not any(name == "model" or is_inside(path, name) for path in own):
+        if not name or not any(name == "model" or is_inside(path, name) for path in own):
             which = f"these do: {', '.join(own)}" if own else "nothing does: leave per_sample out"
             raise PolylaneError(f"per_sample={name}: no module of that name is kept as your own Python; {which}")
 

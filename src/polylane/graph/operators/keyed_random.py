@@ -1,4 +1,7 @@
-"""Keyed random operators: torch's, with a key in place of the global generator; counter_rng.py draws the numbers."""
+"""Keyed random operators: torch's, with a key in place of the global generator; counter_rng.py draws the numbers.
+
+Only operators that draw are keyed: what has no dropout, or is not in training, stays torch's own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from polylane.graph.operators.counter_rng import keep_mask, normal, uniform
 
@@ -39,8 +41,6 @@ def dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, tr
 
 def feature_dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, train: bool) -> Tensor:
     """aten.feature_dropout: drops whole channels (dimensions 0 and 1) at a time."""
-    if not train or p == 0.0:
-        return x
     return x * (_channels_kept(part, salt, batch_dim, x, p) / (1.0 - p))
 
 
@@ -52,15 +52,11 @@ def _channels_kept(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: fl
 
 def alpha_dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, train: bool) -> Tensor:
     """aten.alpha_dropout (Klambauer et al., Self-Normalizing Neural Networks, section 3)."""
-    if not train or p == 0.0:
-        return x
     return _self_normalized(x, keep_mask(part, salt, p, x.shape, batch_dim, x.device).to(x.dtype), p)
 
 
 def feature_alpha_dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, train: bool) -> Tensor:
     """aten.feature_alpha_dropout: drops whole channels at a time."""
-    if not train or p == 0.0:
-        return x
     return _self_normalized(x, _channels_kept(part, salt, batch_dim, x, p), p)
 
 
@@ -86,11 +82,6 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """aten.scaled_dot_product_attention with keyed dropout: softmax(Q K^T scale + mask), dropped, times V."""
-    # Without dropout torch's fused kernel applies; with it, the probabilities must be materialized.
-    if dropout_p == 0.0:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
