@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import cast_tensor
+from polylane.graph.capture.functionalize import cast_value
 from polylane.graph.capture.inline import op_name
 from polylane.graph.flops import shape_of
 from polylane.graph.graph import Graph
@@ -101,7 +102,6 @@ def promote_to_float64(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
             node.kwargs = _promote_value(node.kwargs)
             node.meta.pop("autocast", None)
             if hasattr(node.target, "fake"):  # the user's own Python
-                node.meta["op"] = op_name(node)
                 node.target = InFloat64(node.target)
             elif _makes_lower(node):
                 node.kwargs = {**node.kwargs, "dtype": PROMOTED[node.meta["val"].dtype]}
@@ -136,13 +136,7 @@ def _makes_lower(node: fx.Node) -> bool:
 
 def _to_double(val: Any) -> Any:
     if isinstance(val, Tensor):
-        if val.dtype not in LOWER:
-            return val
-        mode = getattr(val, "fake_mode", None)
-        if mode is None:
-            return val.to("meta").to(PROMOTED[val.dtype])
-        with mode:
-            return val.detach().to(PROMOTED[val.dtype])
+        return cast_value(val, PROMOTED[val.dtype]) if val.dtype in LOWER else val
     return type(val)(_to_double(v) for v in val) if isinstance(val, (list, tuple)) else val
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
 from polylane.graph.batch import is_sampled, sample_count
-from polylane.graph.flops import size_hint
+from polylane.graph.flops import size_hint, tensors_of
 
 
 def size_function(expression: Any, ragged: bool = False) -> Callable[[int], Any]:
@@ -121,9 +121,7 @@ def is_dynamic(size: Any) -> bool:
 
 def data_dependent_symbols(val: Any) -> Iterator[Any]:
     """Yield the data-dependent (unbacked) size symbols of a tensor or of several."""
-    for each in val if isinstance(val, (list, tuple)) else ():
-        yield from data_dependent_symbols(each)
-    for size in val.shape if isinstance(val, Tensor) else ():
+    for size in (size for tensor in tensors_of(val) for size in tensor.shape):
         if isinstance(size, torch.SymInt):
             yield from free_unbacked_symbols(size.node.expr)
 

@@ -332,12 +332,11 @@ def _snapshot_python(model: nn.Module, losses: Sequence[Any]) -> Callable[[], No
 
 
 def snapshot_tensors(model: nn.Module) -> Callable[[], None]:
-    """Record parameters, buffers, gradients, and torch's random state; the returned function restores them."""
+    """Record parameters, buffers, gradients, and random states of GPUs; the returned function restores them."""
     tensors = [(t, t.detach().clone(), t.grad, t.is_leaf) for t in (*model.parameters(), *model.buffers())]
     # The modules' own tables too: a forward may replace a buffer by another tensor.
     inner = ("_parameters", "_buffers", "_modules")
     dicts = [(m.__dict__[name], dict(m.__dict__[name])) for m in model.modules() for name in inner]
-    random = torch.get_rng_state()
     devices = {t.device for t, *_ in tensors if t.device.type == "cuda"}
     device_random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
@@ -351,7 +350,6 @@ def snapshot_tensors(model: nn.Module) -> Callable[[], None]:
                     tensor.detach_()
                 tensor.data.copy_(value)
                 tensor.grad = grad
-        torch.set_rng_state(random)
         for device, state in device_random:
             torch.cuda.set_rng_state(state, device)
 

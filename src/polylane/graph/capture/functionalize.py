@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def functionalize(node: fx.Node) -> list[fx.Node] | None:
         node.target, node.args = twin, args
         return before
     # An in-place write keeps the written tensor's dtype: cast the promoted result back.
-    before.append(_insert_before(node, twin, args, _cast(wanted, given.dtype), node.kwargs))
+    before.append(_insert_before(node, twin, args, cast_value(wanted, given.dtype), node.kwargs))
     node.target, node.args, node.kwargs = torch.ops.aten.to.dtype, (before[-1], wanted.dtype), {}
     return before
 
@@ -126,7 +127,7 @@ def _functionalize_copy(node: fx.Node) -> list[fx.Node] | None:
         return None
     before: list[fx.Node] = []
     if of.dtype != to.dtype:
-        of = _cast(of, to.dtype)
+        of = cast_value(of, to.dtype)
         before.append(_insert_before(node, torch.ops.aten.to.dtype, (source, to.dtype), of))
         source = before[-1]
     if [str(n) for n in of.shape] != [str(n) for n in to.shape]:
@@ -161,7 +162,8 @@ def _insert_before(node: fx.Node, target: Any, args: Any, val: Tensor, kwargs: A
     return made
 
 
-def _cast(val: Any, dtype: torch.dtype) -> Tensor:
-    with val.fake_mode:
+def cast_value(val: Any, dtype: torch.dtype) -> Tensor:
+    """Return a node's value, a tensor without data, in another dtype."""
+    with getattr(val, "fake_mode", nullcontext()):
         cast: Tensor = val.detach().to(dtype)
     return cast

@@ -136,7 +136,7 @@ def find_side_effects(
         model: the user's model, which the loss calls.
         loss: the user's loss, a function or a module.
         run: performs one forward pass of the loss.
-        again: restores parameters, buffers and torch's random state.
+        again: restores parameters, buffers and random states of GPUs.
     """
     scene = _WatchedRun(model, loss)
     before, random, watch = scene.digests(), generator_states(), _ClockWatch(scene.paths, model)
