@@ -142,18 +142,15 @@ def randn(
     return normal(part, salt, size, batch_dim, torch.device(device)).to(dtype or torch.get_default_dtype())
 
 
-def rand_like(
-    part: Any, salt: int, batch_dim: int | None, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any
-) -> Tensor:
-    """aten.rand_like."""
-    return _below_one(uniform(part, salt, x.shape, batch_dim, x.device), dtype or x.dtype)
+def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the version of an operator that takes its size, dtype and device from a tensor: rand_like of rand."""
 
+    def draw_like(
+        part: Any, salt: int, batch_dim: int | None, x: Tensor, *args: Any, dtype: torch.dtype | None = None, **_: Any
+    ) -> Tensor:
+        return draw(part, salt, batch_dim, *args, x.shape, dtype=dtype or x.dtype, device=x.device)
 
-def randn_like(
-    part: Any, salt: int, batch_dim: int | None, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any
-) -> Tensor:
-    """aten.randn_like."""
-    return normal(part, salt, x.shape, batch_dim, x.device).to(dtype or x.dtype)
+    return draw_like
 
 
 def bernoulli(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: Any = None, **_: Any) -> Tensor:
@@ -176,19 +173,6 @@ def randint_from_zero(
 ) -> Tensor:
     """aten.randint."""
     return randint(part, salt, batch_dim, 0, high, size, **kwargs)
-
-
-def randint_like(
-    part: Any, salt: int, batch_dim: int | None, x: Tensor, low: int, high: int, *,
-    dtype: torch.dtype | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
-    """aten.randint_like.low_dtype."""
-    return randint(part, salt, batch_dim, low, high, x.shape, dtype=dtype or x.dtype, device=x.device)
-
-
-def randint_like_from_zero(part: Any, salt: int, batch_dim: int | None, x: Tensor, high: int, **kwargs: Any) -> Tensor:
-    """aten.randint_like."""
-    return randint_like(part, salt, batch_dim, x, 0, high, **kwargs)
 
 
 def exponential(part: Any, salt: int, batch_dim: int | None, x: Tensor, lambd: float = 1.0, **_: Any) -> Tensor:
@@ -262,13 +246,13 @@ KEYED: dict[str, Callable[..., Any]] = {
     "aten.normal.float_Tensor": normal_from,
     "aten.normal_functional.default": normal_like,
     "aten.rand.default": rand,
-    "aten.rand_like.default": rand_like,
+    "aten.rand_like.default": _like(rand),
     "aten.randint.default": randint_from_zero,
     "aten.randint.low": randint,
-    "aten.randint_like.default": randint_like_from_zero,
-    "aten.randint_like.low_dtype": randint_like,
+    "aten.randint_like.default": _like(randint_from_zero),
+    "aten.randint_like.low_dtype": _like(randint),
     "aten.randn.default": randn,
-    "aten.randn_like.default": randn_like,
+    "aten.randn_like.default": _like(randn),
     "aten.randperm.default": randperm,
     "aten.rnn_relu.input": _recurrent(torch.rnn_relu),
     "aten.rnn_tanh.input": _recurrent(torch.rnn_tanh),
