@@ -6,7 +6,7 @@ what cannot be computed is not known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from polylane.graph.capture.export import Loss, ModelWithLoss, format_line, reas
 from polylane.graph.capture.self_check import resize_batch
 from polylane.graph.graph import Graph, Node
 from polylane.graph.rounding_noise import TRIES
-from polylane.samples.batch_layout import BatchLayout, MeasuredLayouts
+from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.derivation import derive_composition
 from polylane.samples.split_runs import MOST, Floor, PartFails, equal_within, make_runs, mean_of_parts, run_split
 
@@ -26,9 +26,10 @@ NOISE = 0.1  # added to every parameter in the second look, for values that are 
 
 
 @dataclass(frozen=True)
-class SeenOrders(MeasuredLayouts):
-    """What was seen of a graph's values, and what kept the others from being computed ("" for nothing)."""
+class SeenOrders:
+    """What was seen of a graph's values, by name, and what kept the others from being computed ("" for nothing)."""
 
+    layouts: Mapping[str, BatchLayout] = field(default_factory=dict)
     unknown_reason: str = field(default="", kw_only=True)
 
 

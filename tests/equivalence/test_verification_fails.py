@@ -25,7 +25,6 @@ from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.pipeline.step_state import StepState
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.training_role import TrainingRole
-from polylane.samples.batch_layout import MeasuredLayouts
 from polylane.schedule.action import Action
 from polylane.sharding.stage_layouts import StageLayouts
 from polylane.verify.verify import Verdict, batch_in_float64, verify_compiled
@@ -78,7 +77,7 @@ def verdict(training: tuple[CompiledTraining, Partition], plan: str) -> Verdict:
     if spec.pipeline == 1:
         partition = Partition(partition.graph, ())
     chosen = plan_from_partition(partition, spec, spec.microbatches or 1)
-    graph = compile_graph(partition, chosen, StageLayouts((None,) * chosen.pipeline), MeasuredLayouts())
+    graph = compile_graph(partition, chosen, StageLayouts((None,) * chosen.pipeline), {})
     return verify_compiled(replace(shared, graphs={"loss": graph}, plan=chosen), BATCHES)
 
 

@@ -761,7 +761,7 @@ COUNTS = [
     Mutant(
         "function-proven-by-its-forward", "a custom function is proven by its forward pass, whatever the backward does",
         "samples.autograd.autograd_functions:_gradients_match",
-        "not _is_gradient_of(arguments[argument].state, walk, walk.key_of(result))",
+        "not _is_gradient_of(trace.function.arguments[argument].state, walk, walk.key_of(result))",
         "False",
         "tests/samples/autograd/test_autograd_functions.py",
         unseen="the models of the proofs have no functions of their own",

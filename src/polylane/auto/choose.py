@@ -23,8 +23,8 @@ from polylane.planner.uniform_plans import RatedPlan
 from polylane.profiling.host_contention import together
 from polylane.profiling.profile_model import profiled
 from polylane.samples.batch_layout import BatchLayout, batch_layouts
-from polylane.samples.derivation import derive_batch_layouts, derive_composition
-from polylane.samples.min_samples import MinSamples, min_samples
+from polylane.samples.derivation import derive_composition
+from polylane.samples.microbatch_limit import MinSamples, min_samples
 
 # Samples with which the graph is captured whose shapes are read.
 EXAMPLE = 4
@@ -141,7 +141,7 @@ def _staying(graph: Graph) -> list[str]:
     """
     return [
         name
-        for name, order in batch_layouts(graph, derive_batch_layouts(graph)).items()
+        for name, order in batch_layouts(graph, derive_composition(graph).batch_layouts).items()
         if order is BatchLayout.UNKNOWN
     ]
 

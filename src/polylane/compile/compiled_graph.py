@@ -23,7 +23,7 @@ from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.profiling.time_operators import measure
-from polylane.samples.batch_layout import BatchLayout, MeasuredLayouts, batch_layouts, explain_unknown
+from polylane.samples.batch_layout import BatchLayout, batch_layouts, explain_unknown
 from polylane.sharding.stage_layouts import (
     SHARED_BY,
     StageLayouts,
@@ -56,7 +56,7 @@ def cut_graph(
     plan: Spec | Plan,
     main: Partition | None,
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
-    seen: MeasuredLayouts,
+    seen: Mapping[str, BatchLayout],
 ) -> Partition:
     """Cut a graph into stages: as the first objective's graph is cut, or the plan file says, else balanced by time.
 
@@ -85,7 +85,9 @@ def cut_graph(
     return balance_stages(graph, plan.pipeline, times, [degrees.workers for degrees in plan.meshes], staying)
 
 
-def compile_graph(partition: Partition, plan: Plan, layouts: StageLayouts, seen: MeasuredLayouts) -> CompiledGraph:
+def compile_graph(
+    partition: Partition, plan: Plan, layouts: StageLayouts, seen: Mapping[str, BatchLayout]
+) -> CompiledGraph:
     """Find the batch layouts of the values of a graph, where they matter.
 
     Where all stages have equally many replicas they do not: whatever a value is, each replica sends its own part to the
@@ -115,7 +117,9 @@ def compile_graph(partition: Partition, plan: Plan, layouts: StageLayouts, seen:
     return CompiledGraph(partition, layouts, orders)
 
 
-def _explain_cannot_cross(partition: Partition, seen: MeasuredLayouts, name: str, replicas: Sequence[int]) -> str:
+def _explain_cannot_cross(
+    partition: Partition, seen: Mapping[str, BatchLayout], name: str, replicas: Sequence[int]
+) -> str:
     node = partition.graph.nodes[partition.graph.positions[name]]
     line = f" ({node.source})" if node.source else ""
     return (

@@ -24,16 +24,16 @@ from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.samples.batch_division import loss_couples_samples
-from polylane.samples.batch_layout import BatchLayout, MeasuredLayouts
+from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.counts import capture_with_counts
-from polylane.samples.derivation import derive_batch_layouts
+from polylane.samples.derivation import derive_composition
 from polylane.samples.microbatch_limit import (
+    MinSamples,
     limit_microbatches,
     make_split_check,
     min_samples_for,
     requested_microbatches,
 )
-from polylane.samples.min_samples import MinSamples
 from polylane.sharding.stage_layouts import StageLayouts, layouts_like
 
 
@@ -138,12 +138,7 @@ class CompiledTraining:
         """
         main = next(iter(self.graphs.values())).layouts
         layouts = layouts_like(main, partition, self.plan) if main.distinct else main
-        seen = (
-            derive_batch_layouts(partition.graph, self.plan.per_sample)
-            if self.plan.resplits_batch
-            else MeasuredLayouts()
-        )
-        return compile_graph(partition, self.plan, layouts, seen)
+        return compile_graph(partition, self.plan, layouts, _known_batch_layouts(partition.graph, self.plan))
 
 
 def compile_training(
@@ -278,21 +273,24 @@ def _partition_objectives(
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
     *,
     in_float64: bool,
-) -> tuple[dict[str, Partition], dict[str, MeasuredLayouts], bool]:
+) -> tuple[dict[str, Partition], dict[str, Mapping[str, BatchLayout]], bool]:
     """Return every objective's partition, the known batch layouts of its values, and whether a loss couples samples."""
-    partitions, seen, meets = dict[str, Partition](), dict[str, MeasuredLayouts](), False
+    partitions, seen, meets = dict[str, Partition](), dict[str, Mapping[str, BatchLayout]](), False
     for objective in objectives.values():
         graph = graphs[objective.name]
         if spec.data > 1 or microbatches > 1:
             seen_to = make_split_check(graph, model, objective.loss, leaves, in_float64)
             sync = "" if spec.sync.is_plain_sum else ",".join(spec.sync.to_words())
             meets = loss_couples_samples(graph, microbatches, spec.data, spec.per_sample, seen_to, sync) or meets
-        known = seen[objective.name] = (
-            derive_batch_layouts(graph, spec.per_sample) if spec.resplits_batch else MeasuredLayouts()
-        )
+        known = seen[objective.name] = _known_batch_layouts(graph, spec)
         main = next(iter(partitions.values()), None)
         partitions[objective.name] = cut_graph(graph, model, objective.loss, part, spec, main, seconds, known)
     return partitions, seen, meets
+
+
+def _known_batch_layouts(graph: Graph, plan: Spec | Plan) -> Mapping[str, BatchLayout]:
+    """Return the batch layouts of a graph's values as far as they are known; none where a plan does not need them."""
+    return derive_composition(graph, plan.per_sample).batch_layouts if plan.resplits_batch else {}
 
 
 def _capture_objective(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from polylane.errors import PolylaneError
+from polylane.graph.capture.assign_keys import PythonOnSlice
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.side_effects import SideEffect
@@ -18,9 +19,8 @@ from polylane.plan.spec import Spec
 
 def collect_effects(graph: Graph) -> dict[str, tuple[SideEffect, ...]]:
     """Collect the side effects of a graph's leaves (modules that run the user's own Python), by node name."""
-    nodes = [node for node in graph.code.fx.nodes if node.op == "call_function"]
-    found = {str(node.meta["name"]): tuple(getattr(node.target, "effects", ())) for node in nodes}
-    return {name: effects for name, effects in found.items() if effects}
+    calls = [(str(node.meta["name"]), node.target) for node in graph.code.fx.nodes if node.op == "call_function"]
+    return {name: call.own.effects for name, call in calls if isinstance(call, PythonOnSlice) and call.own.effects}
 
 
 def leaf_paths(graph: Graph) -> set[str]:

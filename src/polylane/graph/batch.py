@@ -160,10 +160,11 @@ def to_device(leaves: Sequence[Any], device: torch.device) -> list[Any]:
 
 def cast_leaves(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     """Return the leaves with floating-point tensors cast to ``dtype``, complex ones to its complex counterpart."""
-    return [_cast(leaf, dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return [cast_tensor(leaf, dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
-def _cast(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+def cast_tensor(leaf: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a floating-point tensor cast to ``dtype``, a complex one to its complex counterpart, others unchanged."""
     if leaf.is_complex():
         return leaf.to(dtype.to_complex())
     return leaf.to(dtype) if leaf.is_floating_point() else leaf

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polylane.graph.graph import Graph
-from polylane.graph.partition import cut_positions, last_uses
+from polylane.graph.partition import cut_positions, sum_over_spans, value_spans
 
 MOST = 256  # default limit on the number of narrow positions
 
@@ -23,15 +23,7 @@ def crossing_bytes(graph: Graph, size: Callable[[str], float] | None = None) -> 
         graph: the graph whose positions are measured.
         size: returns the bytes of a node's value by name; default: those of the whole value.
     """
-    # Differences between neighbouring positions; the cumulative sum is the bytes alive at each.
-    delta = np.zeros(len(graph.nodes) + 1)
-    for name, end in last_uses(graph).items():
-        start = graph.positions[name]
-        if not graph.nodes[start].recomputable and end > start:
-            moved = graph.nodes[start].bytes if size is None else size(name)
-            delta[start + 1] += moved
-            delta[end + 1] -= moved
-    return np.cumsum(delta)
+    return sum_over_spans(graph, value_spans(graph, lambda node: node.bytes if size is None else size(node.name)))
 
 
 def narrow_positions(graph: Graph, staying: Collection[str] = (), most: int = MOST) -> tuple[int, ...]:

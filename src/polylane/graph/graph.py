@@ -57,6 +57,11 @@ class Node:
     can_cross_stages: bool
     fixed_shape: tuple[int, ...] = ()
 
+    @property
+    def is_own_python(self) -> bool:
+        """Whether the node runs the user's own Python."""
+        return self.op in ("leaf", "function")
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -112,6 +117,11 @@ class Graph:
     def positions(self) -> dict[str, int]:
         """Position of every node, by name."""
         return {node.name: i for i, node in enumerate(self.nodes)}
+
+
+def is_inside(path: str, outer: str) -> bool:
+    """Return whether a module is another one, or inside of it, by their paths; all are inside of the model, ""."""
+    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -143,15 +143,11 @@ def cut_positions(graph: Graph, staying: Collection[str] = ()) -> list[int]:
         graph: the graph to be cut.
         staying: names of values that must not cross stages.
     """
-    closed = np.zeros(len(graph.nodes) + 1, dtype=np.int64)  # differences; the cumulative sum counts open spans
     last = last_uses(graph)
-    spans = [*graph.unsplittable_ranges]
     stuck = {n.name for n in graph.nodes if not n.can_cross_stages} | set(staying)
-    spans += [(i, last.get(n.name, i)) for i, n in enumerate(graph.nodes) if n.name in stuck and not n.recomputable]
-    for first, end in spans:
-        closed[first + 1] += 1
-        closed[end + 1] -= 1
-    inside = np.cumsum(closed)
+    spans = [(first, end, 1.0) for first, end in graph.unsplittable_ranges]
+    spans += [(i, last.get(n.name, i), 1) for i, n in enumerate(graph.nodes) if n.name in stuck and not n.recomputable]
+    inside = sum_over_spans(graph, spans)
     work = [p for p, node in enumerate(graph.nodes) if not node.recomputable]
     return [p for p in work[1:] if not inside[p]]  # a stage of recomputable nodes alone would be none
 
@@ -162,27 +158,38 @@ def last_uses(graph: Graph) -> dict[str, int]:
     return last | dict.fromkeys(graph.outputs, len(graph.nodes) - 1)
 
 
-def _live_bytes(graph: Graph) -> NDArray[np.float64]:
-    """Return for every position the bytes that a cut there sends: values still needed, and tied weights used later."""
+def sum_over_spans(graph: Graph, spans: Iterable[tuple[int, int, float]]) -> NDArray[np.float64]:
+    """Return for every position, and the end, the summed weights of the spans that a cut there goes through.
+
+    A span has the positions of its first and last node, and a weight.
+    """
+    # Differences between neighbouring positions; the cumulative sum is the weight open at each.
     delta = np.zeros(len(graph.nodes) + 1)
+    for first, last, weight in spans:
+        delta[first + 1] += weight
+        delta[last + 1] -= weight
+    return np.cumsum(delta)
+
+
+def value_spans(graph: Graph, size: Callable[[Node], float]) -> Iterator[tuple[int, int, float]]:
+    """Yield every value that stages would send, from the node that makes it to its last reader, with its size."""
     for name, end in last_uses(graph).items():
         start = graph.positions[name]
-        node = graph.nodes[start]
-        if not node.recomputable and end > start:
-            moved = node.bytes * (2 if node.requires_grad else 1)  # there, and its gradient back
-            delta[start + 1] += moved
-            delta[end + 1] -= moved
+        if not graph.nodes[start].recomputable and end > start:
+            yield start, end, size(graph.nodes[start])
+
+
+def _live_bytes(graph: Graph) -> NDArray[np.float64]:
+    """Return for every position the bytes that a cut there sends: values still needed, and tied weights used later."""
+    # There, and its gradient back.
+    values = value_spans(graph, lambda node: node.bytes * (2 if node.requires_grad else 1))
     # A tied weight on both sides of a cut: its gradient is summed over the stages, about twice its size in each step.
-    first, final = dict[str, int](), dict[str, int]()
+    readers = defaultdict[str, list[int]](list)
     for position, node in enumerate(graph.nodes):
         for name in node.parameters:
-            first.setdefault(name, position)
-            final[name] = position
-    for name, start in first.items():
-        if final[name] > start:
-            delta[start + 1] += 2 * graph.parameters[name].bytes
-            delta[final[name] + 1] -= 2 * graph.parameters[name].bytes
-    return np.cumsum(delta)
+            readers[name].append(position)
+    tied = [(at[0], at[-1], 2 * graph.parameters[name].bytes) for name, at in readers.items() if at[-1] > at[0]]
+    return sum_over_spans(graph, [*values, *tied])
 
 
 def balance_stages(

@@ -1,4 +1,4 @@
-"""Floating-point precision inside a graph: the user's autocast regions, and promotion to float64 for verification."""
+"""Floating-point precision inside a graph: autocast regions and dtypes, and promotion to float64 for verification."""
 
 from __future__ import annotations
 
@@ -8,9 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from polylane.graph.batch import cast_tensor
+from polylane.graph.capture.functionalize import cast_value
 from polylane.graph.capture.inline import op_name
+from polylane.graph.flops import shape_of
+from polylane.graph.graph import Graph
+from polylane.graph.interpreter import GraphInterpreter
+from polylane.graph.sample_slice import SampleSlice
 
 # What each lower dtype becomes for verification; integers and double precision are unchanged.
 PROMOTED = {
@@ -74,11 +81,8 @@ class Promoted(TorchFunctionMode):
 def wrap_autocast(graph: fx.Graph) -> None:
     """Put operators captured under autocast under their setting again."""
     for node in graph.nodes:
-        if (
-            node.op == "call_function"
-            and "autocast" in node.meta
-            and isinstance(node.meta.get("val"), (Tensor, list, tuple))
-        ):
+        of_tensors = isinstance(node.meta.get("val"), (Tensor, list, tuple))
+        if node.op == "call_function" and "autocast" in node.meta and of_tensors:
             node.meta.setdefault("op", op_name(node))
             node.target = InAutocast(node.target, node.meta["autocast"])
 
@@ -97,11 +101,9 @@ def promote_to_float64(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
             node.args = _promote_value(node.args)
             node.kwargs = _promote_value(node.kwargs)
             node.meta.pop("autocast", None)
-            own_python = hasattr(node.target, "fake")
-            if own_python:
-                node.meta["op"] = op_name(node)
+            if hasattr(node.target, "fake"):  # the user's own Python
                 node.target = InFloat64(node.target)
-            elif not own_python and _makes_lower(node):
+            elif _makes_lower(node):
                 node.kwargs = {**node.kwargs, "dtype": PROMOTED[node.meta["val"].dtype]}
         node.meta["val"] = _to_double(node.meta.get("val"))
     for name, value in constants.items():
@@ -126,24 +128,15 @@ def to_float64(module: nn.Module) -> nn.Module:
 def _makes_lower(node: fx.Node) -> bool:
     """Return whether an operator makes a new tensor of the default floating dtype."""
     val = node.meta.get("val")
-    made = isinstance(val, Tensor) and val.dtype in LOWER and not any(_is_tensor(n) for n in node.all_input_nodes)
+    reads_tensor = any(isinstance(n.meta.get("val"), Tensor) for n in node.all_input_nodes)
+    made = isinstance(val, Tensor) and val.dtype in LOWER and not reads_tensor
     schema = getattr(node.target, "_schema", None)
     return made and schema is not None and any(argument.name == "dtype" for argument in schema.arguments)
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
-
-
 def _to_double(val: Any) -> Any:
     if isinstance(val, Tensor):
-        if val.dtype not in LOWER:
-            return val
-        mode = getattr(val, "fake_mode", None)
-        if mode is None:
-            return val.to("meta").to(PROMOTED[val.dtype])
-        with mode:
-            return val.detach().to(PROMOTED[val.dtype])
+        return cast_value(val, PROMOTED[val.dtype]) if val.dtype in LOWER else val
     return type(val)(_to_double(v) for v in val) if isinstance(val, (list, tuple)) else val
 
 
@@ -159,22 +152,18 @@ def _promote_value(value: Any) -> Any:
     return value
 
 
-def _promoted_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_complex() if tensor.is_complex() else dtype
-
-
 @contextmanager
 def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Context manager: cast all floating and complex parameters and buffers of a module to another precision inside.
 
     The tensor objects stay the same. What is written to buffers inside is lost.
     """
-    inexact = [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point() or t.is_complex()]
-    tensors = [t for t in inexact if t.dtype != _promoted_dtype(t, dtype)]
-    originals = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
-    for tensor in tensors:
+    tensors = [(tensor, cast_tensor(tensor.data, dtype)) for tensor in (*module.parameters(), *module.buffers())]
+    changed = [(tensor, data) for tensor, data in tensors if data.dtype != tensor.dtype]
+    originals = [(tensor, tensor.data, tensor.grad) for tensor, _ in changed]
+    for tensor, data in changed:
         tensor.grad = None
-        tensor.data = tensor.data.to(_promoted_dtype(tensor, dtype))
+        tensor.data = data
     try:
         yield
     finally:
@@ -182,3 +171,57 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             tensor.grad = None
             tensor.data = data
             tensor.grad = grad
+
+
+# ---- dtypes under autocast: the graph is run once more on fake tensors ----
+
+
+def dtypes_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtype of every tensor value, by node name, when the graph runs under autocast to ``dtype``.
+
+    A node that cannot run without data (the user's own Python) keeps the dtype that capture saw.
+
+    Args:
+        graph: the captured graph, which is not changed.
+        device_type: torch's name of the device that autocast is for, "cpu" or "cuda".
+        dtype: the lower-precision dtype of the autocast region.
+    """
+    part = SampleSlice(graph.samples, batch=graph.samples)
+
+    def bind(node: fx.Node) -> Any:
+        return part if node.meta["role"][0] == "part" else _without_data(node.meta["val"])
+
+    interpreter = _DtypeInterpreter(graph.code.fx, bind)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), torch.autocast(device_type, dtype=dtype):
+        interpreter.run()
+    return interpreter.dtypes
+
+
+class _DtypeInterpreter(GraphInterpreter):
+    """Records the dtype of every tensor; a node that cannot run without data gets the one that capture saw."""
+
+    def __init__(self, code: fx.Graph, bind: Callable[[fx.Node], Any]) -> None:
+        super().__init__(code, bind)
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def call_operator(self, node: fx.Node) -> Any:
+        value = self._value(node)
+        if isinstance(value, Tensor):
+            self.dtypes[node.meta["name"]] = value.dtype
+        return value
+
+    def _value(self, node: fx.Node) -> Any:
+        if node.meta["op"] in ("leaf", "function"):  # the user's own Python might keep fake tensors
+            return _without_data(node.meta.get("val"))
+        try:
+            return super().call_operator(node)
+        # Some operators have no fake implementation.
+        except Exception:
+            return _without_data(node.meta.get("val"))
+
+
+def _without_data(val: Any) -> Any:
+    """Return a node's value as empty tensors of the example's sizes."""
+    if isinstance(val, (list, tuple)):
+        return [_without_data(v) for v in val]
+    return torch.empty(shape_of(val), dtype=val.dtype, device="cpu") if isinstance(val, Tensor) else val

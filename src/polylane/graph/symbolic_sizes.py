@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import sympy  # type: ignore[import-untyped]
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 
 from polylane.graph.batch import is_sampled, sample_count
+from polylane.graph.flops import size_hint, tensors_of
 
 
 def size_function(expression: Any, ragged: bool = False) -> Callable[[int], Any]:
@@ -118,6 +119,18 @@ def is_dynamic(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number
 
 
+def data_dependent_symbols(val: Any) -> Iterator[Any]:
+    """Yield the data-dependent (unbacked) size symbols of a tensor or of several."""
+    for size in (size for tensor in tensors_of(val) for size in tensor.shape):
+        if isinstance(size, torch.SymInt):
+            yield from free_unbacked_symbols(size.node.expr)
+
+
+def is_ragged(val: Any) -> bool:
+    """Return whether a size of a tensor depends on data."""
+    return next(data_dependent_symbols(val), None) is not None
+
+
 # Largest number of samples for which anything is tried.
 MOST = 1024
 
@@ -183,5 +196,5 @@ class ConcreteSizes:
             try:
                 self._known[expression] = int(size_function(size, self.ragged)(self.samples))
             except ValueError:
-                self._known[expression] = int(size.node.hint) if size.node.hint is not None else 1
+                self._known[expression] = size_hint(size)
         return self._known[expression]

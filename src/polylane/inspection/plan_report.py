@@ -16,8 +16,8 @@ from polylane.cost.operators.profile import Both, Profile
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
-from polylane.graph.autocast_dtypes import dtypes_under_autocast
 from polylane.graph.partition import Partition
+from polylane.graph.precision import dtypes_under_autocast
 from polylane.inspection.graph_report import count_elements
 from polylane.inspection.stage_traffic import count_stage_traffic
 from polylane.observe.timeline import Timeline

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from polylane.optim.lamb import LAMB
 from polylane.optim.lars import LARS
-from polylane.optim.rates import scale_rates, scaled, scaled_optimizer
+from polylane.optim.rates import Warmup, scale_rates, scaled, scaled_optimizer, warmed_scheduler, warmup
 from polylane.optim.trust import SumOverHolders, split_decay_groups
-from polylane.optim.warmup import Warmup, warmed_scheduler, warmup
 
 # The name of before, kept for one release.
 apart = split_decay_groups

@@ -56,15 +56,7 @@ class LAMB(TrustRatioOptimizer):
         bounds: tuple[float, float] = (0.0, math.inf),
         adapt: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bounds": bounds,
-            "adapt": adapt,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bounds=bounds, adapt=adapt)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)

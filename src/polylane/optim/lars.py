@@ -57,16 +57,8 @@ class LARS(TrustRatioOptimizer):
         nesterov: bool = False,
         adapt: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust": trust,
-            "eps": eps,
-            "nesterov": nesterov,
-            "adapt": adapt,
-        }
-        super().__init__(params, defaults)
+        rates = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
+        super().__init__(params, **rates, trust=trust, eps=eps, nesterov=nesterov, adapt=adapt)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Protocol
@@ -74,6 +74,9 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
     """
 
     sum_over_holders: SumOverHolders | None = None
+
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
+        super().__init__(params, defaults)
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a group, complete with defaults, that has an option out of its range."""
@@ -190,20 +193,11 @@ def split_decay_groups(parameters: ParamsT, **others: Any) -> list[dict[str, Any
     Returns:
         Groups for :class:`LARS`, :class:`LAMB` and other optimizers with the option ``adapt``; no empty group.
     """
-    given: list[Any] = list(_flatten_parameters(parameters))
-    weights = [each for each in given if _get_tensor(each).dim() > 1]
-    vectors = [each for each in given if _get_tensor(each).dim() <= 1]
+    given: list[Any] = list(parameters)
+    if any(isinstance(each, Mapping) for each in given):
+        raise PolylaneError('apart(parameters) makes the groups itself: give it parameters, and "adapt" to groups')
+    dims = [(each[1] if isinstance(each, tuple) else each).dim() for each in given]
+    weights = [each for each, dim in zip(given, dims, strict=True) if dim > 1]
+    vectors = [each for each, dim in zip(given, dims, strict=True) if dim <= 1]
     groups = [{"params": weights}, {"params": vectors, "adapt": False, "weight_decay": 0.0, **others}]
     return [group for group in groups if group["params"]]
-
-
-def _flatten_parameters(parameters: Iterable[Any]) -> Iterable[Any]:
-    for each in parameters:
-        if isinstance(each, Mapping):
-            raise PolylaneError('apart(parameters) makes the groups itself: give it parameters, and "adapt" to groups')
-        yield each
-
-
-def _get_tensor(each: Any) -> Tensor:
-    tensor: Tensor = each[1] if isinstance(each, tuple) else each
-    return tensor

@@ -259,6 +259,12 @@ def operator_name(node: fx.Node) -> str:
     return str(node.meta.get("op") or op_name(node))
 
 
+def base_name(node: fx.Node) -> str:
+    """Return the name of an aten operator without library and overload, "linear"; "" for any other node."""
+    name = operator_name(node)
+    return name.split(".")[1] if name.startswith("aten.") else ""
+
+
 def _schema(op: str) -> Any:
     if not op.startswith("aten."):
         return None

@@ -12,7 +12,7 @@ from torch import nn
 
 from polylane.cost.operators.profile import Both, Profile
 from polylane.graph.batch import Rebuild, clone_leaves, sample_count, take_first_samples
-from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
+from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.graph import Graph
 from polylane.profiling.time_operators import measure_both, wait_for
 
@@ -66,10 +66,9 @@ def profiled(
 def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild) -> Both:
     """Return the median seconds of a forward and a backward pass; gradients accumulate into existing ones."""
     whole = ModelWithLoss(model, loss, rebuild)
-    restore = snapshot_model(whole)
     wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
     times: list[Both] = []
-    try:
+    with model_restored(whole):
         # The first repetition warms up and is dropped.
         for _ in range(REPEATS + 1):
             own = clone_leaves(leaves)
@@ -81,20 +80,17 @@ def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild
             result[0].backward()
             wait()
             times.append((middle - start, time.perf_counter() - middle))
-    finally:
-        restore()
     return statistics.median(f for f, _ in times[1:]), statistics.median(b for _, b in times[1:])
 
 
 def _update(model: nn.Module, loss: Loss, factory: Callable[[list[tuple[str, nn.Parameter]]], Any]) -> float:
     """Return the median seconds of an optimizer step on all parameters, zero_grad included."""
-    restore = snapshot_model(model)
     named = list(model.named_parameters())
     if isinstance(loss, nn.Module):
         named += [(f"loss.{name}", parameter) for name, parameter in loss.named_parameters()]
     wait = wait_for(named[0][1].device if named else torch.device("cpu"))
     times = []
-    try:
+    with model_restored(model):
         optimizer = factory(named)
         for _ in range(REPEATS + 1):
             for _, parameter in named:
@@ -105,6 +101,4 @@ def _update(model: nn.Module, loss: Loss, factory: Callable[[list[tuple[str, nn.
             optimizer.zero_grad()
             wait()
             times.append(time.perf_counter() - start)
-    finally:
-        restore()
     return statistics.median(times[1:])

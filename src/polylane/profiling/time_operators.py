@@ -14,7 +14,7 @@ from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.profile import Both
 from polylane.graph.batch import sample_count
 from polylane.graph.capture.aliasing import written_arguments
-from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
+from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Graph
 from polylane.graph.sample_slice import SampleSlice
@@ -61,11 +61,8 @@ def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[An
     if graph.is_opaque or any(p.is_meta for p in model.parameters()):
         return nominal_seconds(graph)
     whole = ModelWithLoss(model, loss, lambda flat: flat)
-    restore = snapshot_model(whole)
-    try:
+    with model_restored(whole):
         return _measured(graph, whole, leaves, only)
-    finally:
-        restore()
 
 
 def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: str) -> tuple[Both, ...]:

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import format_line
-from polylane.graph.graph import Graph, Node
+from polylane.graph.graph import Graph, is_inside
+from polylane.samples.batch_layout import describe_divided_buffer, describe_place
 from polylane.samples.derivation import Derivation, derive_composition
-
-OWN_PYTHON = ("leaf", "function")
 
 
 def loss_couples_samples(
@@ -46,11 +45,11 @@ def loss_couples_samples(
         told = seen()
         if told is not None:
             raise PolylaneError(f"per_sample={'+'.join(per_sample)} does not hold: {told}")
-    reason = None if derived.is_proven else explain_coupling(graph, derived)
+    reason = None if derived.is_proven else explain_coupling(derived)
     if reason is not None and microbatches > 1:
         parts = f"microbatches={microbatches}"
         raise PolylaneError(f"{parts} would not compute what one device computes: {reason}; {_suggest_remedy(derived)}")
-    if reason is not None and derived.culprit is not None and derived.culprit.op in OWN_PYTHON:
+    if reason is not None and derived.culprit is not None and derived.culprit.is_own_python:
         # Own Python cannot be sharded by operator: it is computed in full by every replica, which the user should know.
         name = derived.culprit.module or "model"
         if sync:
@@ -75,8 +74,7 @@ def refuse_coupled_samples(graph: Graph, microbatches: int, replicas: int, per_s
     derived = derive_composition(graph, per_sample)
     if not derived.is_proven:
         raise PolylaneError(
-            f"batches of this form cannot be divided as the example is: {explain_coupling(graph, derived)}; "
-            "use data=1 and "
+            f"batches of this form cannot be divided as the example is: {explain_coupling(derived)}; use data=1 and "
             "microbatches=1"
         )
     _refuse_counters(derived, microbatches)
@@ -97,27 +95,21 @@ def check_per_sample_names(graph: Graph, per_sample: Collection[str]) -> None:
     Raises:
         PolylaneError: a module runs none; the message lists those that do.
     """
-    own = sorted({node.module or "model" for node in graph.nodes if node.op in OWN_PYTHON})
+    own = sorted({node.module or "model" for node in graph.nodes if node.is_own_python})
     for name in per_sample:
-        inside = [path for path in own if name == "model" or path == name or path.startswith(f"{name}.")]
-        if not inside:
+        if not name or not any(name == "model" or is_inside(path, name) for path in own):
             which = f"these do: {', '.join(own)}" if own else "nothing does: leave per_sample out"
             raise PolylaneError(f"per_sample={name}: no module of that name is kept as your own Python; {which}")
 
 
-def explain_coupling(graph: Graph, derived: Derivation) -> str:
+def explain_coupling(derived: Derivation) -> str:
     """Explain why a batch cannot be divided, as a sentence without its end."""
     if derived.culprit is None:
         assert derived.buffer is not None
-        name, node = derived.buffer
-        return (
-            f"the buffer {name} depends on how the samples are divided: {node.name} writes "
-            f"it{format_line(node.source)}, and "
-            "replicas would disagree"
-        )
+        return describe_divided_buffer(*derived.buffer)
     node = derived.culprit
-    where = f"{_describe_place(node)}{format_line(node.source)}"
-    if node.op in OWN_PYTHON:
+    where = describe_place(node)
+    if node.is_own_python:
         return f"{node.name} {where} runs your own Python, and nothing shows that it treats each sample by itself"
     if derived.explanation == "fixed":
         return f"the model holds for one number of samples alone: {node.name} {where}"
@@ -133,12 +125,6 @@ def explain_coupling(graph: Graph, derived: Derivation) -> str:
     )
 
 
-def _describe_place(node: Node) -> str:
-    if node.module in ("", "loss"):
-        return "in the loss" if node.module else "in the model"
-    return f"in {node.module}"
-
-
 def _suggest_per_sample(name: str) -> str:
     return f"if it does, say so with per_sample={name} in the plan, and it is divided, and watched"
 
@@ -146,7 +132,7 @@ def _suggest_per_sample(name: str) -> str:
 def _suggest_remedy(derived: Derivation) -> str:
     """Return what the user can do, as the end of a sentence."""
     node = derived.culprit
-    if node is not None and node.op in OWN_PYTHON:
+    if node is not None and node.is_own_python:
         return f"{_suggest_per_sample(node.module or 'model')}; else use microbatches=1"
     if node is not None and not node.shape:
         return "return a mean over the samples or polylane.Mean(total, count) from loss, or use microbatches=1"

@@ -77,9 +77,11 @@ class BatchStatistics:
             replicas: replicas that have the rest of the batch; None if there are none.
         """
         found: dict[str, Any] = {}
-        of_parts = [
-            _PartInterpreter(self._code, part, x, tensors, found) for part, x in zip(parts, leaves, strict=True)
-        ]
+        of_parts = []
+        for part, inputs in zip(parts, leaves, strict=True):
+            of_inputs: dict[Role, Any] = {("input", i): leaf for i, leaf in enumerate(inputs)}
+            whole = replace(part, whole=lambda key, own: found[key])
+            of_parts.append(_PartInterpreter(self._code, {**tensors, **of_inputs, ("part", 0): whole}, found))
         for level in self._levels:
             own = [one.values(self._order, [node.args[1] for node in level]) for one in of_parts]
             combined = [_combine_parts(n, [each[i] for each in own], parts) for i, n in enumerate(level)]
@@ -95,26 +97,13 @@ class _PartInterpreter(GraphInterpreter):
 
     Args:
         code: FX graph of the model and loss, unsharded.
-        part, leaves: sample slice of the part, and its flat inputs.
-        tensors: buffers and constants of the graph by role.
+        values: value of every placeholder of the part by role.
         found: statistics known so far by node name; the caller adds to it between levels.
     """
 
-    def __init__(
-        self,
-        code: fx.Graph,
-        part: SampleSlice,
-        leaves: Sequence[Any],
-        tensors: Mapping[Role, Tensor],
-        found: dict[str, Any],
-    ) -> None:
-        super().__init__(code, self._placeholder, keep_values=True)
-        self._part, self._leaves, self._tensors, self._found = part, leaves, tensors, found
-        self._part = replace(part, whole=lambda key, own: found[key])
-
-    def _placeholder(self, node: fx.Node) -> Any:
-        kind, key = node.meta["role"]
-        return self._part if kind == "part" else self._leaves[key] if kind == "input" else self._tensors[kind, key]
+    def __init__(self, code: fx.Graph, values: Mapping[Role, Any], found: dict[str, Any]) -> None:
+        super().__init__(code, lambda node: values[node.meta["role"]], keep_values=True)
+        self._found = found
 
     def values(self, order: Sequence[fx.Node], wanted: Sequence[Any]) -> list[Tensor]:
         """Return the values of some nodes; run all nodes of ``order`` whose statistics are known by now."""
@@ -130,14 +119,15 @@ def needs_batch_counts(code: fx.Graph) -> bool:
     return any(isinstance(node.target, (WholeBatchStatistic, BatchSize)) for node in code.nodes)
 
 
+_EXTREMES: dict[CombineParts, Callable[..., Tensor]] = {CombineParts.MAX: torch.amax, CombineParts.MIN: torch.amin}
+
+
 def _combine_parts(node: fx.Node, own: Sequence[Tensor], parts: Sequence[SampleSlice]) -> Tensor:
     """Combine a statistic over the local parts in float64: a sum, a share of a mean, or an extreme."""
     combine = node.target.combine  # type: ignore[union-attr]
     stacked = torch.stack([each.double() for each in own])
-    if combine is CombineParts.MAX:
-        return stacked.amax(0)
-    if combine is CombineParts.MIN:
-        return stacked.amin(0)
+    if combine in _EXTREMES:
+        return _EXTREMES[combine](stacked, 0)
     result = torch.zeros_like(stacked[0])
     for part, each in zip(parts, stacked, strict=True):
         if part.weight:
@@ -153,18 +143,8 @@ def _combine_replicas(level: Sequence[fx.Node], own: Sequence[Tensor], replicas:
     places = flat.new_zeros(replicas.count, flat.numel())
     places[replicas.index] = flat
     every = replicas.sum_over_replicas(places.flatten()).view_as(places).split([each.numel() for each in own], 1)
-    result = []
-    for node, each, mine in zip(level, every, own, strict=True):
-        combine = node.target.combine  # type: ignore[union-attr]
-        whole = (
-            each.amax(0)
-            if combine is CombineParts.MAX
-            else each.amin(0)
-            if combine is CombineParts.MIN
-            else each.sum(0)
-        )
-        result.append(whole.view_as(mine))
-    return result
+    combines = [_EXTREMES.get(node.target.combine, torch.sum) for node in level]  # type: ignore[union-attr]
+    return [combine(each, 0).view_as(mine) for combine, each, mine in zip(combines, every, own, strict=True)]
 
 
 def find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:

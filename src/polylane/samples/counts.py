@@ -15,7 +15,7 @@ a mean over samples whatever its terms. What cannot be rewritten stays as it was
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,19 +23,19 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.graph.capture.capture import capture
-from polylane.graph.capture.describe_nodes import describe_node
+from polylane.graph.capture.describe_nodes import describe_node, name_without_number
 from polylane.graph.capture.export import Loss
 from polylane.graph.capture.inline import op_name
-from polylane.graph.graph import Graph, Node
-from polylane.graph.operators.whole_batch_counts import BatchShare, CombineParts, WholeBatchStatistic, WholeSize
+from polylane.graph.graph import Graph
+from polylane.graph.operators.whole_batch_counts import BatchShare, WholeBatchStatistic, WholeSize
 from polylane.graph.precision import unwrap_settings
-from polylane.graph.symbolic_sizes import SymbolicSize
-from polylane.placement.operator_view import bind_arguments, operator_name
+from polylane.graph.symbolic_sizes import SymbolicSize, data_dependent_symbols
+from polylane.placement.operator_view import base_name, bind_arguments
 from polylane.placement.rules.loss import ELEMENTWISE
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM
 from polylane.samples.derivation import Derivation, derive_composition
 from polylane.samples.interpretation.known_states import NeededStatistic, RescaledOperand, nodes_from_inputs
-from polylane.samples.interpretation.ragged import data_dependent_symbols, find_masks
+from polylane.samples.interpretation.ragged import find_masks
 
 aten = torch.ops.aten
 
@@ -63,12 +63,13 @@ def count_whole_batch(graph: Graph) -> Graph:
         return graph
     draft = _CodeEditor.of(graph)
     draft.split_means()
-    derived = derive_composition(draft.build_graph(), ALL, counting=True)
+    split = draft.build_graph()
+    derived = derive_composition(split, ALL, counting=True)
     if not derived.is_proven:
         # Without a proof the split means gain nothing: keep the graph as captured.
         return graph
     if not derived.statistics and not derived.rescaled_operands:
-        return graph if not draft.added_nodes else draft.build_graph()
+        return split if len(split.nodes) > len(graph.nodes) else graph
     # The result is only used if it is proven by itself.
     made = draft.build_with_statistics(derived)
     return made if _needs_nothing(derive_composition(made, ALL)) else graph
@@ -85,16 +86,12 @@ class _CodeEditor:
     Attributes:
         source: the original graph, which is not changed.
         code: copy of its FX graph, which is edited.
-        described: node of the copy -> description of the original node.
         names: node names that are in use.
-        added_nodes: all nodes that were added, in no particular order.
     """
 
     source: Graph
     code: fx.Graph
-    described: dict[fx.Node, Node]
     names: set[str]
-    added_nodes: list[fx.Node] = field(default_factory=list)
 
     @classmethod
     def of(cls, graph: Graph) -> _CodeEditor:
@@ -103,9 +100,7 @@ class _CodeEditor:
         code.output(code.graph_copy(graph.code.fx, values))
         for old, new in values.items():
             new.meta = dict(old.meta)
-        known = {node.id: node for node in graph.nodes}
-        described = {new: known[old.name] for old, new in values.items() if old.name in known}
-        return cls(graph, code, described, {node.name for node in graph.nodes})
+        return cls(graph, code, {node.name for node in graph.nodes})
 
     @property
     def slice_placeholder(self) -> fx.Node:
@@ -118,8 +113,8 @@ class _CodeEditor:
     def split_means(self) -> None:
         """Rewrite every mean whose count follows from the inputs as a sum divided by that count."""
         given, origins = nodes_from_inputs(self.code), find_masks(self.code)
-        for node in [n for n in self.code.nodes if n.op == "call_function" and operator_name(n).startswith("aten.")]:
-            base = operator_name(node).split(".")[1]
+        for node in [n for n in self.code.nodes if base_name(n)]:
+            base = base_name(node)
             val = node.meta.get("val")
             if isinstance(val, Tensor) and val.dtype is torch.float16:
                 continue  # the sum may overflow float16 where the mean does not
@@ -187,7 +182,7 @@ class _CodeEditor:
     def _divide_by_count(self, node: fx.Node, counts: fx.Node) -> None:
         """Turn an operator's mean into a sum and divide that by ``counts``."""
         val = node.meta["val"]
-        if operator_name(node).split(".")[1] == "mean":
+        if base_name(node) == "mean":
             dtype = bind_arguments(node, node.args, node.kwargs)[1].get("dtype")
             node.target, node.args, node.kwargs = aten.sum.default, (node.args[0],), {"dtype": dtype} if dtype else {}
             node.meta["op"] = op_name(node)
@@ -216,12 +211,11 @@ class _CodeEditor:
         value = statistic.value
         if statistic.combine is None:
             size: Any = value.target
-            whole = WholeSize(size.of, value.meta["val"])
             with self.code.inserting_after(value):
-                made = self.code.call_function(whole, (self.slice_placeholder,))
+                made = self.code.call_function(WholeSize(size.of, value.meta["val"]), (self.slice_placeholder,))
             self._label_node(made, value, value.meta["val"])
             return made
-        counted = WholeBatchStatistic(CombineParts(statistic.combine))
+        counted = WholeBatchStatistic(statistic.combine)
         with self.code.inserting_after(value):
             made = self.code.call_function(counted, (self.slice_placeholder, value))
         self._label_node(made, statistic.user if value.op == "placeholder" else value, value.meta["val"])
@@ -255,12 +249,10 @@ class _CodeEditor:
         """Set a new operator's metadata and a unique name, after the module of another operator."""
         made.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack", "module") if key in like.meta}
         made.meta |= {"val": val, "op": op_name(made)}
-        operation = made.meta["op"].removeprefix("aten.").split(".")[0]
-        base = f"{made.meta['module']}/{operation}" if made.meta["module"] else operation
+        base = name_without_number(made)
         numbers = (base if n == 1 else f"{base}#{n}" for n in range(1, len(self.names) + 2))
         made.meta["name"] = next(name for name in numbers if name not in self.names)
         self.names.add(made.meta["name"])
-        self.added_nodes.append(made)
 
     def build_graph(self) -> Graph:
         """Build a graph from the present state of the code."""
@@ -274,19 +266,17 @@ class _CodeEditor:
             if name not in flows:
                 floating = isinstance(val := node.meta["val"], Tensor) and val.is_floating_point()
                 flows[name] = floating and any(flows.get(str(n.meta.get("name")), False) for n in node.all_input_nodes)
-            free = (
-                self.described[node].recomputable if node in self.described else isinstance(node.target, SymbolicSize)
-            )
+            at = source.positions.get(name)
+            free = isinstance(node.target, SymbolicSize) if at is None else source.nodes[at].recomputable
             nodes.append(describe_node(node, flows[name], free))
         position = {node.name: i for i, node in enumerate(nodes)}
         # Ranges are given by position: they move with the inserted nodes.
-        uncut = [tuple(position[source.nodes[i].name] for i in pair) for pair in source.unsplittable_ranges]
-        code = source.code
+        moved = {i: position[node.name] for i, node in enumerate(source.nodes)}
         return replace(
             source,
             nodes=tuple(nodes),
-            unsplittable_ranges=tuple((first, last) for first, last in uncut),
-            code=replace(code, fx=self.code),
+            unsplittable_ranges=tuple((moved[first], moved[last]) for first, last in source.unsplittable_ranges),
+            code=replace(source.code, fx=self.code),
             outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),  # type: ignore[union-attr]
         )
 

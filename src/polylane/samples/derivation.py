@@ -23,13 +23,13 @@ from polylane.graph.graph import Graph, Node
 from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import is_dynamic
-from polylane.placement.operator_view import TensorKey, operator_name
+from polylane.placement.operator_view import base_name
 from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.samples.autograd.autograd_functions import prove_function
-from polylane.samples.batch_layout import BatchLayout, MeasuredLayouts
+from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.batch_statistics import find_ancestors
 from polylane.samples.interpretation.abstract_interpreter import AbstractInterpreter, interpret
-from polylane.samples.interpretation.additivity import State, power_of_additive
+from polylane.samples.interpretation.additivity import power_of_additive
 from polylane.samples.interpretation.known_states import NeededStatistic, RescaledOperand
 
 
@@ -38,17 +38,15 @@ class Derivation:
     """Everything that is proven of a graph.
 
     Attributes:
-        states: tensor -> state, for every tensor whose composition from parts is proven.
-        batch_layouts: the same by node name, as batch layouts.
+        batch_layouts: node name -> batch layout, for every value whose composition from parts is proven.
         statistics, rescaled_operands: additions to the graph on which the proof depends.
         culprit: first operator at which the proof fails for the loss; None if it is proven.
-        explanation: keyword for the message: "fixed", "writes in place", "own Python", "scalar" or "".
+        explanation: keyword for the message: "fixed", "writes in place" or "".
         buffer: a buffer that would differ between replicas, with the operator that writes it; or None.
         counters: buffers written once per part by anything but batch normalization, each with the operator.
         unproven: nodes that run the user's own Python on samples, of which nothing can be proven.
     """
 
-    states: Mapping[TensorKey, State]
     batch_layouts: Mapping[str, BatchLayout]
     statistics: tuple[NeededStatistic, ...] = ()
     rescaled_operands: tuple[RescaledOperand, ...] = ()
@@ -64,17 +62,7 @@ class Derivation:
         return self.culprit is None and self.buffer is None
 
 
-def derive_batch_layouts(graph: Graph, per_sample: Collection[str] = ()) -> MeasuredLayouts:
-    """Derive the batch layouts of a graph's values; see :func:`derive_composition`."""
-    return MeasuredLayouts(derive_composition(graph, per_sample).batch_layouts)
-
-
-def derive_composition(
-    graph: Graph,
-    per_sample: Collection[str] = (),
-    *,
-    counting: bool = False,
-) -> Derivation:
+def derive_composition(graph: Graph, per_sample: Collection[str] = (), *, counting: bool = False) -> Derivation:
     """Derive how the parts of a batch make up the values and the loss of a graph.
 
     Args:
@@ -85,24 +73,20 @@ def derive_composition(
     """
     nodes = graph.code.fx.nodes
     inputs = [n.meta["val"] for n in nodes if n.op == "placeholder" and n.meta["role"][0] == "input"]
-    nothing = Derivation({}, {}, culprit=graph.nodes[-1], explanation="fixed")
+    nothing = Derivation({}, culprit=graph.nodes[-1], explanation="fixed")
     if not any(isinstance(val, Tensor) and any(map(is_dynamic, val.shape)) for val in inputs):
         return nothing
     unseen = next((n for n in nodes if _writes_unknown_memory(n)), None)
     if unseen is not None:
         at_fault = next(node for node in graph.nodes if node.id == unseen.name)
-        return Derivation({}, {}, culprit=at_fault, explanation="writes in place")
+        return Derivation({}, culprit=at_fault, explanation="writes in place")
     walk = interpret(graph, per_sample, counting=counting, functions=prove_function)
     return nothing if walk is None else _build_derivation(walk)
 
 
 def _writes_unknown_memory(node: fx.Node) -> bool:
     """Return whether an operator writes in place but its written arguments are unknown (inside a wrapper)."""
-    base = (
-        operator_name(node).split(".")[1]
-        if node.op == "call_function" and operator_name(node).startswith("aten.")
-        else ""
-    )
+    base = base_name(node)
     return base.endswith("_") and not base.endswith("__") and not written_arguments(node)
 
 
@@ -121,12 +105,10 @@ def _build_derivation(walk: AbstractInterpreter) -> Derivation:
             walk.rescaled[output, result] = RescaledOperand(output, result, wanted - power)
     buffer = next(iter(walk.buffers.items()), None)
     return Derivation(
-        states=walk.states,
         batch_layouts=_batch_layouts(walk),
         statistics=tuple(walk.statistics.values()),
         rescaled_operands=tuple(walk.rescaled.values()),
         culprit=culprit,
-        explanation="" if culprit is None else _explain_unknown(culprit),
         buffer=None if buffer is None else (buffer[0], walk.described[buffer[1]]),
         counters=tuple(_find_counters(walk, results)),
         unproven=tuple(walk.unproven),
@@ -160,10 +142,6 @@ def _find_first_unknown(walk: AbstractInterpreter, result: fx.Node) -> Node:
     return walk.described[str(order[-1].meta["name"])] if order else walk.graph.nodes[-1]
 
 
-def _explain_unknown(node: Node) -> str:
-    return "own Python" if node.op in ("leaf", "function") else "" if node.shape else "scalar"
-
-
 def _find_counters(walk: AbstractInterpreter, results: Sequence[fx.Node]) -> Iterator[tuple[str, Node]]:
     """Yield buffers that are written once for each part, unlike on one device.
 
@@ -173,7 +151,7 @@ def _find_counters(walk: AbstractInterpreter, results: Sequence[fx.Node]) -> Ite
     nodes = walk.graph.code.fx.nodes
     normalizing = {str(n.meta["module"]) for n in nodes if unwrap_settings(n.target) is batch_norm}
     for node in nodes:
-        for written in written_arguments(node) if operator_name(node).startswith("aten.") else ():
+        for written in written_arguments(node) if base_name(node) else ():
             memory = walk.memory[written]
             if memory.op != "placeholder" or memory.meta["role"][0] != "buffer":
                 continue

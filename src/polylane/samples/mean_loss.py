@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.graph.capture.export import Loss, ModelWithLoss, format_line
+from polylane.graph.capture.export import Loss, ModelWithLoss
 from polylane.graph.graph import Graph, Node
 from polylane.graph.rounding_noise import TRIES
+from polylane.samples.batch_layout import describe_divided_buffer, describe_place
 from polylane.samples.split_runs import (
     Floor,
     PartFails,
@@ -61,17 +62,13 @@ def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
     # Only the outputs decide; a node that differs on the way just names the place. A recomputable one (a mask, a
     # size) is seldom the cause.
     if not _outputs_combine(graph.loss_is_mean, outputs, sizes):
-        return _explain_not_a_mean(
-            graph, next((n for n in differing if not n.recomputable), (differing or [graph.nodes[-1]])[0])
-        )
+        first = (differing or [graph.nodes[-1]])[0]
+        return _explain_not_a_mean(next((n for n in differing if not n.recomputable), first))
     for name, buffer in runs[0].tensors_by_role["buffer"].items():
         reach = rounding_floor_of(buffer, [run.tensors_by_role["buffer"][name] for run in runs[0].nudged_runs])
         if not all(equal_within(buffer, run.tensors_by_role["buffer"][name], reach) for run in runs[1:]):
             writer = next((n for n in reversed(graph.nodes) if name in n.buffers), graph.nodes[-1])
-            return (
-                f"the buffer {name} depends on how the samples are divided: {writer.name} writes it"
-                f"{format_line(writer.source)}, and replicas would disagree; use data=1"
-            )
+            return f"{describe_divided_buffer(name, writer)}; use data=1"
     return None
 
 
@@ -109,17 +106,16 @@ def _same_elements(value: Tensor, parts: list[Tensor]) -> bool:
     return equal_within(value.flatten().sort().values, torch.cat([p.flatten() for p in parts]).sort().values)
 
 
-def _explain_not_a_mean(graph: Graph, node: Node) -> str:
-    line = format_line(node.source)
-    where = f"in {node.module}" if node.module not in ("", "loss") else "in the loss" if node.module else "in the model"
-    if not node.shape and node.op not in ("leaf", "function"):
+def _explain_not_a_mean(node: Node) -> str:
+    where = describe_place(node)
+    if not node.shape and not node.is_own_python:
         return (
-            f"the loss is not a mean over samples: {node.name} {where}{line} does not add up over the parts of a batch "
+            f"the loss is not a mean over samples: {node.name} {where} does not add up over the parts of a batch "
             "as a mean does (an average over what does not count alike, a sum, a maximum); return a mean over the "
             "samples or polylane.Mean(total, count) from loss, or use data=1 and microbatches=1"
         )
     own = ", or draws on state of its own (Python's random, a counter)" if node.op == "leaf" else ""
     return (
-        f"the loss is not a mean over samples: {node.name} {where}{line} makes each sample depend on the others "
+        f"the loss is not a mean over samples: {node.name} {where} makes each sample depend on the others "
         f"of its batch{own}; use data=1 and microbatches=1"
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import cast_leaves, sample_count, take_samples
@@ -21,7 +22,7 @@ from polylane.graph.capture.functionalize import is_unfilled
 from polylane.graph.capture.self_check import Tables, placeholder_value, resize_batch, tensors_by_role
 from polylane.graph.graph import Graph, Node
 from polylane.graph.interpreter import GraphInterpreter
-from polylane.graph.operators.sync_batch_norm import batch_norm, whole_batch_norm
+from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
 from polylane.graph.precision import PROMOTED, Promoted, unwrap_settings
 from polylane.graph.rounding_noise import MARGIN, max_magnitude, nudge_fractions, nudge_values, rounding_floor
@@ -68,10 +69,8 @@ def make_runs(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], again: 
     batch = cast_leaves(resize_batch(leaves, count), torch.float64)
 
     def run(start: int, stop: int) -> SplitRun:
-        return SplitRun(
-            SampleSlice(stop - start, first=start, batch=count),
-            _in_float64(whole, graph, take_samples(batch, start, stop)),
-        )
+        part = SampleSlice(stop - start, first=start, batch=count)
+        return SplitRun(part, _in_float64(whole, graph, take_samples(batch, start, stop)))
 
     runs = [run(start, stop) for start, stop in ((0, count), (0, at_sample), (at_sample, count))]
     for attempt in range(again):
@@ -128,15 +127,15 @@ class _RunsInterpreter(GraphInterpreter):
     """
 
     def __init__(self, graph: Graph, runs: Sequence[SplitRun], look: Look) -> None:
-        super().__init__(
-            graph.code.fx, lambda node: [placeholder_value(node, run.tensors_by_role, run.part) for run in self._runs]
-        )
+        super().__init__(graph.code.fx, self._values_of_placeholder)
         whole, *parts = runs
         self._runs, self._wholes = [whole, *whole.nudged_runs, *parts], 1 + len(whole.nudged_runs)
         self._look, self._nodes = look, {node.id: node for node in graph.nodes}
 
-    def call_operator(self, node: fx.Node) -> list[Any]:
+    def _values_of_placeholder(self, node: fx.Node) -> list[Any]:
+        return [placeholder_value(node, run.tensors_by_role, run.part) for run in self._runs]
 
+    def call_operator(self, node: fx.Node) -> list[Any]:
         described = self._nodes[node.name]
         wholes = [self._call(node, run) for run in range(self._wholes)]
         parts = self._of_parts(node, wholes[0], described)
@@ -163,15 +162,14 @@ class _RunsInterpreter(GraphInterpreter):
         try:
             if unwrap_settings(node.target) is batch_norm:
                 return _run_batch_norms([self._arguments(node, run)[0] for run in parts])
-            if getattr(node.target, "normalizes", False):
+            if isinstance(node.target, PythonOnSlice) and node.target.own.normalizes:
                 given = [self._arguments(node, run) for run in parts]
                 return _run_as_replicas(node, [self._runs[run].part for run in parts], given)
             return [self._call(node, run) for run in parts]
         except Exception as error:
+            where = f"{described.name} fails on a part of the batch{format_line(described.source)}"
             raise PartFails(
-                f"the samples cannot be split: {described.name} fails on a part of the "
-                f"batch{format_line(described.source)}: "
-                f"{reason_of(error)}; use data=1 and microbatches=1"
+                f"the samples cannot be split: {where}: {reason_of(error)}; use data=1 and microbatches=1"
             ) from error
 
     def _call(self, node: fx.Node, run: int) -> Any:
@@ -182,10 +180,7 @@ class _RunsInterpreter(GraphInterpreter):
         if not isinstance(target, PythonOnSlice):
             return target(*args, **kwargs)
         # The user's own Python must not differ between runs by its random numbers, nor by how often it was called.
-        with (
-            WithoutRandomness(),
-            python_kept(unwrap_settings(target.target).module) if target.effects else nullcontext(),
-        ):
+        with WithoutRandomness(), python_kept(target.own.module) if target.own.effects else nullcontext():
             return target(*args, **kwargs)
 
 
@@ -206,12 +201,13 @@ def _run_batch_norms(arguments: Sequence[Sequence[Any]]) -> list[Any]:
         arguments: arguments of each part's call, of which the first is the sample slice.
     """
     given = [args[1:] for args in arguments]
-    outs = whole_batch_norm([x for x, *_ in given], *given[0][1:])
+    xs, (weight, bias, mean, variance, *options) = [x for x, *_ in given], given[0][1:]
+    outs = functional.batch_norm(torch.cat(xs), mean, variance, weight, bias, *options[:3])
     for args in given:
         for own, first in zip(args[3:5], given[0][3:5], strict=True):  # running mean and variance
             if own is not None and own is not first:
                 own.copy_(first)
-    return list(outs)
+    return list(torch.split(outs, [len(x) for x in xs]))
 
 
 def _run_as_replicas(

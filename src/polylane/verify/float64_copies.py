@@ -13,7 +13,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cast_leaves, clone_leaves, flatten, sample_count
-from polylane.graph.capture.export import snapshot_model
+from polylane.graph.capture.export import model_restored
 from polylane.graph.precision import to_float64
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
@@ -59,12 +59,9 @@ def check_it_runs(prepared: CompiledTraining, batch: Any) -> None:
     tensors = ModelTensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
     samples = sample_count(leaves)
     # The run writes buffers such as running statistics.
-    restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
     try:
-        with torch.no_grad():
+        with model_restored(prepared.model, *(o.loss for o in prepared.objectives.values())), torch.no_grad():
             run_graph(prepared.main_partition.graph.code, tensors, leaves, SampleSlice(samples, batch=samples))
     except Exception as error:
         why = str(error).strip().partition("\n")[0]
         raise PolylaneError(f"the model does not run in float64, which a proof needs: {why}") from error
-    finally:
-        restore()

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from polylane.graph.python_state.state import find_python_names
-from polylane.graph.python_state.state_digests import StateDigests
-from polylane.graph.python_state.state_restore import snapshot_names
-from polylane.samples.autograd.side_effects_undone import undo_side_effects
+from polylane.graph.python_state.state_snapshots import StateDigests, snapshot_names
+from polylane.samples.autograd.autograd_functions import undo_side_effects
 
 
 class Kept:

@@ -39,7 +39,7 @@ def hides_saved_tensors(node: fx.Node) -> bool:
 def unwrap_target(target: Any) -> Any:
     """Return the innermost function of a node's target, without precision settings and random key."""
     target = unwrap_settings(target)
-    return unwrap_settings(target.target) if isinstance(target, PythonOnSlice) else target
+    return target.own if isinstance(target, PythonOnSlice) else target
 
 
 def call_identity(target: Any) -> Hashable:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -34,12 +35,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return list(tensors[first : first + len(node.target.buffers)])
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    written = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            values = value if isinstance(value, (list, tuple)) else [value]
-            written += [v for v in values if isinstance(v, fx.Node)]
+    written = [value for info, value in _annotated_arguments(node) if info.is_write]
     # The schema does not mark the running statistics.
     if str(node.target) in ("aten.batch_norm.default", "aten.instance_norm.default") and node.args[5]:
         written += [value for value in node.args[3:5] if isinstance(value, fx.Node)]  # running mean and variance
@@ -58,12 +54,18 @@ def _aliased_arguments(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes)  # the user's own Python may return views
     if str(node.target) in _SILENT_ALIASES:
         return [a for a in node.args[:1] if isinstance(a, fx.Node)]
-    shared = []
-    for i, argument in enumerate(node.target._schema.arguments):
+    return [value for _, value in _annotated_arguments(node)]
+
+
+def _annotated_arguments(node: fx.Node) -> Iterator[tuple[Any, fx.Node]]:
+    """Yield the alias annotations of an operator's schema, each with the node that is given for the argument."""
+    target: Any = node.target
+    for i, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None:
             value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            shared += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, fx.Node)]
-    return shared
+            for each in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(each, fx.Node):
+                    yield argument.alias_info, each
 
 
 def alias_groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -85,6 +87,14 @@ def alias_groups(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return {node: find(node) for node in graph.nodes}
 
 
+def _members_of(groups: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """Return the nodes of each group that :func:`alias_groups` found, by its first node."""
+    members = defaultdict[fx.Node, list[fx.Node]](list)
+    for node, first in groups.items():
+        members[first].append(node)
+    return members
+
+
 def _is_part(node: fx.Node) -> bool:
     return node.op == "placeholder" and bool(node.meta["role"][0] == "part")
 
@@ -97,9 +107,7 @@ def functionalize_writes(graph: fx.Graph) -> list[list[fx.Node]]:
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     groups = alias_groups(graph)
-    members: dict[fx.Node, list[fx.Node]] = {}
-    for node, first in groups.items():
-        members.setdefault(first, []).append(node)
+    members = _members_of(groups)
     for node in list(graph.nodes):
         if not functional_name(node) or len(written_arguments(node)) != 1:
             continue
@@ -125,19 +133,15 @@ def _later_than(order: dict[fx.Node, int], node: fx.Node) -> Callable[[fx.Node],
 def _written_groups(graph: fx.Graph) -> list[list[fx.Node]]:
     groups = alias_groups(graph)
     order = {node: i for i, node in enumerate(graph.nodes)}
-    members: dict[fx.Node, list[fx.Node]] = {}
-    for node, first in groups.items():
-        members.setdefault(first, []).append(node)
-    written: dict[fx.Node, list[fx.Node]] = {}
+    members, written = _members_of(groups), defaultdict[fx.Node, list[fx.Node]](list)
     for node in graph.nodes:
         for value in written_arguments(node):
-            written.setdefault(groups[value], []).append(node)
+            written[groups[value]].append(node)
     together = []
     for first, writers in written.items():
         if first.op == "placeholder":  # a buffer: all that touches it runs on the stage that holds it
-            touching = {m for m in members[first] if m.op != "placeholder"} | {
-                u for m in members[first] for u in m.users
-            }
+            touching = {m for m in members[first] if m.op != "placeholder"}
+            touching |= {user for m in members[first] for user in m.users}
             together.append(sorted((n for n in touching if n.op != "output"), key=order.__getitem__))
             continue
         # From where the memory begins to its last write; what comes later only reads.

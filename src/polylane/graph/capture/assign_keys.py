@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.graph.capture.describe_nodes import source_of
 from polylane.graph.capture.export import format_line
@@ -22,8 +21,7 @@ from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.operators.python_context import running_as_slice
 from polylane.graph.precision import UnderSetting, unwrap_settings
 from polylane.graph.python_state.random_generators import python_seeded
-from polylane.graph.python_state.side_effects import SideEffect
-from polylane.graph.symbolic_sizes import batch_dimension
+from polylane.graph.symbolic_sizes import batch_dimension, is_ragged
 
 
 class PythonOnSlice:
@@ -43,24 +41,13 @@ class PythonOnSlice:
         self.__name__ = target.__name__
 
     @property
-    def normalizes(self) -> bool:
-        """Whether the module uses statistics of the batch."""
-        return bool(getattr(unwrap_settings(self.target), "normalizes", False))
-
-    @property
-    def fewest(self) -> int:
-        """Number of samples that the module needs in training."""
-        return int(getattr(unwrap_settings(self.target), "fewest", 1))
-
-    @property
-    def effects(self) -> tuple[SideEffect, ...]:
-        """What the module does besides computing."""
-        return tuple(getattr(unwrap_settings(self.target), "effects", ()))
+    def own(self) -> Any:
+        """The leaf or function itself, without the settings that it runs under."""
+        return unwrap_settings(self.target)
 
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> Any:
         with python_seeded(python_seed_of(part, self.salt)):
-            own = unwrap_settings(self.target)
-            if own.random or getattr(own, "normalizes", False):
+            if self.own.random or self.own.normalizes:
                 return self._keyed(part, tensors)
             return self.target(part, tensors)
 
@@ -124,18 +111,17 @@ def key_random_operators(graph: fx.Graph, part: fx.Node, name: Callable[[fx.Node
         divided.
     """
     notes, found = [], False
-    for node in [n for n in graph.nodes if isinstance(unwrap_settings(n.target), (LeafCall, FunctionCall))]:
-        if isinstance(unwrap_settings(node.target), LeafCall) or unwrap_settings(node.target).random:
+    for node in graph.nodes:
+        own = unwrap_settings(node.target)
+        if isinstance(own, LeafCall) or (isinstance(own, FunctionCall) and own.random):
             node.target = PythonOnSlice(node.target, name(node))
     for node in [n for n in graph.nodes if n.op == "call_function" and _is_random(n)]:
         found = True
-        salt = salt_of(name(node))
-        reason = _key_node(node, part, salt)
+        reason = _key_node(node, part, salt_of(name(node)))
         if reason:
+            numbers = f"the random numbers of {name(node)}"
             line = format_line(source_of(node))
-            notes.append(
-                f"the random numbers of {name(node)} may depend on how the samples are divided: {reason}{line}"
-            )
+            notes.append(f"{numbers} may depend on how the samples are divided: {reason}{line}")
     return found, notes
 
 
@@ -149,31 +135,18 @@ def _key_node(node: fx.Node, part: fx.Node, salt: int) -> str:
         function, node.args = KeyedInPlace(KEYED[functional_name(node)]), complete_arguments(node)
     if function is None or "generator" in node.kwargs:
         return "torch draws them from its own generator"
-    of = node.args[0] if plain in _LIKE_THEIR_INPUT else node
+    of = node.args[0] if plain.startswith(_LIKE_THEIR_INPUT) else node
     val = of.meta.get("val") if isinstance(of, fx.Node) else None
     # Later passes (placement, demand) look for the operator that the user wrote.
     node.meta["op"] = plain
-    ragged = _is_ragged(val)
+    ragged = is_ragged(val)
     node.target = DrawnPerSlice(function) if ragged else function
     node.args = (part, salt, None if ragged else batch_dimension(val), *node.args)
     return "their number depends on the data" if ragged else ""
 
 
 # The random value has the first argument's shape (scores, sequences); for all others, that of their result.
-_LIKE_THEIR_INPUT = frozenset(
-    (
-        "aten.scaled_dot_product_attention.default",
-        "aten.lstm.input",
-        "aten.gru.input",
-        "aten.rnn_tanh.input",
-        "aten.rnn_relu.input",
-    )
-)
-
-
-def _is_ragged(val: Any) -> bool:
-    sizes = val.shape if isinstance(val, Tensor) else ()
-    return any(isinstance(s, torch.SymInt) and bool(free_unbacked_symbols(s.node.expr)) for s in sizes)
+_LIKE_THEIR_INPUT = ("aten.scaled_dot_product_attention.", "aten.lstm.", "aten.gru.", "aten.rnn_")
 
 
 def draws_by_sample(graph: fx.Graph) -> bool:
@@ -185,7 +158,7 @@ def draws_by_sample(graph: fx.Graph) -> bool:
 def _is_random(node: fx.Node) -> bool:
     target: Any = unwrap_settings(node.target)
     if isinstance(target, PythonOnSlice):
-        target = unwrap_settings(target.target)
+        target = target.own
     if isinstance(target, (LeafCall, FunctionCall)):
         return target.random
     if not isinstance(target, torch._ops.OpOverload):

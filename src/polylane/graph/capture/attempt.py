@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import sample_count, take_first_samples
+from polylane.graph.batch import clone_leaves, sample_count, take_first_samples
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture.aliasing import functionalize_writes
 from polylane.graph.capture.export import (
@@ -21,13 +22,14 @@ from polylane.graph.capture.export import (
     NotCaptured,
     export,
     format_line,
+    model_restored,
     reason_of,
-    snapshot_model,
     snapshot_tensors,
 )
 from polylane.graph.capture.leaves import (
     LeafCall,
     NormalizationWatch,
+    ObservedCalls,
     leaves_kept,
     observe_calls,
     opaque_call,
@@ -42,6 +44,7 @@ from polylane.graph.capture.self_check import (
     resize_batch,
     runs_without_gradients,
 )
+from polylane.graph.graph import is_inside
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.side_effects import SideEffects, find_side_effects
@@ -59,6 +62,7 @@ class CaptureAttempt:
         refused_sizes: numbers of samples that the code does not hold for, as far as tried.
         is_fixed_size: whether the code holds for the example's number of samples alone.
         is_opaque: whether the code is a single leaf.
+        notes: one sentence for everything that could not be captured, and why.
     """
 
     graph: fx.Graph
@@ -67,6 +71,7 @@ class CaptureAttempt:
     refused_sizes: list[int]
     is_fixed_size: bool = False
     is_opaque: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,6 @@ class DryRun:
         random: whether the run drew random numbers.
         values: least number of values per channel of any batch statistic; None without.
         is_mean: whether the loss returned a scalar, not a ``polylane.Mean``.
-        leaf_count: number of leaves of the batch, tensors and others.
         effects: what the run did besides computing.
     """
 
@@ -86,7 +90,6 @@ class DryRun:
     random: bool
     values: int | None
     is_mean: bool
-    leaf_count: int
     effects: SideEffects = field(default_factory=SideEffects)
 
 
@@ -97,42 +100,37 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
         BadLoss: the result is no loss; in training, it has no gradient; or the loss takes gradients inside.
         PolylaneError: the run raises any other error.
     """
-    restore = snapshot_model(whole)
     before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
 
     def run() -> tuple[Tensor, ...]:
         nonlocal drawn
-        given = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        result: tuple[Tensor, ...] = whole(*given)
+        result: tuple[Tensor, ...] = whole(*clone_leaves(leaves))
         drawn = drawn or not states_equal(before, generator_states())
         return result
 
-    try:
-        with torch.enable_grad(), NormalizationWatch() as normalizing, _watching_backward() as taken:
-            results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
-        if taken and not runs_without_gradients(whole, leaves):
-            raise BadLoss(
-                "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty does), "
-                "which cannot be captured: leave them out of the loss"
-            )
-        if whole.training:
-            _refuse_without_gradient(whole, results[0])
-        values = tuple(each.detach() for each in results)
-        dry = DryRun(values, drawn, normalizing.values, whole.mean, len(leaves), effects)
-    except BadLoss as error:
-        raise BadLoss(f"{error}{format_line(source_line_of(whole.loss_function))}") from None
-    except PolylaneError:
-        raise
-    except Exception as error:
-        fault = NotCaptured.of(whole, error)
-        where = "on the meta device " if abstract else ""
-        within = f" in {fault.path}" if fault.path else ""
-        raise PolylaneError(
-            f"loss(model, batch) fails {where}on {which}{within}: {reason_of(error)}{format_line(fault.line)}"
-        ) from error
-    finally:
-        restore()
-    return dry
+    with model_restored(whole):
+        try:
+            with torch.enable_grad(), NormalizationWatch() as normalizing, _watching_backward() as taken:
+                results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
+            if taken and not runs_without_gradients(whole, leaves):
+                raise BadLoss(
+                    "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty "
+                    "does), which cannot be captured: leave them out of the loss"
+                )
+            if whole.training:
+                _refuse_without_gradient(whole, results[0])
+            values = tuple(each.detach() for each in results)
+            return DryRun(values, drawn, normalizing.values, whole.mean, effects)
+        except BadLoss as error:
+            raise BadLoss(f"{error}{format_line(source_line_of(whole.loss_function))}") from None
+        except PolylaneError:
+            raise
+        except Exception as error:
+            fault = NotCaptured.of(whole, error)
+            where = f"{'on the meta device ' if abstract else ''}on {which}{f' in {fault.path}' if fault.path else ''}"
+            raise PolylaneError(
+                f"loss(model, batch) fails {where}: {reason_of(error)}{format_line(fault.line)}"
+            ) from error
 
 
 @contextmanager
@@ -145,11 +143,8 @@ def _watching_backward() -> Iterator[list[bool]]:
         noted.append(True)
         return backwards(*args, **kwargs)
 
-    own._engine_run_backward = run
-    try:
+    with patch.object(own, "_engine_run_backward", run):
         yield noted
-    finally:
-        own._engine_run_backward = backwards
 
 
 def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
@@ -164,15 +159,13 @@ def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
     )
 
 
-def capture_with_leaves(
-    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool
-) -> tuple[CaptureAttempt, list[str]]:
-    """Export, turning what cannot be captured into leaves, until the self-check holds; with one sentence per leaf."""
+def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool) -> CaptureAttempt:
+    """Export, turning what cannot be captured into leaves, until the self-check holds; with one note per leaf."""
     kept = _modules_with_effects(dry.effects)
     if "" in kept:
         if abstract:
             raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")
-        return _capture_opaque(whole, leaves, dry), [f"the model is opaque, without a graph: it {kept['']}"]
+        return _capture_opaque(whole, leaves, dry, f"it {kept['']}")
     while True:  # each round makes one more module a leaf, or a larger one; at the latest the whole model
         try:
             draft = _attempt_capture(whole, leaves, kept)
@@ -182,16 +175,14 @@ def capture_with_leaves(
                 raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
         else:
             _attach_effects(draft, dry.effects)
-            if abstract:
-                return draft, _describe_leaves(whole, kept)
-            difference = _run_self_check(whole, draft, leaves)
+            difference = None if abstract else _run_self_check(whole, draft, leaves)
             if difference is None:
-                return draft, _describe_leaves(whole, kept)
+                return replace(draft, notes=_describe_leaves(whole, kept))
             path, why = _find_faulty_module(whole, draft, leaves, kept, difference)
         while path and path in kept:  # already a leaf and still failing: make its parent the leaf
             path = path.rpartition(".")[0]
         if not path:
-            return _capture_opaque(whole, leaves, dry), [f"the model is opaque, without a graph: {why}"]
+            return _capture_opaque(whole, leaves, dry, why)
         # A leaf contains its submodules: drop those that were leaves by themselves.
         kept = {other: note for other, note in kept.items() if not other.startswith(f"{path}.")}
         kept[path] = f"{path} is a leaf, kept whole: {why}"
@@ -200,29 +191,25 @@ def capture_with_leaves(
 def _modules_with_effects(effects: SideEffects) -> dict[str, str]:
     """Return the modules that do more than compute, and why each is a leaf; key "" for model and loss together."""
     paths = sorted({effect.path for effect in effects.found})
-    outermost = [p for p in paths if not any(_is_inside(p, other) for other in paths if other != p)]
-    kept = {p: "; ".join(effect.describe for effect in effects.found if _is_inside(effect.path, p)) for p in outermost}
+    outermost = [p for p in paths if not any(is_inside(p, other) for other in paths if other != p)]
+    kept = {p: "; ".join(effect.describe for effect in effects.found if is_inside(effect.path, p)) for p in outermost}
     return {path: f"{path} is a leaf, kept whole: it {why}" if path else why for path, why in kept.items()}
-
-
-def _is_inside(path: str, outer: str) -> bool:
-    return not outer or path == outer or path.startswith(f"{outer}.")
 
 
 def _attach_effects(draft: CaptureAttempt, effects: SideEffects) -> None:
     """Set on every leaf what it does besides computing."""
     for node in draft.graph.nodes:
         if isinstance(node.target, LeafCall):
-            node.target.effects = tuple(e for e in effects.found if _is_inside(e.path, node.target.path))
+            node.target.effects = tuple(e for e in effects.found if is_inside(e.path, node.target.path))
 
 
-def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> list[str]:
+def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
     lines = ", ".join(sorted(whole.tracing.recomputed_lines))
     recomputed = f"torch.utils.checkpoint has no effect: all activations are kept ({lines})"
     parameters = whole.named_tensors("parameters")
     empty = ", ".join(name for name, tensor in parameters if tensor.requires_grad and not tensor.numel())
     nothing = f"nothing is trained of parameters without elements (a width of 0?): {empty}"
-    return [*kept.values(), *([recomputed] if lines else []), *([nothing] if empty else [])]
+    return (*kept.values(), *([recomputed] if lines else []), *([nothing] if empty else []))
 
 
 def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any]) -> Difference | None:
@@ -259,16 +246,13 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
     return noted
 
 
-def _attempt_capture(
-    whole: ModelWithLoss, leaves: Sequence[Any], paths: Sequence[str] | dict[str, str]
-) -> CaptureAttempt:
+def _attempt_capture(whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str]) -> CaptureAttempt:
     with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
         stack.callback(forget_sites)
-        stack.callback(snapshot_model(whole))
+        stack.enter_context(model_restored(whole))
         if paths:
             modules = {path: whole.model.get_submodule(path) for path in paths}
-            observed, samples = _observe_two_sizes(whole, modules, leaves)
-            stack.enter_context(leaves_kept(modules, observed, samples, whole.tracing))
+            stack.enter_context(leaves_kept(modules, _observe_two_sizes(whole, modules, leaves), whole.tracing))
         program = export(whole, leaves)
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_slice_input(graph)
@@ -276,39 +260,35 @@ def _attempt_capture(
     # The checks that export inserted say for which sizes the code holds; read them before they are dropped.
     lowest, highest = allowed_sizes(program)
     refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves))
-    fixed = lowest == highest
     rewrite.drop_assertions(graph)
     compute_sizes_locally(graph, part)
     rewrite.merge_tied(graph, whole.tied)
     together = functionalize_writes(graph)
     graph.lint()
-    return CaptureAttempt(graph, constants, together, refused, fixed)
+    return CaptureAttempt(graph, constants, together, refused, is_fixed_size=lowest == highest)
 
 
 def _observe_two_sizes(
     whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]
-) -> tuple[tuple[Any, Any], tuple[int, int]]:
-    """Return calls of ``modules`` at two batch sizes, and those sizes; one size twice if no other works."""
+) -> list[tuple[int, ObservedCalls]]:
+    """Return two batch sizes, each with the calls of ``modules`` at that size; one size twice if no other works."""
     one = take_first_samples(leaves, FEW)  # small sizes first: they are cheaper
     samples = sample_count(one)
     other = other_batch(one) if samples > 2 else resize_batch(one, 2 * samples)
-    seen: dict[int, Any] = {}
+    seen: dict[int, ObservedCalls] = {}
     for batch in (one, other, leaves, other_batch(leaves)):
         if len(seen) < 2 and sample_count(batch) not in seen:
             with suppress(NotCaptured):
                 seen[sample_count(batch)] = _observe_once(whole, modules, batch)
-    (first, a), (second, b) = (list(seen.items()) * 2)[:2]
-    return (a, b), (first, second)
+    return (list(seen.items()) * 2)[:2]
 
 
-def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> Any:
-    restore = snapshot_model(whole)
+def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> ObservedCalls:
     try:
-        return observe_calls(modules, lambda: whole(*leaves))
+        with model_restored(whole):
+            return observe_calls(modules, lambda: whole(*leaves))
     except Exception as error:
         raise NotCaptured.of(whole, error) from error
-    finally:
-        restore()
 
 
 def _find_faulty_module(
@@ -320,9 +300,9 @@ def _find_faulty_module(
         why = f"it fixes the number of samples to the example's, and {difference.what} came out different"
     elif draft.refused_sizes:
         why = f"what it computes depends on the number of samples, and {difference.what} came out different with some"
-    if difference.buffer is not None and (owner := difference.buffer.rpartition(".")[0]) and owner not in kept:
-        return owner, f"{why}{format_line(source_line_of(type(whole.model.get_submodule(owner)).forward))}"
-    path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
+    path = (difference.buffer or "").rpartition(".")[0]
+    if not path or path in kept:
+        path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
     line = source_line_of(type(whole.model.get_submodule(path)).forward) if path else ""
     return path, f"{why}{format_line(line)}"
 
@@ -370,25 +350,25 @@ def _called_children(whole: ModelWithLoss, leaves: Sequence[Any], prefix: str) -
     return [path for path in called if not any(path.startswith(f"{other}.") for other in called)]
 
 
-def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun) -> CaptureAttempt:
+def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, why: str) -> CaptureAttempt:
     """Return model and loss as one leaf: the user's Python runs on every worker."""
     call = opaque_call(whole, leaves, dry.results, dry)
     call.source, call.effects = source_line_of(whole.loss_function), dry.effects.found
-    graph = fx.Graph()
+    graph, inputs, tied, opened = fx.Graph(), list[fx.Node](), whole.tied, symbolic_inputs(leaves)
     part = graph.placeholder("part")
     part.meta["role"] = ("part", 0)
-    inputs: list[fx.Node] = []
-    for kind in ("parameter", "buffer"):
-        first_names = {name for name, _ in whole.named_tensors(f"{kind}s")} - set(whole.tied)
-        for name, tensor in whole.named_tensors(f"{kind}s"):
-            if name in first_names:
-                inputs.append(graph.placeholder(f"{kind[0]}_{name.replace('.', '_')}"))
-                inputs[-1].meta |= {"role": (kind, name), "val": tensor.detach().to("meta")}
+
+    def add_input(name: str, role: tuple[str, Any], val: Tensor) -> None:
+        inputs.append(graph.placeholder(name))
+        inputs[-1].meta |= {"role": role, "val": val}
+
     # Placeholders in the order in which LeafCall takes its tensors: parameters, buffers, then tensors of the batch.
-    opened = symbolic_inputs(leaves)
+    for kind in ("parameter", "buffer"):
+        for name, tensor in whole.named_tensors(f"{kind}s"):
+            if name not in tied:
+                add_input(f"{kind[0]}_{name.replace('.', '_')}", (kind, name), tensor.detach().to("meta"))
     for i in call.tensor_positions:
-        inputs.append(graph.placeholder(f"leaves_{i}"))
-        inputs[-1].meta |= {"role": ("input", i), "val": opened[i]}
+        add_input(f"leaves_{i}", ("input", i), opened[i])
     node = graph.call_function(call, (part, inputs))
     node.meta["val"] = [value.detach().to("meta") for value in dry.results]
     outputs = []
@@ -396,4 +376,5 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun) ->
         outputs.append(graph.call_function(operator.getitem, (node, i)))
         outputs[-1].meta["val"] = value.detach().to("meta")
     graph.output(tuple(outputs))
-    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True)
+    note = f"the model is opaque, without a graph: {why}"
+    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True, notes=(note,))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture.assign_keys import key_random_operators
 from polylane.graph.capture.attempt import CaptureAttempt, DryRun, capture_with_leaves, dry_run
 from polylane.graph.capture.describe_nodes import describe_nodes, find_gradient_flow, label_nodes, recomputable_nodes
-from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
+from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.self_check import resize_batch
 from polylane.graph.flops import DTYPE_NAMES
 from polylane.graph.graph import Code, Graph, TensorInfo
@@ -50,62 +50,46 @@ def capture(
     Raises:
         PolylaneError: the loss itself fails, or does not return a loss.
     """
-    given, rebuild = flatten(batch)
-    leaves = _at_least_two_samples(given)
+    leaves, rebuild = flatten(batch)
+    if sample_count(leaves) < 2:  # from one sample, sizes that follow the batch cannot be told from others
+        leaves = resize_batch(leaves, 2)
     whole = ModelWithLoss(model, loss, rebuild)
-    with _model_restored(whole, training):
+    with _in_mode(whole, training):
         abstract = any(p.is_meta for p in model.parameters())
         if abstract:
             leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        with ExitStack() as stack:
-            if in_float64:  # the user's code runs in its own precision; the graph is promoted afterwards
-                stack.enter_context(cast_module(whole, torch.float32))
-                leaves = cast_leaves(leaves, torch.float32)
+        if in_float64:  # the user's code runs in its own precision; the graph is promoted afterwards
+            leaves = cast_leaves(leaves, torch.float32)
+        with cast_module(whole, torch.float32) if in_float64 else nullcontext():
             dry = dry_run(whole, leaves, abstract, which)
             if effects is not None:
                 dry = replace(dry, effects=dry.effects.merged_with(effects))
-            draft, notes = capture_with_leaves(whole, leaves, dry, abstract)
-        return _finish_graph(whole, draft, dry, notes, sample_count(leaves), trainable, in_float64)
-
-
-def _at_least_two_samples(leaves: Sequence[Any]) -> list[Any]:
-    """Return the leaves with two samples at least: from one, sizes that follow the batch cannot be told from others."""
-    if sample_count(leaves) > 1:
-        return list(leaves)
-    return resize_batch(leaves, 2)
+            draft = capture_with_leaves(whole, leaves, dry, abstract)
+        # Names before rewriting: keys and plans refer to the names of the operators that the user wrote.
+        rewrite.drop_dead_nodes(draft.graph)
+        label_nodes(draft.graph)
+        if in_float64:
+            promote_to_float64(draft.graph, draft.constants)
+        return _finish_graph(whole, leaves, dry, draft, trainable)
 
 
 @contextmanager
-def _model_restored(whole: ModelWithLoss, training: bool) -> Iterator[None]:
+def _in_mode(whole: ModelWithLoss, training: bool) -> Iterator[None]:
     """Context manager: set train or eval mode inside, and restore the whole model afterwards.
 
     Modules that the user froze in eval mode inside a training model stay so.
     """
-    restore = snapshot_model(whole)
-    try:
+    with model_restored(whole):
         whole.training = training
         if whole.model.training != training:
             whole.model.train(training)
         yield
-    finally:
-        restore()
 
 
 def _finish_graph(
-    whole: ModelWithLoss,
-    draft: CaptureAttempt,
-    dry: DryRun,
-    notes: Sequence[str],
-    samples: int,
-    trainable: Collection[str] | None,
-    in_float64: bool,
+    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, draft: CaptureAttempt, trainable: Collection[str] | None
 ) -> Graph:
-    graph, constants = draft.graph, draft.constants
-    # Names before rewriting: keys and plans refer to the names of the operators that the user wrote.
-    rewrite.drop_dead_nodes(graph)
-    label_nodes(graph)
-    if in_float64:
-        promote_to_float64(graph, constants)
+    graph = draft.graph
     # The first placeholder is the sample slice, see add_slice_input.
     part = next(node for node in graph.nodes if node.op == "placeholder")
     random, keyless = key_random_operators(graph, part, lambda node: str(node.meta["name"]))
@@ -113,22 +97,21 @@ def _finish_graph(
     wrap_autocast(graph)
     graph.lint()
     results: Any = graph.output_node().args[0]
-    tied = whole.tied
-    info = {name: _tensor_info(p) for name, p in whole.named_tensors("parameters") if name not in tied}
+    info = _tensor_infos(whole, "parameters")
     if trainable is not None:
-        info = {name: TensorInfo(i.shape, i.dtype, i.bytes, name in trainable) for name, i in info.items()}
+        info = {name: replace(each, trainable=name in trainable) for name, each in info.items()}
     nodes, uncut = _describe_graph(graph, draft.shared_memory_groups, {name for name, i in info.items() if i.trainable})
     return Graph(
         nodes=nodes,
         parameters=info,
-        tied=tied,
-        buffers={name: _tensor_info(b) for name, b in whole.named_tensors("buffers") if name not in tied},
-        samples=samples,
+        tied=whole.tied,
+        buffers=_tensor_infos(whole, "buffers"),
+        samples=sample_count(leaves),
         unsplittable_ranges=uncut,
-        notes=(*notes, *keyless),
+        notes=(*draft.notes, *keyless),
         loss_is_mean=dry.is_mean,
         is_opaque=draft.is_opaque,
-        code=Code(graph, constants, dry.leaf_count, random, statistics, dry.effects),
+        code=Code(graph, draft.constants, len(leaves), random, statistics, dry.effects),
         outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),
     )
 
@@ -148,10 +131,11 @@ def _describe_graph(graph: fx.Graph, together: Sequence[Sequence[fx.Node]], trai
     return nodes, tuple(sorted({(min(span), max(span)) for span in spans if len(span) > 1}))
 
 
-def _tensor_info(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(
-        tuple(tensor.shape),
-        DTYPE_NAMES[tensor.dtype],
-        tensor.numel() * tensor.element_size(),
-        bool(tensor.requires_grad),
-    )
+def _tensor_infos(whole: ModelWithLoss, what: str) -> dict[str, TensorInfo]:
+    """Describe all "parameters" or "buffers", each tied one once, under its first name."""
+    tied = whole.tied
+    return {
+        name: TensorInfo(tuple(t.shape), DTYPE_NAMES[t.dtype], t.numel() * t.element_size(), bool(t.requires_grad))
+        for name, t in whole.named_tensors(what)
+        if name not in tied
+    }

@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.graph import flops as work
 from polylane.graph.capture.inline import op_name
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Node
 from polylane.graph.precision import unwrap_settings
-from polylane.graph.python_state.user_lines import is_users
-from polylane.graph.symbolic_sizes import SymbolicSize, batch_dimension, is_dynamic
+from polylane.graph.python_state.own_objects import is_users
+from polylane.graph.symbolic_sizes import SymbolicSize, batch_dimension, is_dynamic, is_ragged
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _NO_GRADIENT = (
@@ -46,7 +45,7 @@ def module_of(node: fx.Node) -> str:
 def source_of(node: fx.Node) -> str:
     """Return the innermost source line of the user's that made a node, "file:line", or ""."""
     target = unwrap_settings(node.target)
-    target = unwrap_settings(getattr(target, "target", target))  # of a keyed operator
+    target = getattr(target, "own", target)  # of the user's own Python, keyed
     if isinstance(target, LeafCall):
         return target.source
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
@@ -61,13 +60,17 @@ def label_nodes(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         node.meta.setdefault("op", op_name(node))
-        operation = node.meta["op"].removeprefix("aten.").split(".")[0]
         target = unwrap_settings(node.target)
-        module = target.path if isinstance(target, LeafCall) else module_of(node)
-        node.meta["module"] = module
-        base = f"{module}/{operation}" if module else operation
+        node.meta["module"] = target.path if isinstance(target, LeafCall) else module_of(node)
+        base = name_without_number(node)
         counts[base] += 1
         node.meta["name"] = base if counts[base] == 1 else f"{base}#{counts[base]}"
+
+
+def name_without_number(node: fx.Node) -> str:
+    """Return the beginning of a node's user-facing name: module path and operator."""
+    operation = str(node.meta["op"]).removeprefix("aten.").split(".")[0]
+    return f"{node.meta['module']}/{operation}" if node.meta["module"] else operation
 
 
 def find_gradient_flow(
@@ -121,13 +124,6 @@ def _is_repeatable(target: Any) -> bool:
     return isinstance(target, SymbolicSize) or not own  # operator.getitem, torch.sym_not and their like
 
 
-def _can_cross_stages(val: Any) -> bool:
-    # A value whose size is known at run time only cannot be received into a buffer of planned size.
-    if not isinstance(val, Tensor):
-        return False
-    return not any(isinstance(s, torch.SymInt) and free_unbacked_symbols(s.node.expr) for s in val.shape)
-
-
 def describe_nodes(graph: fx.Graph, flows: dict[fx.Node, bool], free: set[fx.Node]) -> tuple[Node, ...]:
     """Return the plain nodes of ``graph``, which :func:`label_nodes` has named."""
     return tuple(describe_node(n, flows[n], n in free) for n in graph.nodes if n.op == "call_function")
@@ -154,6 +150,7 @@ def describe_node(node: fx.Node, requires_grad: bool, free: bool) -> Node:
         source=source_of(node),
         requires_grad=requires_grad,
         recomputable=free,
-        can_cross_stages=_can_cross_stages(val),
+        # A value whose size is known at run time only cannot be received into a buffer of planned size.
+        can_cross_stages=isinstance(val, Tensor) and not is_ragged(val),
         fixed_shape=tuple(-1 if is_dynamic(s) else int(s) for s in val.shape) if isinstance(val, Tensor) else (),
     )

@@ -9,9 +9,10 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from itertools import takewhile
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.utils._traceback
@@ -24,11 +25,10 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
 from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python_operators import functions_kept
-from polylane.graph.python_state.random_generators import generator_states
-from polylane.graph.python_state.random_generators import restore_generators as restore_states
+from polylane.graph.python_state.own_objects import is_users
+from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.python_state.side_effects import python_names_of, torch_object_ids
-from polylane.graph.python_state.state_restore import snapshot_names
-from polylane.graph.python_state.user_lines import is_users
+from polylane.graph.python_state.state_snapshots import snapshot_names
 from polylane.recipe import Mean
 
 # Filled in by torch's own config machinery, which no type checker sees.
@@ -54,16 +54,15 @@ class ModelWithLoss(nn.Module):
         self.tracing.samples = sample_count(leaves)
         self.tracing.calls.clear()
         result = self.given_loss(self.model, self._rebuild(leaves))
+        self.mean = not isinstance(result, Mean)
         if isinstance(result, Mean):
-            self.mean = False
-            if isinstance(result.total, Tensor) and result.total.dim() == 0:
-                _refuse_complex(result.total, "polylane.Mean(total, count) takes")
-                count = result.count
-                if not isinstance(count, Tensor):  # the product keeps a symbolic size symbolic under export
-                    return result.total, result.total.detach().new_ones(()) * count
-                return result.total, count.detach().to(result.total.dtype)
-            raise BadLoss("polylane.Mean(total, count) takes scalars: sum the losses of the elements that count")
-        self.mean = True
+            total, count = result.total, result.count
+            if not isinstance(total, Tensor) or total.dim() > 0:
+                raise BadLoss("polylane.Mean(total, count) takes scalars: sum the losses of the elements that count")
+            _refuse_complex(total, "polylane.Mean(total, count) takes")
+            if not isinstance(count, Tensor):  # the product keeps a symbolic size symbolic under export
+                return total, total.detach().new_ones(()) * count
+            return total, count.detach().to(total.dtype)
         if not isinstance(result, Tensor) or result.dim() > 0:
             shaped = isinstance(result, Tensor)
             form = f"a tensor of shape {tuple(result.shape)}" if shaped else f"a {type(result).__name__}"
@@ -150,7 +149,7 @@ def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.Exported
             functions_kept(),
             _caches_off(whole.model),
             _lines_kept(),
-            _lengths_open(),
+            patch.object(builtins, "len", _open_length),
             _checkpoints_inlined(whole.tracing),
             _distributions_unchecked(),
             _quiet(),
@@ -183,18 +182,10 @@ def _caches_off(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-@contextmanager
-def _distributions_unchecked() -> Iterator[None]:
-    """Context manager: stop torch.distributions from checking argument values; under export there are none."""
+def _distributions_unchecked() -> AbstractContextManager[Any]:
+    """Return a context manager: stop torch.distributions from checking argument values; under export there are none."""
     base: Any = getattr(sys.modules.get("torch.distributions.distribution"), "Distribution", None)
-    before = getattr(base, "_validate_args", None)
-    if base is not None:
-        base.set_default_validate_args(False)
-    try:
-        yield
-    finally:
-        if base is not None:
-            base.set_default_validate_args(before)
+    return patch.object(base, "_validate_args", False) if base is not None else nullcontext()
 
 
 @contextmanager
@@ -202,7 +193,6 @@ def _lines_kept() -> Iterator[None]:
     """Context manager: keep all of the user's lines in stack traces; torch keeps those of "forward" functions only."""
     tracer: Any = torch.fx.proxy.TracerBase
     stacks: Any = torch.utils._traceback
-    original, read = tracer._filter_traceback_frames, stacks._extract_symbolized_tb
 
     def of_the_user(_: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
         # Frames above this file belong to polylane's caller, not to the loss.
@@ -221,33 +211,26 @@ def _lines_kept() -> Iterator[None]:
             [traceback.FrameSummary(*each, lookup_line=False) for each in reversed(every)]
         )
 
-    tracer._filter_traceback_frames, stacks._extract_symbolized_tb = of_the_user, unread
-    try:
+    with (
+        patch.object(tracer, "_filter_traceback_frames", of_the_user),
+        patch.object(stacks, "_extract_symbolized_tb", unread),
+    ):
         yield
-    finally:
-        tracer._filter_traceback_frames, stacks._extract_symbolized_tb = original, read
 
 
-@contextmanager
-def _lengths_open() -> Iterator[None]:
-    """Context manager: let ``len(tensor)`` be a symbolic size; Python's own would fix it to the example's."""
-    length = builtins.len
+_LENGTH = len
 
-    def open_length(of: Any) -> Any:
-        return of.shape[0] if isinstance(of, FakeTensor) and of.dim() else length(of)
 
-    builtins.len = open_length
-    try:
-        yield
-    finally:
-        builtins.len = length
+def _open_length(of: Any) -> Any:
+    """``len``, but for tensors a symbolic size; Python's own would fix it to the example's."""
+    return of.shape[0] if isinstance(of, FakeTensor) and of.dim() else _LENGTH(of)
 
 
 @contextmanager
 def _checkpoints_inlined(tracing: CaptureRun) -> Iterator[None]:
     """Context manager: run torch.utils.checkpoint's function directly, and record the lines that asked for it."""
     own: Any = torch.utils.checkpoint
-    reentrant, other = own.CheckpointFunction, own._checkpoint_without_reentrant_generator
+    other = own._checkpoint_without_reentrant_generator
 
     class Inlined:
         @staticmethod
@@ -259,11 +242,11 @@ def _checkpoints_inlined(tracing: CaptureRun) -> Iterator[None]:
         tracing.recomputed_lines.add(_users_line())
         return other(*args, **kwargs)
 
-    own.CheckpointFunction, own._checkpoint_without_reentrant_generator = Inlined, noted
-    try:
+    with (
+        patch.object(own, "CheckpointFunction", Inlined),
+        patch.object(own, "_checkpoint_without_reentrant_generator", noted),
+    ):
         yield
-    finally:
-        own.CheckpointFunction, own._checkpoint_without_reentrant_generator = reentrant, other
 
 
 def _users_line() -> str:
@@ -314,11 +297,8 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
         model: the model, or a :class:`ModelWithLoss`, whose loss is recorded as well.
         losses: further losses whose Python state is recorded.
     """
-    tensors = snapshot_tensors(model)
-    losses = (*losses, model.given_loss) if isinstance(model, ModelWithLoss) else losses
-    state = snapshot_names(python_names_of(model, *losses), torch_object_ids(model, *losses))
+    tensors, state, random = snapshot_tensors(model), _snapshot_python(model, losses), generator_states()
     modules = [(m, dict(m.__dict__)) for m in model.modules()]
-    random = generator_states()
 
     # In this order: attributes, then what their values contain, then the values of tensors.
     def restore() -> None:
@@ -327,33 +307,43 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
             module.__dict__.update(attributes)
         state()
         tensors()
-        restore_states(random)
+        restore_generators(random)
 
     return restore
 
 
 @contextmanager
+def model_restored(model: nn.Module, *losses: Any) -> Iterator[Callable[[], None]]:
+    """Context manager: restore afterwards all that :func:`snapshot_model` records; yields the function that does it."""
+    restore = snapshot_model(model, *losses)
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+@contextmanager
 def python_kept(model: nn.Module, *losses: Any) -> Iterator[None]:
     """Context manager: restore the user's Python state and all random states afterwards, but not tensors."""
-    losses = (*losses, model.given_loss) if isinstance(model, ModelWithLoss) else losses
-    state, random = (
-        snapshot_names(python_names_of(model, *losses), torch_object_ids(model, *losses)),
-        generator_states(),
-    )
+    state, random = _snapshot_python(model, losses), generator_states()
     try:
         yield
     finally:
         state()
-        restore_states(random)
+        restore_generators(random)
+
+
+def _snapshot_python(model: nn.Module, losses: Sequence[Any]) -> Callable[[], None]:
+    losses = (*losses, model.given_loss) if isinstance(model, ModelWithLoss) else losses
+    return snapshot_names(python_names_of(model, *losses), torch_object_ids(model, *losses))
 
 
 def snapshot_tensors(model: nn.Module) -> Callable[[], None]:
-    """Record parameters, buffers, gradients, and torch's random state; the returned function restores them."""
+    """Record parameters, buffers, gradients, and random states of GPUs; the returned function restores them."""
     tensors = [(t, t.detach().clone(), t.grad, t.is_leaf) for t in (*model.parameters(), *model.buffers())]
     # The modules' own tables too: a forward may replace a buffer by another tensor.
     inner = ("_parameters", "_buffers", "_modules")
     dicts = [(m.__dict__[name], dict(m.__dict__[name])) for m in model.modules() for name in inner]
-    random = torch.get_rng_state()
     devices = {t.device for t, *_ in tensors if t.device.type == "cuda"}
     device_random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
@@ -367,7 +357,6 @@ def snapshot_tensors(model: nn.Module) -> Callable[[], None]:
                     tensor.detach_()
                 tensor.data.copy_(value)
                 tensor.grad = grad
-        torch.set_rng_state(random)
         for device, state in device_random:
             torch.cuda.set_rng_state(state, device)
 

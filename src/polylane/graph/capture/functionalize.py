@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ def functionalize(node: fx.Node) -> list[fx.Node] | None:
         node.target, node.args = twin, args
         return before
     # An in-place write keeps the written tensor's dtype: cast the promoted result back.
-    before.append(_insert_before(node, twin, args, _cast(wanted, given.dtype), node.kwargs))
+    before.append(_insert_before(node, twin, args, cast_value(wanted, given.dtype), node.kwargs))
     node.target, node.args, node.kwargs = torch.ops.aten.to.dtype, (before[-1], wanted.dtype), {}
     return before
 
@@ -105,9 +106,9 @@ def _try_without_data(operator: Any, args: Any, kwargs: Any) -> Tensor | None:
 
     def example(node: fx.Node) -> Any:
         val = node.meta["val"]
-        if not isinstance(val, Tensor):
-            return val if isinstance(val, (bool, float)) else size_hint(val)
-        return torch.empty_strided(shape_of(val), [size_hint(n) for n in val.stride()], dtype=val.dtype, device="meta")
+        if isinstance(val, Tensor):
+            return _example(val)
+        return val if isinstance(val, (bool, float)) else size_hint(val)
 
     try:
         with torch.no_grad():
@@ -126,22 +127,23 @@ def _functionalize_copy(node: fx.Node) -> list[fx.Node] | None:
         return None
     before: list[fx.Node] = []
     if of.dtype != to.dtype:
-        of = _cast(of, to.dtype)
+        of = cast_value(of, to.dtype)
         before.append(_insert_before(node, torch.ops.aten.to.dtype, (source, to.dtype), of))
         source = before[-1]
     if [str(n) for n in of.shape] != [str(n) for n in to.shape]:
         before.append(_insert_before(node, torch.ops.aten.expand_as.default, (source, written), to))
         source = before[-1]
     # clone keeps the source's strides: ask for a contiguous copy where the written tensor was one.
-    ordered = _is_contiguous(to) and (source.target is torch.ops.aten.expand_as.default or not _is_contiguous(of))
+    expanded = source.target is torch.ops.aten.expand_as.default
+    ordered = _example(to).is_contiguous() and (expanded or not _example(of).is_contiguous())
     node.target, node.args = torch.ops.aten.clone.default, (source,)
     node.kwargs = {"memory_format": torch.contiguous_format} if ordered else {}
     return before
 
 
-def _is_contiguous(val: Tensor) -> bool:
-    """Return contiguity by the example's sizes: asking a tensor with symbolic sizes would fix them."""
-    return torch.empty_strided(shape_of(val), [size_hint(n) for n in val.stride()], device="meta").is_contiguous()
+def _example(val: Tensor) -> Tensor:
+    """Return a tensor of the example's sizes, without data: asking one with symbolic sizes would fix them."""
+    return torch.empty_strided(shape_of(val), [size_hint(n) for n in val.stride()], dtype=val.dtype, device="meta")
 
 
 def _without_gradient(node: fx.Node, value: Any, before: list[fx.Node]) -> Any:
@@ -160,7 +162,8 @@ def _insert_before(node: fx.Node, target: Any, args: Any, val: Tensor, kwargs: A
     return made
 
 
-def _cast(val: Any, dtype: torch.dtype) -> Tensor:
-    with val.fake_mode:
+def cast_value(val: Any, dtype: torch.dtype) -> Tensor:
+    """Return a node's value, a tensor without data, in another dtype."""
+    with getattr(val, "fake_mode", nullcontext()):
         cast: Tensor = val.detach().to(dtype)
     return cast

@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import Rebuild, flatten, sample_count
-from polylane.graph.capture.python_operators import emit_call
-from polylane.graph.operators.sync_batch_norm import VALUES
+from polylane.graph.capture.python_operators import emit_call, with_tensors
+from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm_arguments
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.side_effects import SideEffect
 from polylane.graph.symbolic_sizes import size_function
@@ -104,10 +104,8 @@ class LeafCall:
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Run the user's module on its parameters and buffers, then the tensors among its arguments."""
         names = self.parameters + self.buffers
-        own, given = dict(zip(names, tensors, strict=False)), tensors[len(names) :]
-        flat = list(self.arguments)
-        for position, tensor in zip(self.tensor_positions, given, strict=True):
-            flat[position] = tensor
+        own = dict(zip(names, tensors, strict=False))
+        flat = with_tensors(self.arguments, self.tensor_positions, tensors[len(names) :])
         for position in self.size_positions:
             flat[position] = flat[position](part.samples)
         args, kwargs = self.rebuild_arguments(flat)
@@ -163,18 +161,23 @@ class NormalizationWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.batch_norm:
-            given = inspect.signature(functional.batch_norm).bind(*args, **(kwargs or {})).arguments
-            if given.get("training", False):
+            given = batch_norm_arguments(args, kwargs)
+            if given["training"]:
                 values = given["input"].numel() // max(given["input"].shape[1], 1)
                 self.values = values if self.values is None else min(self.values, values)
         return func(*args, **(kwargs or {}))
 
 
-def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> dict[str, list[ObservedCall]]:
-    """Run ``run()`` eagerly and return every call of ``modules``, in order, by path."""
-    calls: dict[str, list[ObservedCall]] = {path: [] for path in modules}
+ObservedCalls = dict[str, list[ObservedCall]]  # all calls of each module in a dry run, by path
 
-    def noting(path: str, call: Callable[..., Any]) -> Callable[..., Any]:
+
+def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> ObservedCalls:
+    """Run ``run()`` eagerly and return every call of ``modules``, in order, by path."""
+    calls: ObservedCalls = {path: [] for path in modules}
+
+    def noting(path: str, module: nn.Module) -> Callable[..., Any]:
+        call: Any = module._call_impl
+
         def noted(*args: Any, **kwargs: Any) -> Any:
             before = generator_states()
             with NormalizationWatch() as normalizing:
@@ -185,16 +188,16 @@ def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> dict
 
         return noted
 
-    with torch.no_grad(), _calls_replaced({path: noting(path, m._call_impl) for path, m in modules.items()}, modules):
+    with torch.no_grad(), _calls_replaced(modules, noting):
         run()
     return calls
 
 
 @contextmanager
-def _calls_replaced(calls: dict[str, Callable[..., Any]], modules: dict[str, nn.Module]) -> Iterator[None]:
+def _calls_replaced(modules: dict[str, nn.Module], build: Callable[[str, nn.Module], Any]) -> Iterator[None]:
     # The whole call, hooks and all, and not only ``forward``: hooks belong to what the leaf runs itself.
     for path, module in modules.items():
-        module.__dict__["_call_impl"] = calls[path]
+        module.__dict__["_call_impl"] = build(path, module)
     try:
         yield
     finally:
@@ -202,7 +205,7 @@ def _calls_replaced(calls: dict[str, Callable[..., Any]], modules: dict[str, nn.
             module.__dict__.pop("_call_impl", None)
 
 
-def _infer_output(one: Tensor, two: Tensor, samples: tuple[int, int], path: str) -> LeafOutput:
+def _infer_output(one: Tensor, two: Tensor, samples: Sequence[int], path: str) -> LeafOutput:
     # A size that grows proportionally with the samples follows them; any other change depends on data.
     growth = []
     for a, b in zip(one.shape, two.shape, strict=True):
@@ -217,17 +220,13 @@ def _infer_output(one: Tensor, two: Tensor, samples: tuple[int, int], path: str)
 
 @contextmanager
 def leaves_kept(
-    modules: dict[str, nn.Module],
-    observed: tuple[dict[str, list[ObservedCall]], dict[str, list[ObservedCall]]],
-    samples: tuple[int, int],
-    tracing: CaptureRun,
+    modules: dict[str, nn.Module], observed: Sequence[tuple[int, ObservedCalls]], tracing: CaptureRun
 ) -> Iterator[None]:
     """Context manager: during export, let every call of ``modules`` become one opaque operator.
 
     Args:
         modules: the modules to keep whole, by path.
-        observed: their calls in dry runs at the two batch sizes ``samples``.
-        samples: the two batch sizes of the dry runs.
+        observed: the numbers of samples of two dry runs, each with the modules' calls in it.
         tracing: state of the export that is running.
     """
 
@@ -236,21 +235,19 @@ def leaves_kept(
             # The k-th call under export corresponds to the k-th call of the dry runs.
             k = tracing.calls[path]
             tracing.calls[path] += 1
-            first, second = observed[0][path][k], observed[1][path][k]
+            first, second = (calls[path][k] for _, calls in observed)
             output_at = [i for i, value in enumerate(first.result) if isinstance(value, Tensor)]
             shapes = [_infer_output(first.result[i], second.result[i], samples, path) for i in output_at]
             call, tensors = _leaf_call(module, path, args, kwargs, shapes, output_at, first, samples[0])
             call.samples = tracing.samples
             outputs = emit_call(call, tensors)
             call.samples = None  # a symbol of this export, no longer needed
-            result = list(first.result)
-            for position, output in zip(output_at, outputs, strict=True):
-                result[position] = output
-            return first.rebuild_result(result)
+            return first.rebuild_result(with_tensors(first.result, output_at, outputs))
 
         return called
 
-    with _calls_replaced({path: stand_in(path, module) for path, module in modules.items()}, modules):
+    samples = [count for count, _ in observed]
+    with _calls_replaced(modules, stand_in):
         yield
 
 

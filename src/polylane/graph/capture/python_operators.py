@@ -6,18 +6,17 @@ which runs the user's code under ordinary autograd.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 # Custom operators take plain numbers only: a running export keeps its callables here until its graph is finished.
 _SITES: dict[int, Any] = {}
-_NUMBERS = itertools.count()
 _LIBRARY = torch.library.Library("polylane", "DEF")
 _LIBRARY.define("opaque(int site, Tensor[] tensors) -> Tensor[]")
 
@@ -30,7 +29,7 @@ def _fake(site: int, tensors: list[Tensor]) -> list[Tensor]:
 
 def emit_call(site: Any, tensors: list[Tensor]) -> list[Tensor]:
     """Write a call of ``site`` into the graph that is being exported."""
-    number = next(_NUMBERS)
+    number = len(_SITES)
     _SITES[number] = site
     return list(torch.ops.polylane.opaque(number, tensors))
 
@@ -38,6 +37,14 @@ def emit_call(site: Any, tensors: list[Tensor]) -> list[Tensor]:
 def call_of_site(number: int) -> Any:
     """Return the callable behind operator number ``number``."""
     return _SITES[number]
+
+
+def with_tensors(values: Sequence[Any], positions: Sequence[int], tensors: Sequence[Tensor]) -> list[Any]:
+    """Return flat arguments or results, ``values``, with tensors at the positions that are theirs."""
+    filled = list(values)
+    for position, tensor in zip(positions, tensors, strict=True):
+        filled[position] = tensor
+    return filled
 
 
 def forget_sites() -> None:
@@ -67,13 +74,12 @@ class FunctionCall:
 
     __name__ = "function"
     __module__ = "polylane"
+    # As of a leaf, for which they vary.
+    normalizes, fewest, effects = False, 1, ()
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the function itself returns."""
-        flat = list(self.arguments)
-        for position, tensor in zip(self.tensor_positions, tensors, strict=True):
-            flat[position] = tensor
-        return self.apply(*flat)
+        return self.apply(*with_tensors(self.arguments, self.tensor_positions, tensors))
 
     def fake(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():
@@ -88,10 +94,7 @@ class FunctionCall:
         """Return the operator's outputs in the structure that the function itself returns."""
         if self.result is None:
             return outputs[0]
-        result = list(self.result)
-        for position, output in zip(self.output_positions, outputs, strict=True):
-            result[position] = output
-        return tuple(result)
+        return tuple(with_tensors(self.result, self.output_positions, outputs))
 
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         result = self.run(tensors)
@@ -112,8 +115,5 @@ def functions_kept() -> Iterator[None]:
         site = FunctionCall(direct, [None if i in tensor_at else arg for i, arg in enumerate(args)], tensor_at)
         return site.rebuild_result(emit_call(site, [args[i] for i in tensor_at]))
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
-    finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from polylane.graph.batch import cast_leaves, is_sampled, sample_count, take_first_samples
-from polylane.graph.capture.export import ModelWithLoss, snapshot_model
+from polylane.graph.batch import cast_leaves, clone_leaves, is_sampled, sample_count, take_first_samples
+from polylane.graph.capture.export import ModelWithLoss, model_restored
 from polylane.graph.precision import Promoted, cast_module
 from polylane.graph.sample_slice import SampleSlice
 
@@ -29,7 +28,6 @@ class Difference:
     """What a captured graph computes differently from the model itself."""
 
     what: str  # "the loss", "the gradient of fc.weight", "the buffer bn.running_mean"
-    parameter: str | None = None
     buffer: str | None = None
 
 
@@ -91,89 +89,89 @@ def first_difference(
     Returns:
         The first difference, or None if there is none.
     """
-    code = fx.GraphModule(nn.Module(), graph)
-    found = None
     first = take_first_samples(leaves, FEW)
     if sample_count(first) < sample_count(leaves) and not runs_without_gradients(whole, first):
         first = list(leaves)
     # Two batches in a row: state that the first step leaves (buffers, flags) must act on the second.
     runs = [[first, other_batch(first)], *([resize_batch(leaves, size)] for size in sizes)]
-    for batches in runs:
-        found = found or _find_difference(whole, code, graph, constants, batches, exact=True)
-        if found is not None:
-            break
-    if found is None or not _differs_by_rounding_only(whole, code, graph, constants, runs):
-        return found
-    return None
+    captured = _CapturedCode(whole, fx.GraphModule(nn.Module(), graph), graph, constants)
+    differences = (_find_difference(captured, batches, _equal_bits) for batches in runs)
+    found = next((difference for difference in differences if difference is not None), None)
+    return None if found is None or _differs_by_rounding_only(captured, runs) else found
+
+
+@dataclass(frozen=True)
+class _CapturedCode:
+    """Captured code to be compared.
+
+    Attributes:
+        whole: model and loss that it was captured from.
+        run: the code as a function of its placeholders' values.
+        graph: the code itself.
+        constants: tensors that the code closes over, by name.
+    """
+
+    whole: ModelWithLoss
+    run: Callable[..., Any]
+    graph: fx.Graph
+    constants: Mapping[str, Tensor]
+
+    def __call__(self, *batch: Any) -> Any:
+        """Run the code on a batch's leaves, with the model's present parameters and buffers."""
+        count = sample_count(batch)
+        table = tensors_by_role(self.whole, self.constants, batch)
+        return run_code(self.run, self.graph, table, SampleSlice(count, batch=count))
 
 
 def runs_without_gradients(whole: ModelWithLoss, batch: Sequence[Any]) -> bool:
     """Return whether the loss runs on a batch under ``torch.no_grad()``; the model is restored afterwards."""
-    restore = snapshot_model(whole)
     try:
-        with torch.no_grad():
+        with model_restored(whole), torch.no_grad():
             whole(*batch)
     except Exception:
         return False
-    finally:
-        restore()
     return True
 
 
-def _differs_by_rounding_only(
-    whole: ModelWithLoss, code: Any, graph: fx.Graph, constants: dict[str, Tensor], runs: Sequence[Any]
-) -> bool:
+def _differs_by_rounding_only(captured: _CapturedCode, runs: Sequence[Any]) -> bool:
     # If the difference shrinks with the precision it is rounding; a wrong branch stays different in float64.
     raised = {
         name: value.double() if value.is_floating_point() and value.dtype != torch.float64 else value
-        for name, value in constants.items()
+        for name, value in captured.constants.items()
     }
-    with ExitStack() as stack:
-        stack.enter_context(cast_module(whole, torch.float64))
-        stack.enter_context(Promoted())
+    captured = replace(captured, constants=raised)
+    with cast_module(captured.whole, torch.float64), Promoted():
         try:
-            return all(
-                _find_difference(
-                    whole, code, graph, raised, [cast_leaves(b, torch.float64) for b in batches], exact=False
-                )
-                is None
-                for batches in runs
-            )
+            wide = ([cast_leaves(batch, torch.float64) for batch in batches] for batches in runs)
+            return all(_find_difference(captured, batches, _equal_up_to_rounding) is None for batches in wide)
         except Exception:
             return False
 
 
 def _find_difference(
-    whole: ModelWithLoss, code: Any, graph: fx.Graph, constants: dict[str, Tensor], batches: Sequence[Any], exact: bool
+    captured: _CapturedCode, batches: Sequence[Any], same: Callable[[Any, Any], bool]
 ) -> Difference | None:
-    def captured(batch: Sequence[Any]) -> Any:
-        count = sample_count(batch)
-        return run_code(code, graph, tensors_by_role(whole, constants, batch), SampleSlice(count, batch=count))
-
-    restore = snapshot_model(whole)
-    try:
-        expected = _run_steps(whole, lambda batch: whole(*batch), batches)
+    whole = captured.whole
+    with model_restored(whole) as restore:
+        expected = _run_steps(whole, whole, batches)
         if not expected:  # the model itself fails on a batch of that size
             return None
         restore()
         # Compare as many steps as the model itself completes.
         got = _run_steps(whole, captured, batches[: len({step for step, _, _ in expected})])
-    finally:
-        restore()
-    same = _equal_bits if exact else _equal_up_to_rounding
     found = next((d for (_, d, a), (_, _, b) in zip(expected, got, strict=False) if not same(a, b)), None)
     return found or (Difference("the run") if len(got) < len(expected) else None)
 
 
 def _run_steps(
-    whole: ModelWithLoss, run: Callable[[Sequence[Any]], Any], batches: Sequence[Sequence[Any]]
+    whole: ModelWithLoss, run: Callable[..., Any], batches: Sequence[Sequence[Any]]
 ) -> list[tuple[int, Difference, Any]]:
     """Return loss, gradients and buffers after every step on ``batches``, up to the first that fails."""
     seen: list[tuple[int, Difference, Any]] = []
     for step, batch in enumerate(batches):
         whole.zero_grad(set_to_none=True)
         try:
-            result = run([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in batch])
+            result = run(*clone_leaves(batch))
             values = [value.detach().clone() for value in result]
             if result[0].requires_grad:
                 result[0].backward()
@@ -183,7 +181,7 @@ def _run_steps(
         for name, parameter in whole.named_parameters():
             plain = name.removeprefix("model.")
             grad = None if parameter.grad is None else parameter.grad.clone()
-            seen.append((step, Difference(f"the gradient of {plain}", parameter=plain), grad))
+            seen.append((step, Difference(f"the gradient of {plain}"), grad))
         for name, buffer in whole.named_buffers():
             plain = name.removeprefix("model.")
             seen.append((step, Difference(f"the buffer {plain}", buffer=plain), buffer.detach().clone()))

@@ -1,4 +1,7 @@
-"""Keyed random operators: torch's, with a key in place of the global generator; counter_rng.py draws the numbers."""
+"""Keyed random operators: torch's, with a key in place of the global generator; counter_rng.py draws the numbers.
+
+Only operators that draw are keyed: what has no dropout, or is not in training, stays torch's own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from polylane.graph.operators.counter_rng import keep_mask, normal, uniform
 
@@ -39,8 +41,6 @@ def dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, tr
 
 def feature_dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, train: bool) -> Tensor:
     """aten.feature_dropout: drops whole channels (dimensions 0 and 1) at a time."""
-    if not train or p == 0.0:
-        return x
     return x * (_channels_kept(part, salt, batch_dim, x, p) / (1.0 - p))
 
 
@@ -52,15 +52,11 @@ def _channels_kept(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: fl
 
 def alpha_dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, train: bool) -> Tensor:
     """aten.alpha_dropout (Klambauer et al., Self-Normalizing Neural Networks, section 3)."""
-    if not train or p == 0.0:
-        return x
     return _self_normalized(x, keep_mask(part, salt, p, x.shape, batch_dim, x.device).to(x.dtype), p)
 
 
 def feature_alpha_dropout(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: float, train: bool) -> Tensor:
     """aten.feature_alpha_dropout: drops whole channels at a time."""
-    if not train or p == 0.0:
-        return x
     return _self_normalized(x, _channels_kept(part, salt, batch_dim, x, p), p)
 
 
@@ -86,11 +82,6 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """aten.scaled_dot_product_attention with keyed dropout: softmax(Q K^T scale + mask), dropped, times V."""
-    # Without dropout torch's fused kernel applies; with it, the probabilities must be materialized.
-    if dropout_p == 0.0:
-        return functional.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
@@ -106,12 +97,8 @@ def attention(
     return dropout(part, salt, batch_dim, shares, dropout_p, True) @ value
 
 
-_GATES: dict[str, Any] = {"lstm": torch.lstm, "gru": torch.gru, "rnn_tanh": torch.rnn_tanh, "rnn_relu": torch.rnn_relu}
-
-
-def _recurrent(kind: str) -> Callable[..., Any]:
+def _recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return aten.lstm, gru, rnn_tanh or rnn_relu, run layer by layer with keyed dropout between layers."""
-    function = _GATES[kind]
 
     def run(
         part: Any, salt: int, batch_dim: int | None, x: Tensor, hx: Any, weights: Sequence[Tensor], biases: bool,
@@ -155,18 +142,15 @@ def randn(
     return normal(part, salt, size, batch_dim, torch.device(device)).to(dtype or torch.get_default_dtype())
 
 
-def rand_like(
-    part: Any, salt: int, batch_dim: int | None, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any
-) -> Tensor:
-    """aten.rand_like."""
-    return _below_one(uniform(part, salt, x.shape, batch_dim, x.device), dtype or x.dtype)
+def _like(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the version of an operator that takes its size, dtype and device from a tensor: rand_like of rand."""
 
+    def draw_like(
+        part: Any, salt: int, batch_dim: int | None, x: Tensor, *args: Any, dtype: torch.dtype | None = None, **_: Any
+    ) -> Tensor:
+        return draw(part, salt, batch_dim, *args, x.shape, dtype=dtype or x.dtype, device=x.device)
 
-def randn_like(
-    part: Any, salt: int, batch_dim: int | None, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any
-) -> Tensor:
-    """aten.randn_like."""
-    return normal(part, salt, x.shape, batch_dim, x.device).to(dtype or x.dtype)
+    return draw_like
 
 
 def bernoulli(part: Any, salt: int, batch_dim: int | None, x: Tensor, p: Any = None, **_: Any) -> Tensor:
@@ -189,19 +173,6 @@ def randint_from_zero(
 ) -> Tensor:
     """aten.randint."""
     return randint(part, salt, batch_dim, 0, high, size, **kwargs)
-
-
-def randint_like(
-    part: Any, salt: int, batch_dim: int | None, x: Tensor, low: int, high: int, *,
-    dtype: torch.dtype | None = None, **_: Any,
-) -> Tensor:  # fmt: skip
-    """aten.randint_like.low_dtype."""
-    return randint(part, salt, batch_dim, low, high, x.shape, dtype=dtype or x.dtype, device=x.device)
-
-
-def randint_like_from_zero(part: Any, salt: int, batch_dim: int | None, x: Tensor, high: int, **kwargs: Any) -> Tensor:
-    """aten.randint_like."""
-    return randint_like(part, salt, batch_dim, x, 0, high, **kwargs)
 
 
 def exponential(part: Any, salt: int, batch_dim: int | None, x: Tensor, lambd: float = 1.0, **_: Any) -> Tensor:
@@ -267,24 +238,24 @@ KEYED: dict[str, Callable[..., Any]] = {
     "aten.exponential.default": exponential,
     "aten.feature_alpha_dropout.default": feature_alpha_dropout,
     "aten.feature_dropout.default": feature_dropout,
-    "aten.gru.input": _recurrent("gru"),
-    "aten.lstm.input": _recurrent("lstm"),
+    "aten.gru.input": _recurrent(torch.gru),
+    "aten.lstm.input": _recurrent(torch.lstm),
     "aten.multinomial.default": multinomial,
     "aten.normal.Tensor_Tensor": normal_from,
     "aten.normal.Tensor_float": normal_from,
     "aten.normal.float_Tensor": normal_from,
     "aten.normal_functional.default": normal_like,
     "aten.rand.default": rand,
-    "aten.rand_like.default": rand_like,
+    "aten.rand_like.default": _like(rand),
     "aten.randint.default": randint_from_zero,
     "aten.randint.low": randint,
-    "aten.randint_like.default": randint_like_from_zero,
-    "aten.randint_like.low_dtype": randint_like,
+    "aten.randint_like.default": _like(randint_from_zero),
+    "aten.randint_like.low_dtype": _like(randint),
     "aten.randn.default": randn,
-    "aten.randn_like.default": randn_like,
+    "aten.randn_like.default": _like(randn),
     "aten.randperm.default": randperm,
-    "aten.rnn_relu.input": _recurrent("rnn_relu"),
-    "aten.rnn_tanh.input": _recurrent("rnn_tanh"),
+    "aten.rnn_relu.input": _recurrent(torch.rnn_relu),
+    "aten.rnn_tanh.input": _recurrent(torch.rnn_tanh),
     "aten.rrelu.default": rrelu,
     "aten.scaled_dot_product_attention.default": attention,
     "aten.uniform.default": uniform_like,

@@ -7,7 +7,7 @@ What captured graphs do node by node is done here by dispatch modes as operators
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,12 +16,10 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polylane.graph.operators import keyed_random as keyed
 from polylane.graph.operators.counter_rng import salt_of
-from polylane.graph.operators.sync_batch_norm import batch_norm
+from polylane.graph.operators.keyed_random import KEYED
+from polylane.graph.operators.sync_batch_norm import batch_norm, batch_norm_arguments
 from polylane.graph.sample_slice import SampleSlice
-
-_Filler = Callable[[SampleSlice, int, int | None, Tensor, Sequence[Any], dict[str, Any]], Tensor]
 
 
 def _sample_dim(part: SampleSlice, shape: Sequence[int]) -> int | None:
@@ -29,40 +27,13 @@ def _sample_dim(part: SampleSlice, shape: Sequence[int]) -> int | None:
     return 0 if len(shape) and part.samples and shape[0] and shape[0] % part.samples == 0 else None
 
 
-def _bernoulli(
-    part: SampleSlice, salt: int, dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Tensor:
-    return keyed.bernoulli(part, salt, dim, x, args[0] if args else kwargs.get("p", 0.5))
-
-
-def _uniform(
-    part: SampleSlice, salt: int, dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Tensor:
-    low, high = args[0] if args else 0.0, args[1] if len(args) > 1 else 1.0
-    return keyed.uniform_like(part, salt, dim, x, kwargs.get("from", low), kwargs.get("to", high))
-
-
-def _normal(
-    part: SampleSlice, salt: int, dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Tensor:
-    mean = args[0] if args else kwargs.get("mean", 0.0)
-    std = args[1] if len(args) > 1 else kwargs.get("std", 1.0)
-    return keyed.normal_like(part, salt, dim, x, mean, std)
-
-
-def _exponential(
-    part: SampleSlice, salt: int, dim: int | None, x: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Tensor:
-    return keyed.exponential(part, salt, dim, x, args[0] if args else kwargs.get("lambd", 1.0))
-
-
-# In-place random operators: their numbers are drawn by key and copied.
-_IN_PLACE: dict[str, _Filler] = {
-    "aten.bernoulli_.float": _bernoulli,
-    "aten.bernoulli_.Tensor": _bernoulli,
-    "aten.uniform_.default": _uniform,
-    "aten.normal_.default": _normal,
-    "aten.exponential_.default": _exponential,
+# In-place random operators, and the keyed operators whose numbers they take.
+_IN_PLACE = {
+    "aten.bernoulli_.float": "aten.bernoulli.p",
+    "aten.bernoulli_.Tensor": "aten.bernoulli.Tensor",
+    "aten.uniform_.default": "aten.uniform.default",
+    "aten.normal_.default": "aten.normal_functional.default",
+    "aten.exponential_.default": "aten.exponential.default",
 }
 # Random operators that return a new tensor: their keyed versions take the same arguments.
 _FRESH = (
@@ -85,33 +56,19 @@ class _KeyedRandomMode(TorchDispatchMode):
         self._part, self._name, self._calls = part, name, itertools.count()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        op = str(func)
-        if op in _IN_PLACE:
-            target = args[0]
-            numbers = _IN_PLACE[op](
-                self._part,
-                self._salt(),
-                _sample_dim(self._part, target.shape),
-                target,
-                args[1:],
-                _drop_generator(kwargs),
-            )
-            return target.copy_(numbers)
-        if op in _FRESH:
-            shape = (
-                args[0].shape if isinstance(args[0], Tensor) else next(a for a in args if isinstance(a, (list, tuple)))
-            )
-            kwargs = {key: value for key, value in _drop_generator(kwargs).items() if value is not None}
-            return keyed.KEYED[op](self._part, self._salt(), _sample_dim(self._part, shape), *args, **kwargs)
-        return func(*args, **kwargs)
+        op, kwargs = str(func), kwargs or {}
+        if op not in _IN_PLACE and op not in _FRESH:
+            return func(*args, **kwargs)
+        shape = args[0].shape if isinstance(args[0], Tensor) else next(a for a in args if isinstance(a, (list, tuple)))
+        # torch leaves out last arguments that have their default value.
+        left_out = [a.default_value for a in func._schema.arguments[len(args) :] if not a.kwarg_only]
+        given = {key: value for key, value in kwargs.items() if key != "generator" and value is not None}
+        draw = KEYED[_IN_PLACE.get(op, op)]
+        numbers = draw(self._part, self._salt(), _sample_dim(self._part, shape), *args, *left_out, **given)
+        return args[0].copy_(numbers) if op in _IN_PLACE else numbers
 
     def _salt(self) -> int:
         return salt_of(f"{self._name}:{next(self._calls)}")
-
-
-def _drop_generator(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in kwargs.items() if key != "generator"}
 
 
 class _SyncBatchNormMode(TorchFunctionMode):
@@ -122,24 +79,9 @@ class _SyncBatchNormMode(TorchFunctionMode):
         self._part = part
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is functional.batch_norm:
-            return self._batch_norm(*args, **(kwargs or {}))
+        if func is functional.batch_norm and (given := batch_norm_arguments(args, kwargs))["training"]:
+            return batch_norm(self._part, given.pop("input"), **given)
         return func(*args, **(kwargs or {}))
-
-    def _batch_norm(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training:
-            return functional.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
-        return batch_norm(self._part, input, weight, bias, running_mean, running_var, True, momentum, eps)
 
 
 @contextmanager

@@ -6,6 +6,8 @@ run on CPU.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,12 +49,11 @@ class SyncStatistics(torch.autograd.Function):
         ctx.part, ctx.dims, ctx.shape, ctx.total, ctx.has_bias = part, dims, shape, total, bias is not None
         out = normal if weight is None else normal * weight.view(shape)
         ctx.mark_non_differentiable(mean, variance, total)
-        return (
-            (out.clone() if out is normal else out) if bias is None else out + bias.view(shape),
-            mean,
-            variance,
-            total,
-        )
+        if bias is not None:
+            out = out + bias.view(shape)
+        elif out is normal:  # which is saved for backward
+            out = out.clone()
+        return out, mean, variance, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -64,14 +65,9 @@ class SyncStatistics(torch.autograd.Function):
         means = (sums / ctx.total).to(grad.dtype)
         scale = inverse if weight is None else inverse * weight
         dx = (grad - means[0].view(shape) - normal * means[1].view(shape)) * scale.view(shape)
-        return (
-            # Padding samples must not contribute to the gradient of what they were computed from.
-            dx * part.weight,
-            own[1] if weight is not None else None,
-            own[0] if ctx.has_bias else None,
-            None,
-            None,
-        )
+        d_weight, d_bias = own[1] if weight is not None else None, own[0] if ctx.has_bias else None
+        # Padding samples must not contribute to the gradient of what they were computed from.
+        return dx * part.weight, d_weight, d_bias, None, None
 
 
 def batch_norm(
@@ -118,15 +114,19 @@ def sync_batch_norms(graph: fx.Graph, part: fx.Node) -> bool:
     """Make training batch normalizations see all replicas; return whether there was any."""
     found = False
     for node in graph.nodes:
-        found = found or getattr(node.target, "normalizes", False)  # the user's own Python, synchronized by its context
+        own = getattr(node.target, "own", None)
+        found = found or (own is not None and own.normalizes)  # the user's own Python, synchronized by its context
         if node.op == "call_function" and str(node.target) == "aten.batch_norm.default" and node.args[5]:
             node.meta["op"] = str(node.target)
             node.target, node.args, found = batch_norm, (part, *node.args), True
     return found
 
 
-def whole_batch_norm(xs: list[Tensor], *args: Any) -> list[Tensor]:
-    """Return batch normalization of several parts in one process, as replicas would compute it."""
-    weight, bias, mean, variance, training, momentum, eps = args[:7]
-    out = functional.batch_norm(torch.cat(xs), mean, variance, weight, bias, training, momentum, eps)
-    return list(torch.split(out, [len(x) for x in xs]))
+def batch_norm_arguments(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of a call of torch.nn.functional.batch_norm by name, defaults included."""
+    given = _BATCH_NORM.bind(*args, **(kwargs or {}))
+    given.apply_defaults()
+    return given.arguments
+
+
+_BATCH_NORM = inspect.signature(functional.batch_norm)

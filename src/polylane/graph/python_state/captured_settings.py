@@ -13,13 +13,14 @@ from __future__ import annotations
 import operator
 import os
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
+from polylane.graph.graph import is_inside
 from polylane.graph.python_state.own_objects import (
     MISSING,
     PLAIN,
@@ -27,7 +28,7 @@ from polylane.graph.python_state.own_objects import (
     is_project_file,
     names_in_code,
 )
-from polylane.graph.python_state.side_effects import SideEffects
+from polylane.graph.python_state.side_effects import SideEffects, modules_of_losses
 from polylane.graph.python_state.state import TORCHS, PythonName, find_python_names
 
 _DEPTH = 3  # nesting of objects and containers that is followed
@@ -72,35 +73,28 @@ class CapturedSettings:
     def __init__(
         self, model: nn.Module, losses: Sequence[Any], effects: SideEffects, leaves: Collection[str], training: bool
     ) -> None:
-        self._model, self._training = model, training
-        named = [(path, module) for path, module in model.named_modules()]
-        of_losses = [
-            (f"loss.{path}" if path else "loss", module)
-            for loss in losses
-            if isinstance(loss, nn.Module)
-            for path, module in loss.named_modules()
-        ]
+        self._training = training
+        named, of_losses = list(model.named_modules()), modules_of_losses(losses)
+        every = [*named, *of_losses]
         self._paths = [path for path, _ in named]
         self._inside = [module for _, module in named]
         self._others = [module for _, module in of_losses]
-        self._children = [(path, module, tuple(module._modules.values())) for path, module in (*named, *of_losses)]
+        self._children = [(path, module, tuple(module._modules.values())) for path, module in every]
         self._slots = [
             (module._parameters, key, f"{path}.{key}" if path else key)
-            for path, module in (*named, *of_losses)
+            for path, module in every
             for key, value in module._parameters.items()
             if value is not None
         ]
         self._parameters = [own[key] for own, key, _ in self._slots]
         self._modes, self._gradients = self._modes_now(), self._gradients_now()
         self._look = _WatchList(effects, leaves)
-        for path, module in (*named, *of_losses):
+        for path, module in every:
             self._look.module(path, module)
-        for place in find_python_names(
-            (*named, *of_losses), [x for x in losses if not isinstance(x, nn.Module)], effects.functions_run
-        ):
+        functions = [loss for loss in losses if not isinstance(loss, nn.Module)]
+        for place in find_python_names(every, functions, effects.functions_run):
             if not isinstance(place.owner, nn.Module):
                 self._look.watch_name(place)
-        self._look.watch_environment(effects.environment_keys)
 
     def _modes_now(self) -> list[bool]:
         # A capture puts the whole model into its mode; submodules that the user froze in another mode keep theirs.
@@ -169,14 +163,14 @@ class _WatchList:
         self._sizes: list[tuple[Any, int, Callable[[str], str], Any, frozenset[Any]]] = []
         self._lists: list[tuple[Any, list[Any], str]] = []
         self._cells: list[tuple[PythonName, Any]] = []
-        self._environment: dict[str, str | None] = {}
+        self._environment = {key: os.environ.get(key) for key in effects.environment_keys}
         self._seen: set[int] = set()
 
     # ---- what is watched
 
     def module(self, path: str, module: nn.Module) -> None:
         """Watch attributes of a module."""
-        if any(not leaf or path == leaf or path.startswith(f"{leaf}.") for leaf in self._leaves):
+        if any(is_inside(path, leaf) for leaf in self._leaves):
             return
         prefix = f"{path}." if path else "model."
         self._dict(module.__dict__, lambda name: f"{prefix}{name}", 0, module, TORCHS)
@@ -199,17 +193,8 @@ class _WatchList:
             names = place.owner if isinstance(place.owner, dict) else vars(place.owner)
             self._names(names, [place.name], lambda _: place.label, 0)
 
-    def watch_environment(self, keys: Iterable[str]) -> None:
-        """Watch keys of the environment."""
-        self._environment = {key: os.environ.get(key) for key in keys}
-
     def _dict(
-        self,
-        own: Mapping[str, Any],
-        label: Callable[[str], str],
-        depth: int,
-        owner: Any,
-        without: Collection[str] = (),
+        self, own: Mapping[str, Any], label: Callable[[str], str], depth: int, owner: Any, without: Collection[str] = ()
     ) -> None:
         if id(own) in self._seen or len(self._seen) > _MANY:
             return
@@ -289,14 +274,13 @@ def _is_plain(value: Any) -> bool:
 def _first_changed(row: _WatchedNames) -> str:
     values = row.values if len(row.names) > 1 else (row.values,)
     for name, value in zip(row.names, values, strict=True):
-        now = row.owner.get(name, MISSING)
-        if now is not value and (now is MISSING or not _equal(now, value)):
+        if _differs(row.owner.get(name, MISSING), value):
             return name
     return row.names[0]
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _differs(now: Any, value: Any) -> bool:
     try:
-        return bool(a == b)
-    except Exception:
-        return False
+        return now is not value and (now is MISSING or not bool(now == value))
+    except Exception:  # it cannot be compared
+        return True

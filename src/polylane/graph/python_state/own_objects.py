@@ -12,22 +12,27 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polylane.graph.python_state.user_lines import is_users
-
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 MISSING: Any = object()
 MOST_VALUES = 20_000  # limit on the number of nested values that are visited
 
+# Whole folders, with a trailing slash: a user's own checkout may well be called polylane or torch.
+_NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", "<")
 _INSTALLED = tuple({f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib")})
 _LIBRARIES = (*_INSTALLED, *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 _NUMPY = tuple(f"{folder}numpy/" for folder in _INSTALLED)
 _OPAQUE = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "polylane", "builtins"}
+
+
+def is_users(file: str) -> bool:
+    """Return whether a source file is the user's own (or of a library they use), not torch's or polylane's."""
+    return bool(file) and not file.startswith(_NOT_THE_USERS)
 
 
 def is_project_file(file: str) -> bool:
@@ -121,11 +126,12 @@ def children_of(value: Any) -> list[Any]:
 
 def fields_of(value: Any) -> dict[str, Any]:
     """Return an object's attributes, including those in slots."""
-    slots = (name for each in type(value).__mro__ for name in slots_of(each) if hasattr(value, name))
-    return {**{name: getattr(value, name) for name in slots}, **getattr(value, "__dict__", {})}
+    return {**slots_of(value), **getattr(value, "__dict__", {})}
 
 
-def slots_of(kind: type) -> Iterable[str]:
-    """Return the names of attributes that a class keeps in slots."""
-    slots = vars(kind).get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else [name for name in slots if name not in ("__dict__", "__weakref__")]
+def slots_of(value: Any) -> dict[str, Any]:
+    """Return the attributes that an object keeps in slots."""
+    tables = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for slots in tables for name in ((slots,) if isinstance(slots, str) else slots)]
+    own = [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(value, name)]
+    return {name: getattr(value, name) for name in own}

@@ -39,14 +39,13 @@ def seed_generators(*key: int) -> None:
 
 def states_equal(a: States, b: States) -> bool:
     """Return whether nothing was drawn between two calls of :func:`generator_states`."""
-    # numpy's state is (name, keys, position, ...): position and keys change with every draw.
-    arrays = len(a) < 3 or (a[2][2] == b[2][2] and bool((a[2][1] == b[2][1]).all()))
-    return torch.equal(a[0], b[0]) and a[1] == b[1] and arrays
+    return torch.equal(a[0], b[0]) and not generators_drawn_from(a, b)
 
 
 def generators_drawn_from(a: States, b: States) -> list[str]:
     """Return which generators, Python's or numpy's, were drawn from between two calls of :func:`generator_states`."""
     found = [] if a[1] == b[1] else ["Python's random"]
+    # numpy's state is (name, keys, position, ...): position and keys change with every draw.
     if len(a) > 2 and len(b) > 2 and not (a[2][2] == b[2][2] and bool((a[2][1] == b[2][1]).all())):
         found.append("numpy.random")
     return found

@@ -24,11 +24,10 @@ from typing import Any
 
 from torch import nn
 
-from polylane.graph.python_state.own_objects import MISSING, is_project_file, names_in_code
+from polylane.graph.python_state.own_objects import MISSING, is_project_file, is_users, names_in_code
 from polylane.graph.python_state.random_generators import generator_states, generators_drawn_from, restore_generators
 from polylane.graph.python_state.state import PythonName, find_python_names
-from polylane.graph.python_state.state_digests import StateDigests
-from polylane.graph.python_state.user_lines import is_users
+from polylane.graph.python_state.state_snapshots import StateDigests
 
 _CLOCKS = {
     getattr(time, name): f"time.{name}"
@@ -90,16 +89,12 @@ class _WatchedRun:
     Attributes:
         model: the user's model, which the loss calls.
         loss: the user's loss, a function or a module.
-        run: performs one forward pass of the loss.
-        restore: restores parameters, buffers and torch's random state.
         paths: path of every module of the model, by the module's id.
         torch_ids: ids of modules, parameters and buffers.
     """
 
     model: nn.Module
     loss: Any
-    run: Callable[[], Any]
-    restore: Callable[[], None]
     paths: dict[int, str] = field(init=False)
     torch_ids: frozenset[int] = field(init=False)
 
@@ -107,21 +102,21 @@ class _WatchedRun:
         self.paths = {id(module): path for path, module in self.model.named_modules()}
         self.torch_ids = torch_object_ids(self.model, self.loss)
 
-    def python_names(self) -> list[PythonName]:
-        return python_names_of(self.model, self.loss)
-
     def digests(self) -> dict[tuple[int, str], tuple[PythonName, Any]]:
         digests = StateDigests(self.torch_ids)
-        return {place.key: (place, digests.of(place.get())) for place in self.python_names()}
+        return {place.key: (place, digests.of(place.get())) for place in python_names_of(self.model, self.loss)}
 
 
 def python_names_of(model: nn.Module, *losses: Any) -> list[PythonName]:
     """Return the names under which a model and losses may keep something in Python."""
-    modules = list(model.named_modules())
-    for loss in losses:
-        if isinstance(loss, nn.Module):
-            modules += [(f"loss.{name}" if name else "loss", module) for name, module in loss.named_modules()]
+    modules = [*model.named_modules(), *modules_of_losses(losses)]
     return find_python_names(modules, [loss for loss in losses if not isinstance(loss, nn.Module)])
+
+
+def modules_of_losses(losses: Sequence[Any]) -> list[tuple[str, nn.Module]]:
+    """Return the modules of losses that are modules themselves, with paths that begin with "loss"."""
+    own = [pair for loss in losses if isinstance(loss, nn.Module) for pair in loss.named_modules()]
+    return [(f"loss.{path}" if path else "loss", module) for path, module in own]
 
 
 def torch_object_ids(model: nn.Module, *losses: Any) -> frozenset[int]:
@@ -141,9 +136,9 @@ def find_side_effects(
         model: the user's model, which the loss calls.
         loss: the user's loss, a function or a module.
         run: performs one forward pass of the loss.
-        again: restores parameters, buffers and torch's random state.
+        again: restores parameters, buffers and random states of GPUs.
     """
-    scene = _WatchedRun(model, loss, run, again)
+    scene = _WatchedRun(model, loss)
     before, random, watch = scene.digests(), generator_states(), _ClockWatch(scene.paths, model)
     with watch.profiling():
         result = run()
@@ -163,7 +158,10 @@ def find_side_effects(
     if changing or drawn:
         again()
         restore_generators(random)
-        found += _locate_effects(scene, changing, drawn)
+        tracer = _Tracer(scene, changing, drawn)
+        with tracer.tracing():
+            run()
+        found += _locate_effects(tracer, changing, drawn)
     read = tuple(dict.fromkeys(watch.environment))
     return result, SideEffects(tuple(found), tuple(touched), read, frozenset(watch.ran))
 
@@ -173,11 +171,8 @@ _Table = Mapping[tuple[int, str], tuple[PythonName, Any]]
 
 def _changed_names(before: _Table, after: _Table) -> list[PythonName]:
     every = {**before, **after}
-    return [
-        place
-        for key, (place, _) in every.items()
-        if before.get(key, (0, MISSING))[1] != after.get(key, (0, MISSING))[1]
-    ]
+    absent = (0, MISSING)
+    return [place for key, (place, _) in every.items() if before.get(key, absent)[1] != after.get(key, absent)[1]]
 
 
 # ---- clocks and the environment --------------------------------------------------------------------------------------
@@ -213,14 +208,8 @@ class _ClockWatch:
         if event == "c_call":  # clocks are C functions
             clock = _clock_name(function)
             if clock and self._is_watched(frame):
-                self.clocks.append(
-                    SideEffect(
-                        innermost_module(frame, self._paths),
-                        f"reads the clock, {clock}",
-                        _line_of_frame(frame),
-                        "clock",
-                    )
-                )
+                path, what = innermost_module(frame, self._paths), f"reads the clock, {clock}"
+                self.clocks.append(SideEffect(path, what, _line_of_frame(frame), "clock"))
         elif event == "call":
             self.ran.add(frame.f_code)
             if frame.f_code is _ENVIRONMENT:
@@ -282,11 +271,8 @@ _CALL = nn.Module._call_impl.__code__
 # ---- locating effects ------------------------------------------------------------------------------------------------
 
 
-def _locate_effects(scene: _WatchedRun, changing: Sequence[PythonName], drawn: Sequence[str]) -> list[SideEffect]:
-    """Run once more with a line tracer, and return what changes after which line, in which module."""
-    tracer = _Tracer(scene, changing, drawn)
-    with tracer.tracing():
-        scene.run()
+def _locate_effects(tracer: _Tracer, changing: Sequence[PythonName], drawn: Sequence[str]) -> list[SideEffect]:
+    """Return what changed in a traced run after which line, in which module."""
     found = []
     for place in changing:
         writers = tracer.wrote.get(place.key, [])
@@ -360,26 +346,18 @@ class _Tracer:
 
     def readers(self, place: PythonName) -> set[str]:
         """Return the modules in whose calls functions ran that mention a name."""
-        found = set()
-        for code, path in self._ran:
-            if place.name in names_in_code(code) and not (
-                place.path not in (None, path) and self._names_own_attribute(code, path, place)
-            ):
-                found.add(path)
-        return found
+        named = [(code, path) for code, path in self._ran if place.name in names_in_code(code)]
+        return {path for code, path in named if not self._names_own_attribute(code, path, place)}
 
     def _names_own_attribute(self, code: types.CodeType, path: str, place: PythonName) -> bool:
-        """Return whether a function mentions the name only as an attribute of its own module, which has it."""
-        if place.name not in self._modules[path].__dict__ or not code.co_argcount:
+        """Return whether a function mentions the name only as an attribute of its own, other module, which has it."""
+        if place.path in (None, path) or place.name not in self._modules[path].__dict__ or not code.co_argcount:
             return False
         before = None
         for step in dis.get_instructions(code):
             reads = step.argval == place.name and step.opname != "STORE_ATTR"  # writers are known already
-            if reads and not (
-                step.opname in ("LOAD_ATTR", "LOAD_METHOD")
-                and before is not None
-                and before.argval == code.co_varnames[0]
-            ):
+            of_itself = before is not None and before.argval == code.co_varnames[0]
+            if reads and not (step.opname in ("LOAD_ATTR", "LOAD_METHOD") and of_itself):
                 return False
             if step.opname not in ("COPY", "SWAP", "CACHE"):  # these come between self and the attribute
                 before = step

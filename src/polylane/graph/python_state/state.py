@@ -5,8 +5,7 @@ all it can reach: attributes of modules, of their classes and of the loss; closu
 attributes; the globals that they name. Functions are followed in the user's own files only; library modules keep their
 state in attributes, or in caches that settle.
 
-:mod:`polylane.graph.python_state.state_digests` detects changes of it; :mod:`polylane.graph.python_state.state_restore`
-restores it.
+:mod:`polylane.graph.python_state.state_snapshots` detects changes of it, and restores it.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from polylane.graph.python_state.own_objects import (
     MISSING,
     defaults_of,
     file_of,
+    is_filled,
     is_of_project_class,
     is_own_or_installed,
     is_project_file,
@@ -60,10 +60,7 @@ class PythonName:
     def get(self) -> Any:
         """Return the present value, or MISSING."""
         if isinstance(self.owner, types.CellType):
-            try:
-                return self.owner.cell_contents
-            except ValueError:
-                return MISSING
+            return self.owner.cell_contents if is_filled(self.owner) else MISSING
         if self.kind == "default":
             return defaults_of(self.owner).get(self.name, MISSING)
         return _listed_values(self.owner).get(self.name, MISSING)
@@ -216,10 +213,9 @@ class _NameFinder:
                 self.callable(vars(function)["__wrapped__"])
             return
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:
+            if not is_filled(cell):
                 continue
+            value = cell.cell_contents
             if not isinstance(value, (types.ModuleType, nn.Module)) and name != "__class__":
                 self._add(cell, name, f"{name} of {function.__qualname__}", "variable")
             self._value(value)
@@ -235,15 +231,12 @@ class _NameFinder:
         for name in named & function.__globals__.keys():
             value = function.__globals__[name]
             if isinstance(value, types.ModuleType):
-                if is_project_file(getattr(value, "__file__", None) or ""):
-                    self._globals(vars(value), named, f"{value.__name__}.")
+                inner = vars(value) if is_project_file(getattr(value, "__file__", None) or "") else {}
+                for each in sorted(named & inner.keys()):
+                    if not isinstance(inner[each], types.ModuleType):
+                        self._global(inner, each, f"{value.__name__}.")
             else:
                 self._global(function.__globals__, name, "")
-
-    def _globals(self, owner: dict[str, Any], named: Collection[str], prefix: str) -> None:
-        for name in sorted(named & owner.keys()):
-            if not isinstance(owner[name], types.ModuleType):
-                self._global(owner, name, prefix)
 
     def _global(self, owner: dict[str, Any], name: str, prefix: str) -> None:
         value = owner[name]

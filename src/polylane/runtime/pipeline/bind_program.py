@@ -12,8 +12,8 @@ from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder
 from polylane.compile.value_spec import value_specs
-from polylane.graph.autocast_dtypes import dtypes_under_autocast
 from polylane.graph.partition import Partition
+from polylane.graph.precision import dtypes_under_autocast
 from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation

@@ -18,7 +18,9 @@ batch's, so that the parts' gradients of a parameter add up to the whole's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,11 +33,13 @@ from polylane.graph.capture.describe_nodes import describe_nodes
 from polylane.graph.capture.python_operators import FunctionCall
 from polylane.graph.graph import Code, Graph
 from polylane.graph.precision import InAutocast, UnderSetting
+from polylane.graph.python_state.random_generators import generator_states, restore_generators, states_equal
+from polylane.graph.python_state.state import PythonName, find_python_names
+from polylane.graph.python_state.state_snapshots import StateDigests, snapshot_names
 from polylane.graph.symbolic_sizes import size_function
 from polylane.placement.operator_view import OperatorNode, TensorKey
 from polylane.placement.placement import REPLICATE, Shard
-from polylane.samples.autograd.function_trace import FunctionArgument, FunctionTrace, trace_function
-from polylane.samples.autograd.side_effects_undone import undo_side_effects
+from polylane.samples.autograd.function_trace import FunctionArgument, FunctionTrace, TracedFunction, trace_function
 from polylane.samples.interpretation.abstract_interpreter import AbstractInterpreter, interpret
 from polylane.samples.interpretation.additivity import (
     WHOLE,
@@ -78,7 +82,8 @@ def prove_function(node: fx.Node, step: OperatorNode, states: Sequence[State]) -
     known = _KNOWN.setdefault(function, {})
     if key not in known:
         # A first call may fail for its own setup (an import, a cache): try once more.
-        known[key] = _prove_states(function, settings, arguments) or _prove_states(function, settings, arguments)
+        traced = TracedFunction(function, settings, arguments)
+        known[key] = _prove_states(traced) or _prove_states(traced)
     return known[key]
 
 
@@ -116,17 +121,15 @@ def _device_of(val: Tensor) -> torch.device:
 # ---- proof -----------------------------------------------------------------------------------------------------------
 
 
-def _prove_states(
-    function: FunctionCall, settings: Sequence[UnderSetting], arguments: Sequence[FunctionArgument]
-) -> tuple[State, ...] | None:
-    with undo_side_effects(function.apply) as touched:
+def _prove_states(function: TracedFunction) -> tuple[State, ...] | None:
+    with undo_side_effects(function.call.apply) as touched:
         try:
-            first = trace_function(function, settings, arguments, ())
-            states = _output_states(first, arguments)
+            first = trace_function(function, ())
+            states = _output_states(first)
             if states is None:
                 return None
             for chosen in _tangent_choices(first.differentiable):
-                if not _gradients_match(function, settings, arguments, states, chosen):
+                if not _gradients_match(trace_function(function, chosen), states):
                     return None
         except Exception:  # user code on fake tensors may raise anything
             return None
@@ -141,29 +144,22 @@ def _tangent_choices(differentiable: Sequence[int]) -> Iterator[tuple[int, ...]]
         yield from itertools.combinations(differentiable, count)
 
 
-def _gradients_match(
-    function: FunctionCall,
-    settings: Sequence[UnderSetting],
-    arguments: Sequence[FunctionArgument],
-    states: Sequence[State],
-    chosen: tuple[int, ...],
-) -> bool:
+def _gradients_match(trace: FunctionTrace, states: Sequence[State]) -> bool:
     """Return whether all input gradients have the states that the table demands, given tangents of some outputs."""
-    trace = trace_function(function, settings, arguments, chosen)
     given = [_state_of_gradient(states[output]) for output in trace.tangents]
-    walk = None if None in given else _interpret_trace(trace, arguments, given)
+    walk = None if None in given else _interpret_trace(trace, given)
     if walk is None or _interpret_outputs(walk, trace) != list(states):
         return False
     results: Any = trace.graph.output_node().args[0]
     for argument, result in zip(trace.gradients, results[trace.outputs :], strict=True):
-        if not _is_gradient_of(arguments[argument].state, walk, walk.key_of(result)):
+        if not _is_gradient_of(trace.function.arguments[argument].state, walk, walk.key_of(result)):
             return False
     return True
 
 
-def _output_states(trace: FunctionTrace, arguments: Sequence[FunctionArgument]) -> tuple[State, ...] | None:
+def _output_states(trace: FunctionTrace) -> tuple[State, ...] | None:
     """Return the states of all outputs; None if one is unknown."""
-    walk = _interpret_trace(trace, arguments, ())
+    walk = _interpret_trace(trace, ())
     states = None if walk is None else _interpret_outputs(walk, trace)
     return None if states is None or None in states else tuple(state for state in states if state is not None)
 
@@ -200,9 +196,8 @@ def _is_gradient_of(state: State, walk: AbstractInterpreter, key: TensorKey) -> 
     )
 
 
-def _interpret_trace(
-    trace: FunctionTrace, arguments: Sequence[FunctionArgument], tangents: Sequence[State | None]
-) -> AbstractInterpreter | None:
+def _interpret_trace(trace: FunctionTrace, tangents: Sequence[State | None]) -> AbstractInterpreter | None:
+    arguments = trace.function.arguments
     nodes = describe_nodes(trace.graph, dict.fromkeys(trace.graph.nodes, False), set())
     inputs = len(arguments) + len(trace.tangents)
     # The trace poses as a captured graph whose inputs are the arguments and tangents, with given states.
@@ -210,3 +205,40 @@ def _interpret_trace(
     graph = Graph(nodes, {}, {}, {}, WHOLE, (), (), loss_is_mean=True, is_opaque=False, code=code)
     states = [*(argument.state for argument in arguments), *tangents]
     return interpret(graph, given={(f"input:{number}", 0): state for number, state in enumerate(states)})
+
+
+# ---- side effects of calls that are only traced ----------------------------------------------------------------------
+
+
+@contextmanager
+def undo_side_effects(apply: Callable[..., Any]) -> Iterator[Callable[[], bool]]:
+    """Context manager: restore random generators and all state that a custom autograd function's code can change.
+
+    A call that is only traced must not change a counter, a list or a random generator. What such a function can change
+    is what its code names: attributes of its class, globals, closure variables and their contents, also through the
+    functions that it calls, those of libraries included.
+
+    Args:
+        apply: the bound ``apply`` of the autograd function's class.
+
+    Yields:
+        Function that tells, after the context, whether anything was changed.
+    """
+    changed = False
+    reached = find_python_names((), [getattr(apply, "__self__", apply)], everything=True)
+    random, held, put_back = generator_states(), _digests(reached), snapshot_names(reached, ())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield lambda: changed
+        finally:
+            # A function that changes state is not proven, even though the change is undone: it may depend
+            # on it.
+            changed = not states_equal(random, generator_states()) or _digests(reached) != held
+            put_back()
+            restore_generators(random)
+
+
+def _digests(reached: Sequence[PythonName]) -> list[Any]:
+    digests = StateDigests(())
+    return [digests.of(place.get()) for place in reached]

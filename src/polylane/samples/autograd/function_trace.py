@@ -58,10 +58,26 @@ class FunctionArgument:
 
 
 @dataclass(frozen=True)
+class TracedFunction:
+    """A custom autograd function as a graph calls it.
+
+    Attributes:
+        call: the function, and its arguments besides tensors.
+        settings: settings that it runs under, the outermost first.
+        arguments: its tensor arguments, in order.
+    """
+
+    call: FunctionCall
+    settings: Sequence[UnderSetting]
+    arguments: Sequence[FunctionArgument]
+
+
+@dataclass(frozen=True)
 class FunctionTrace:
     """Forward and backward pass of a function as one flat graph.
 
     Attributes:
+        function: the function that was traced.
         graph: placeholders are the arguments, then the tangents; results are the outputs, then the gradients.
         outputs: number of outputs of the function.
         differentiable: indices of the outputs that may have a gradient.
@@ -69,6 +85,7 @@ class FunctionTrace:
         gradients: indices of the arguments with a gradient, in the order of the results.
     """
 
+    function: TracedFunction
     graph: fx.Graph
     outputs: int
     differentiable: tuple[int, ...]
@@ -76,13 +93,8 @@ class FunctionTrace:
     gradients: tuple[int, ...]
 
 
-def trace_function(
-    function: FunctionCall,
-    settings: Sequence[UnderSetting],
-    arguments: Sequence[FunctionArgument],
-    chosen: tuple[int, ...],
-) -> FunctionTrace:
-    """Trace a function's passes for any number of samples.
+def trace_function(function: TracedFunction, chosen: tuple[int, ...]) -> FunctionTrace:
+    """Trace a function's passes for any number of samples; outputs at the indices ``chosen`` get a tangent.
 
     Raises:
         ValueError: the passes differ between numbers of samples, are too long, draw random numbers or have side
@@ -90,8 +102,8 @@ def trace_function(
     """
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)
-    trace = _trace_with_samples(function, settings, arguments, chosen, mode, _sample_symbol(mode))
-    alone = _trace_with_samples(function, settings, arguments, chosen, FakeTensorMode(), 1)
+    trace = _trace_with_samples(function, chosen, mode, _sample_symbol(mode))
+    alone = _trace_with_samples(function, chosen, FakeTensorMode(), 1)
     if env.guards or env.deferred_runtime_asserts:
         raise ValueError("it depends on the number of samples")
     # Symbolic sizes are assumed to be at least two: one sample is traced separately.
@@ -111,24 +123,19 @@ def _sample_symbol(mode: FakeTensorMode) -> torch.SymInt:
 
 
 def _trace_with_samples(
-    function: FunctionCall,
-    settings: Sequence[UnderSetting],
-    arguments: Sequence[FunctionArgument],
-    chosen: tuple[int, ...],
-    mode: FakeTensorMode,
-    samples: Any,
+    function: TracedFunction, chosen: tuple[int, ...], mode: FakeTensorMode, samples: Any
 ) -> FunctionTrace:
     def run(inputs: Sequence[Tensor]) -> list[Tensor]:
         # Arguments are copied: the function may change them.
-        call = FunctionCall(function.apply, copy.deepcopy(function.arguments), function.tensor_positions)
-        result = call.run(inputs)
+        call = function.call
+        result = FunctionCall(call.apply, copy.deepcopy(call.arguments), call.tensor_positions).run(inputs)
         return [result] if isinstance(result, Tensor) else [each for each in result if isinstance(each, Tensor)]
 
     found: dict[str, tuple[int, ...]] = {"gradients": ()}
-    wanted = [i for i, argument in enumerate(arguments) if argument.requires_grad]
+    wanted = [i for i, argument in enumerate(function.arguments) if argument.requires_grad]
 
     def passes(*tensors: Tensor) -> list[Tensor]:
-        inputs, tangents = tensors[: len(arguments)], tensors[len(arguments) :]
+        inputs, tangents = tensors[: len(function.arguments)], tensors[len(function.arguments) :]
         outputs = run(inputs)
         if not tangents:
             return outputs
@@ -140,9 +147,9 @@ def _trace_with_samples(
         stack.enter_context(mode)
         stack.enter_context(torch.enable_grad())
         failures = stack.enter_context(_FailureWatch())
-        for setting in settings:
+        for setting in function.settings:
             stack.enter_context(_enter_setting(setting))
-        inputs = [argument.made(samples) for argument in arguments]
+        inputs = [argument.made(samples) for argument in function.arguments]
         outputs = run(inputs)
         differentiable = tuple(i for i, output in enumerate(outputs) if output.requires_grad)
         tangents = [torch.empty_like(outputs[i], requires_grad=False) for i in chosen]
@@ -150,7 +157,7 @@ def _trace_with_samples(
     if failures.any:
         raise ValueError("it caught an error that tensors with data do not raise")
     graph = _inline_constants(traced)
-    return FunctionTrace(graph, len(outputs), differentiable, chosen, found["gradients"])
+    return FunctionTrace(function, graph, len(outputs), differentiable, chosen, found["gradients"])
 
 
 def _compute_gradients(
@@ -158,17 +165,8 @@ def _compute_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Compute gradients as torch.autograd.grad does, but visibly to function modes, which it disables."""
     engine: Any = torch.autograd.Variable._execution_engine
-    keep, create, unused, accumulate = False, False, True, False
-    found: tuple[Tensor | None, ...] = engine.run_backward(
-        tuple(outputs),
-        tuple(tangents),
-        keep,
-        create,
-        tuple(inputs),
-        allow_unreachable=unused,
-        accumulate_grad=accumulate,
-    )
-    return found
+    options = {"keep_graph": False, "create_graph": False, "allow_unreachable": True, "accumulate_grad": False}
+    return tuple(engine.run_backward(tuple(outputs), tuple(tangents), inputs=tuple(inputs), **options))
 
 
 class _FailureWatch(TorchFunctionMode):
@@ -226,8 +224,9 @@ def _graph_structure(graph: fx.Graph) -> list[Any]:
         if node.op == "call_function" and not isinstance(val, (Tensor, list, tuple)):
             continue
         numbers[node] = len(numbers)
-        result.append((node.op, node.target, _settle_sizes(node.args, settled), _settle_sizes(node.kwargs, settled)))
-    return [(op, "" if op == "placeholder" else target, args, kwargs) for op, target, args, kwargs in result]
+        target = "" if node.op == "placeholder" else node.target
+        result.append((node.op, target, _settle_sizes(node.args, settled), _settle_sizes(node.kwargs, settled)))
+    return result
 
 
 def _settle_sizes(value: Any, settled: Callable[[fx.Node], Any]) -> Any:

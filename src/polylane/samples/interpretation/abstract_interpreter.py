@@ -15,10 +15,10 @@ from torch import Tensor, fx
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.aliasing import written_arguments
-from polylane.graph.graph import Graph, Node
+from polylane.graph.graph import Graph, Node, is_inside
 from polylane.graph.operators.whole_batch_counts import CombineParts, WholeBatchStatistic
-from polylane.graph.symbolic_sizes import SymbolicSize
-from polylane.placement.operator_view import OperatorNode, TensorKey, bind_arguments, operator_name, view_operators
+from polylane.graph.symbolic_sizes import SymbolicSize, is_ragged
+from polylane.placement.operator_view import OperatorNode, TensorKey, base_name, bind_arguments, view_operators
 from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.placement.strategy import OperatorCall
 from polylane.samples.interpretation.additivity import (
@@ -32,9 +32,7 @@ from polylane.samples.interpretation.additivity import (
     power_of_size,
 )
 from polylane.samples.interpretation.known_states import Derived, KnownStates, NeededStatistic, nodes_from_inputs
-from polylane.samples.interpretation.ragged import is_ragged
-from polylane.samples.interpretation.row_operators import derive_rows
-from polylane.samples.interpretation.sum_operators import derive_scaled, derive_sums
+from polylane.samples.interpretation.transfer_functions import derive_rows, derive_scaled, derive_sums
 
 # Reductions to an extreme, which combine over parts by the same extreme.
 _EXTREMES = {"max": CombineParts.MAX, "amax": CombineParts.MAX, "any": CombineParts.MAX}
@@ -139,15 +137,9 @@ class AbstractInterpreter(KnownStates):
         """Return the state of a whole-batch statistic: replicated, if its parts combine as the statistic does."""
         (key,) = step.input_keys
         state = self.states.get(key)
-        node = self.nodes[step.name]
-        (_, value) = node.args
-        extreme = (
-            target.combine in (CombineParts.MAX, CombineParts.MIN)
-            and _EXTREMES.get(_operator_name(value)) is target.combine
-        )
-        extreme = (
-            extreme and isinstance(value, fx.Node) and self._has_extreme(self.key_of(value.all_input_nodes[0]), value)
-        )
+        value: Any = self.nodes[step.name].args[1]
+        extreme = isinstance(value, fx.Node) and _EXTREMES.get(base_name(value)) is target.combine
+        extreme = extreme and self._has_extreme(self.key_of(value.all_input_nodes[0]), value)
         wanted = {CombineParts.SUM: 0, CombineParts.MEAN: 1}.get(target.combine)
         return [REPLICATE] if extreme or (wanted is not None and power_of_additive(state) == wanted) else None
 
@@ -163,7 +155,7 @@ class AbstractInterpreter(KnownStates):
         if known and (proven := self._function_states(step)) is not None:
             return proven
         self.unproven.append(described)
-        if not known or not _is_module_named(described.module, self.per_sample):
+        if not known or not any(name == "model" or is_inside(described.module, name) for name in self.per_sample):
             return None
         if alike:
             return [REPLICATE] * len(step.output_keys)
@@ -267,11 +259,6 @@ class AbstractInterpreter(KnownStates):
         return rows and not any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
 
 
-def _is_module_named(module: str, names: Collection[str]) -> bool:
-    """Return whether a module is one of those named, or inside one of them."""
-    return any(name == "model" or module == name or module.startswith(f"{name}.") for name in names)
-
-
 def _has_unknown_numbers(value: Any) -> bool:
     """Return whether a call has a data-dependent number of unknown state among its arguments."""
     if isinstance(value, Mapping):
@@ -279,11 +266,3 @@ def _has_unknown_numbers(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_has_unknown_numbers(v) for v in value)
     return isinstance(value, fx.Node)
-
-
-def _operator_name(node: Any) -> str:
-    return (
-        operator_name(node).split(".")[1]
-        if isinstance(node, fx.Node) and operator_name(node).startswith("aten.")
-        else ""
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -104,8 +104,12 @@ class KnownStates:
     def lose(self, step: OperatorNode) -> None:
         """Forget all tensors that share the memory which an operator of unknown result writes."""
         if written := {self.memory[each] for each in written_arguments(self.nodes[step.name])}:
-            self.gone |= {tensor_key(node) for node, memory in self.memory.items() if memory in written}
-            self.states = {key: state for key, state in self.states.items() if key not in self.gone}
+            self._forget(written)
+
+    def _forget(self, memories: Collection[fx.Node]) -> None:
+        """Forget all tensors that share one of these memories."""
+        self.gone |= {tensor_key(node) for node, memory in self.memory.items() if memory in memories}
+        self.states = {key: state for key, state in self.states.items() if key not in self.gone}
 
     def write(self, step: OperatorNode) -> None:
         """Record the writes of an operator; a buffer's new value must be replicated."""
@@ -119,17 +123,14 @@ class KnownStates:
             if all(self.states.get(key) == REPLICATE for key in step.output_keys) and tensor_key(memory) in self.states:
                 continue
             self.buffers.setdefault(str(memory.meta["role"][1]), step.name)
-            self.gone |= {tensor_key(other) for other, of in self.memory.items() if of is memory}
-            self.states = {key: state for key, state in self.states.items() if key not in self.gone}
+            self._forget([memory])
 
     def _forget_mixed(self, memory: fx.Node, written: Sequence[State | None]) -> None:
         """Forget memory that is written with another kind of state than its views have: every view sees the write."""
         aliases = [key for node, of in self.memory.items() if of is memory and (key := tensor_key(node)) in self.states]
         kinds = {type(state) for state in (*(self.states[key] for key in aliases), *written)}
-        if kinds <= {Replicate} or kinds <= {Shard}:
-            return
-        self.gone |= {tensor_key(node) for node, of in self.memory.items() if of is memory}
-        self.states = {key: state for key, state in self.states.items() if key not in self.gone}
+        if not (kinds <= {Replicate} or kinds <= {Shard}):
+            self._forget([memory])
 
 
 def nodes_from_inputs(code: fx.Graph) -> set[fx.Node]:

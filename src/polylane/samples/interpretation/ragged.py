@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch import fx
 
-from polylane.placement.operator_view import bind_arguments, operator_name
-
-
-def data_dependent_symbols(val: Any) -> Iterator[Any]:
-    """Yield the data-dependent (unbacked) size symbols of a tensor or of several."""
-    for each in val if isinstance(val, (list, tuple)) else ():
-        yield from data_dependent_symbols(each)
-    for size in val.shape if isinstance(val, Tensor) else ():
-        if isinstance(size, torch.SymInt):
-            yield from free_unbacked_symbols(size.node.expr)
-
-
-def is_ragged(val: Any) -> bool:
-    """Return whether a size of a tensor depends on data."""
-    return next(data_dependent_symbols(val), None) is not None
+from polylane.graph.symbolic_sizes import data_dependent_symbols
+from polylane.placement.operator_view import base_name, bind_arguments, operator_name
 
 
 def find_masks(code: fx.Graph) -> dict[Any, fx.Node]:
@@ -77,7 +63,7 @@ class _FormulaNumber(int):
 
 def _find_mask(node: fx.Node) -> fx.Node | None:
     """Return the boolean mask by which an operator selects rows or finds indices; None for other operators."""
-    base = operator_name(node).split(".")[1] if operator_name(node).startswith("aten.") else ""
+    base = base_name(node)
     arguments = bind_arguments(node, node.args, node.kwargs)[1]
     if base == "masked_select":
         return arguments["mask"]  # type: ignore[no-any-return]

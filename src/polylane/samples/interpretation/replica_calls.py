@@ -91,29 +91,31 @@ def computes_as_replicas(node: fx.Node, call: OperatorCall, own: OperatorCall, s
     # args[:3] of a keyed random operator: sample slice, key, and the dimension of the samples, or None.
     if call.prefix and (node.args[2] is not None) is not cut:
         return False  # the numbers drawn are not the samples' own
-    return all(
-        (made := compare_rank_call(node, call, own, strategy, rank)) is not None and made.is_same
-        for rank in range(REPLICAS)
-    )
+    return compare_rank_calls(node, call, own, strategy).is_same
 
 
 @dataclass(frozen=True)
 class ReplicaCall:
-    """Comparison of a rank's call with that of a replica that has the same samples.
+    """Comparison of ranks' calls with those of replicas that have the same samples.
 
     Attributes:
-        is_same: whether the two calls are equal.
-        is_share_of_mean: whether the rank computes its share of a mean over all samples.
+        is_same: whether the calls are equal.
+        is_share_of_mean: whether the ranks compute their shares of a mean over all samples.
     """
 
     is_same: bool
     is_share_of_mean: bool
 
 
-def compare_rank_call(
+def compare_rank_calls(node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy) -> ReplicaCall:
+    """Compare the calls of two ranks with a replica's; neither is so of a rank that runs several operators."""
+    found = [_compare_rank_call(node, call, own, strategy, rank) for rank in range(REPLICAS)]
+    return ReplicaCall(all(each.is_same for each in found), all(each.is_share_of_mean for each in found))
+
+
+def _compare_rank_call(
     node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy, rank: int
-) -> ReplicaCall | None:
-    """Compare the call of one of two ranks with a replica's; None if the rank runs several operators."""
+) -> ReplicaCall:
     graph, names = fx.Graph(), bind_arguments(node, node.args, node.kwargs)[2]
     tensors = [graph.placeholder(f"x{value.index}") for value in call.inputs]
     prefix = fx.map_arg(node.args[: call.prefix], lambda n: graph.placeholder(n.name))
@@ -135,7 +137,7 @@ def compare_rank_call(
     added = [n for n in graph.nodes if n not in before]
     plain = edit(own, strategy.outputs).emit()
     if any(n.op != "placeholder" for n in before) or len(added) > 2:
-        return None
+        return ReplicaCall(False, False)
     if len(added) == 2:  # (1 / ranks) times the replica's own mean
         inner = added[0]
         is_share = made.target is operator.mul and made.args == (1 / REPLICAS, inner)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, split_bounds
 from polylane.graph.capture.capture import capture
-from polylane.samples.min_samples import MinSamples, min_samples
+from polylane.samples.microbatch_limit import MinSamples, min_samples
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:

@@ -1,0 +1,350 @@
+"""Transfer functions of the interpretation: the states of an operator's outputs, from those of its inputs.
+
+Three kinds of operands have functions of their own: rows and replicated values (are the rows of a batch's parts those
+of the whole batch, in order?), sums over samples, and rows that are scaled by a part's share of the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.capture.assign_keys import DrawnPerSlice
+from polylane.graph.capture.functionalize import functional_name
+from polylane.graph.precision import unwrap_settings
+from polylane.graph.symbolic_sizes import SymbolicSize, is_ragged
+from polylane.placement.operator_view import OperatorNode, bind_arguments, with_neighbour_cuts
+from polylane.placement.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
+from polylane.placement.rules.registry import strategies
+from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
+from polylane.samples.interpretation.additivity import (
+    ROW_EACH,
+    WHOLE,
+    Additive,
+    Proportional,
+    ScaledRows,
+    State,
+    multiply_states,
+    power_of_additive,
+    power_of_proportional,
+    power_of_size,
+    proportional,
+)
+from polylane.samples.interpretation.known_states import Derived, KnownStates, RescaledOperand
+from polylane.samples.interpretation.ragged import share_one_mask
+from polylane.samples.interpretation.replica_calls import (
+    EXPANDING,
+    REFORMING,
+    compare_rank_calls,
+    computes_as_replicas,
+    has_same_numbers,
+    input_cuts,
+    preserves_numbers,
+    returns_own_values,
+    selects_by_mask,
+    strip_gradient_placements,
+)
+
+# They return the indices at which a mask is true.
+_FINDING = {"nonzero", "nonzero_numpy"}
+# They return elements of their input, rearranged.
+MOVING = {*REFORMING, *EXPANDING, "alias", "clone", "contiguous", "detach", "permute", "slice", "to", "transpose"}
+# One value, or uninitialized memory, in any size.
+_FILLED = {"empty", "full", "ones", "zeros"}
+# Keyed random numbers: each sample has its own, or all have the same.
+_DRAWN = {"rand", "randint", "randn", "randperm"}
+
+_ADDING = {"add", "sub", "subtract", "rsub"}
+_MULTIPLYING = {"mul", "multiply"}
+_PRODUCTS = {"matmul", "mm", "bmm"}
+_SUMMING = {"neg", "negative", "sum", "mean", "t"}
+_DIVIDING = {"div", "divide", "true_divide"}
+
+
+# ---- rows and replicated values ----
+
+
+def derive_rows(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    """Return the output states of an operator whose inputs are all sharded by sample or replicated."""
+    if not share_one_mask(node.all_input_nodes, known.masks):
+        return None  # two masks may select different numbers of rows in a part
+    base, in_order = step.call.base, [known.placements.get(key) for key in step.output_keys]
+    if any(lies is None for lies in in_order):
+        return None
+    if base in REFORMING and step.call.inputs[0].count != step.call.outputs[0].count:
+        return None  # a size fixed for another number of samples
+    if not step.input_keys and base in _FILLED:
+        return _filled(step, own, node, in_order)
+    if not step.input_keys and base in _DRAWN:
+        return in_order if _draws_alike(step, own, node, in_order[0]) else None
+    if not step.input_keys and base == "arange" and step.call.arguments != own.arguments:
+        known.size_cuts |= dict.fromkeys(step.output_keys, ROW_EACH)
+        first, stride = step.call.arguments.get("start", 0), step.call.arguments.get("step", 1)
+        return in_order if (first, step.call["end"], stride) == (0, WHOLE, 1) else None
+    # Row numbers (arange) differ between part and whole. They may be moved around, and may index their own rows;
+    # nothing else.
+    numbered = [key in known.size_cuts for key in step.input_keys]
+    if base == "index" and any(numbered):
+        return in_order if _from_own_rows(known, step, in_order[0]) else None
+    if any(numbered):
+        if len(numbered) == 1:
+            known.size_cuts |= dict.fromkeys(step.output_keys, known.size_cuts[step.input_keys[0]])
+        if base not in MOVING or len(numbered) > 1:
+            return None
+    if base in _FINDING or step.call.op == "aten.where.default":
+        return in_order if _found(known, step) else None
+    if selects_by_mask(step.call):
+        return in_order if _selected(known, step, in_order[0]) else None
+    return derive_by_rules(known, step, own, node)
+
+
+def _filled(step: OperatorNode, own: OperatorCall, node: fx.Node, in_order: Sequence[Placement | None]) -> Derived:
+    if {**step.call.arguments, "size": ()} == {**own.arguments, "size": ()}:
+        return in_order
+    # full(size, n) with n a number of samples is proportional, provided that the tensor itself does not grow.
+    value = bind_arguments(node, node.args, node.kwargs)[1].get("fill_value")
+    others = {**step.call.arguments, "size": (), "fill_value": 0} == {**own.arguments, "size": (), "fill_value": 0}
+    power = power_of_size(value) if isinstance(value, fx.Node) and isinstance(value.target, SymbolicSize) else None
+    return [proportional(power)] if power is not None and others and in_order == [REPLICATE] else None
+
+
+def _draws_alike(step: OperatorNode, own: OperatorCall, node: fx.Node, lies: Placement | None) -> bool:
+    """Return whether a part draws the random numbers of its own samples, or all parts draw the same."""
+    if not step.call.prefix or isinstance(unwrap_settings(node.target), DrawnPerSlice):
+        return False
+    same = {**step.call.arguments, "size": ()} == {**own.arguments, "size": ()}
+    return same and node.args[2] == (lies.dim if isinstance(lies, Shard) else None)
+
+
+def derive_by_rules(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    given = [known.states[key] for key in step.input_keys]
+    call = as_functional(known, step, node)
+    # The first strategy whose input placements are the states, and whose rank calls are a replica's, proves the
+    # outputs.
+    for strategy in strategies(call):
+        if strip_gradient_placements(strategy.inputs) != given:
+            continue
+        if any(isinstance(p, Partial) for p in strategy.outputs):
+            if all(isinstance(p, Partial) for p in strategy.outputs):
+                power = _power_of_sum(node, call, own, strategy)
+                if power is not None:
+                    return [Additive(power)] * len(step.output_keys)
+        elif returns_own_values(strategy, call, own) and computes_as_replicas(node, call, own, strategy):
+            return strip_gradient_placements(strategy.outputs)
+    return None
+
+
+def as_functional(known: KnownStates, step: OperatorNode, node: fx.Node) -> OperatorCall:
+    call = with_neighbour_cuts(step.call, input_cuts(step, known.states))
+    if written_arguments(node):
+        call = replace(call, op=functional_name(node) or call.op, written_inputs=frozenset())
+    return call
+
+
+def _power_of_sum(node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy) -> int | None:
+    """Return the power with which parts are additive where a rule gives two ranks a partial sum; None if unknown."""
+    if any(a.shape != b.shape for a, b in zip(call.outputs, own.outputs, strict=True)):
+        return None
+    if isinstance(unwrap_settings(node.target), DrawnPerSlice) or not call.op.startswith("aten."):
+        return None
+    if call.prefix and any(isinstance(p, Shard) for p in strategy.inputs) and node.args[2] is None:
+        return None  # random numbers not bound to samples
+    made = compare_rank_calls(node, call, own, strategy)
+    if made.is_same:
+        return 0
+    ragged = any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
+    return 1 if made.is_share_of_mean and not ragged else None
+
+
+def _selected(known: KnownStates, step: OperatorNode, lies: Placement | None) -> bool:
+    """Return whether rows selected by a mask stay in sample order: mask and values have samples in dimension 0."""
+    masks = [v for v in step.call.inputs if v.dtype is torch.bool]
+    if len(masks) != 1:
+        return False
+    rows = [known.states[key] for key in step.input_keys]
+    mask, x = masks[0], step.call.inputs[0]
+    first = all(isinstance(p, Shard) and p.dim == 0 for p in rows)
+    same = x.shape[: mask.dim] == mask.shape and (step.call.base == "index" or x.dim == mask.dim)
+    return first and same and isinstance(lies, Shard) and lies.dim == 0
+
+
+def _found(known: KnownStates, step: OperatorNode) -> bool:
+    """Return whether the indices of a mask's true elements are in sample order; those of dimension 0 are row numbers.
+
+    The index table of nonzero is only known for one-dimensional masks, since it mixes all dimensions.
+    """
+    mask, state = step.call.inputs[0], known.states[step.input_keys[0]]
+    if not isinstance(state, Shard) or state.dim != 0 or (step.call.base == "nonzero" and mask.dim != 1):
+        return False
+    known.size_cuts[step.output_keys[0]] = state.cuts
+    return True
+
+
+def _from_own_rows(known: KnownStates, step: OperatorNode, lies: Placement | None) -> bool:
+    """Return whether an indexing by row numbers reads, for every sample, the sample's own row."""
+    x, indices = step.input_keys[0], step.call["indices"]
+    if x in known.size_cuts or not all(isinstance(i, TensorValue) for i in indices):
+        return False
+    if [step.input_keys[i.index] in known.size_cuts for i in indices] != [True, *[False] * (len(indices) - 1)]:
+        return False
+    cuts = known.size_cuts[step.input_keys[indices[0].index]]
+    if known.states[x] != Shard(0, cuts):  # the numbers are of another tensor's rows
+        return False
+    placed = [(known.states[step.input_keys[i.index]], i.dim) for i in indices]
+    wide = max(dims for _, dims in placed)  # indices are broadcast; their dimensions come first
+    rows = [Shard(p.dim + wide - dims, p.cuts) for p, dims in placed if isinstance(p, Shard)]
+    return isinstance(placed[0][0], Shard) and all(row == lies for row in rows)
+
+
+# ---- additive and proportional values ----
+
+
+def derive_sums(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    """Return the output states of an operator on additive, proportional and replicated values."""
+    base, placements = step.call.base, [known.placements.get(key) for key in step.output_keys]
+    if any(placement is None or isinstance(placement, Shard) for placement in placements):
+        return None
+    if base in _ADDING | _MULTIPLYING | _DIVIDING and not written_arguments(node):
+        names = bind_arguments(node, node.args, node.kwargs)[1]
+        left, right = (_operand(known, names[name]) for name in ("self", "other"))
+        if left is None or right is None or isinstance(left, Shard) or isinstance(right, Shard):
+            return None
+        if base in _ADDING:
+            return _sum(known, step, own, node, left, right)
+        if base in _DIVIDING and step.call.arguments.get("rounding_mode") is not None:
+            return None
+        return multiply_states(left, right, -1 if base in _DIVIDING else 1)
+    return _linear(known, step, own, node)
+
+
+def _operand(known: KnownStates, value: Any) -> State | None:
+    """Return the state of an argument, which may be a number or a size."""
+    if isinstance(value, fx.Node):
+        if isinstance(value.target, SymbolicSize):
+            power = power_of_size(value)
+            return None if power is None else proportional(power)
+        return known.states.get(known.key_of(value)) if isinstance(value.meta.get("val"), Tensor) else None
+    return REPLICATE if isinstance(value, (int, float, complex)) else None
+
+
+def _sum(
+    known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node, left: State, right: State
+) -> Derived:
+    if step.call.arguments.get("alpha") != own.arguments.get("alpha"):
+        return None
+    a, b = power_of_proportional(left), power_of_proportional(right)
+    if a is not None and a == b:
+        return [left]
+    powers = power_of_additive(left), power_of_additive(right)
+    if None in powers:
+        return None
+    if powers[0] == powers[1]:
+        return [Additive(powers[0] or 0)]
+    if not known.counting:
+        return None
+    # A sum is added to a mean: rescale the operands that are not a mean.
+    arguments = bind_arguments(node, node.args, node.kwargs)[1]
+    for name, power in zip(("self", "other"), powers, strict=True):
+        if power != 1:
+            value = arguments[name]
+            if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), Tensor):
+                return None
+            known.rescaled[node, value] = RescaledOperand(node, value, 1 - (power or 0))
+    return [Additive(1)]
+
+
+def _linear(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    """Return the states of an operator that is linear in its additive operands, all others being replicated."""
+    if step.call.arguments.keys() != own.arguments.keys() or not has_same_numbers(step.call, own):
+        return None
+    states = [known.states[key] for key in step.input_keys]
+    if preserves_numbers(step.call):
+        return [states[0]]
+    for power in {p for s in states if s != REPLICATE and (p := power_of_additive(s)) is not None}:
+        # Replicated operands may be taken as constants (exact), or, for power 1, as means like the others
+        # (every).
+        exact = [PARTIAL if s != REPLICATE and power_of_additive(s) == power else s for s in states]
+        every = [PARTIAL if power_of_additive(s) == power else s for s in states]
+        for given in (exact, every):
+            if _is_linear(known, step, own, node, given):
+                scaled = {power_of_proportional(s) for s, p in zip(states, given, strict=True) if p == PARTIAL}
+                only = next(iter(scaled)) if len(scaled) == 1 else None
+                return [Additive(power) if only is None else proportional(only)] * len(step.output_keys)
+    return None
+
+
+def _is_linear(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node, given: Sequence[Any]) -> bool:
+    call = as_functional(known, step, node)
+    fitting = (s for s in strategies(call) if strip_gradient_placements(s.inputs) == list(given))
+    partial = (s for s in fitting if s.outputs and all(isinstance(p, Partial) for p in s.outputs))
+    return any(compare_rank_calls(node, call, own, strategy).is_same for strategy in partial)
+
+
+# ---- rows scaled by a power of the share ----
+
+
+def derive_scaled(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    """Return the states of an operator that is linear in its scaled operands: as unscaled, times all scales."""
+    if known.counting or written_arguments(node) or any(key in known.size_cuts for key in step.input_keys):
+        return None  # whole-batch counts make scales unnecessary
+    names = bind_arguments(node, node.args, node.kwargs)[1]
+    power = _scale_of(known, step.call, {name: v for name, v in names.items() if isinstance(v, fx.Node)})
+    if power is None:
+        return None
+    sizes = {name: step.call.arguments[name] for name, v in names.items() if _is_size(v)}
+    # Tentatively remove the scales from the operands, derive, and put them back.
+    before = dict(known.states)
+    known.states |= {key: _remove_scale(known.states[key]) for key in step.input_keys}
+    found = derive_by_rules(known, step, replace(own, arguments={**own.arguments, **sizes}), node)
+    known.states = before
+    return None if found is None else [None if state is None else _multiply_by_share(state, power) for state in found]
+
+
+def _scale_of(known: KnownStates, call: OperatorCall, operands: Mapping[str, fx.Node]) -> int | None:
+    """Return the power of the share that scales an operator's value; None if it has none, or is unknown."""
+    powers = {name: _scale(known, value) for name, value in operands.items()}
+    if None in powers.values() or not any(powers.values()):
+        return None
+    scales = {name: power or 0 for name, power in powers.items()}
+    if call.base in _MULTIPLYING | _PRODUCTS:
+        return sum(scales.values())
+    if call.base in _DIVIDING and call.arguments.get("rounding_mode") is None:
+        return scales.get("self", 0) - scales.get("other", 0)
+    if call.base in _ADDING:
+        alike = scales.keys() == {"self", "other"} and scales["self"] == scales["other"]
+        return scales["self"] if alike else None
+    linear = call.base in MOVING | _SUMMING and not any(p for name, p in scales.items() if name != "self")
+    return scales.get("self") if linear else None
+
+
+def _scale(known: KnownStates, value: fx.Node) -> int | None:
+    if isinstance(value.target, SymbolicSize):
+        return power_of_size(value)
+    state = known.states.get(known.key_of(value)) if isinstance(value.meta.get("val"), Tensor) else None
+    if isinstance(state, (ScaledRows, Proportional)):
+        return state.power
+    return 0 if isinstance(state, (Shard, Replicate)) else None
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.target, SymbolicSize)
+
+
+def _remove_scale(state: State) -> State:
+    if isinstance(state, ScaledRows):
+        return state.rows
+    return REPLICATE if isinstance(state, Proportional) else state
+
+
+def _multiply_by_share(state: State, power: int) -> State | None:
+    """Return the state of a value times a power of the part's share."""
+    if isinstance(state, Shard):
+        return ScaledRows(state, power) if power else state
+    if isinstance(state, Additive):
+        return Additive(state.power - power)
+    return proportional(power) if state == REPLICATE else None
