@@ -12,6 +12,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.capture.assign_keys import PythonOnSlice
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
+from polylane.graph.precision import unwrap_settings
 from polylane.graph.python_state.side_effects import SideEffect
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
@@ -19,7 +20,8 @@ from polylane.plan.spec import Spec
 
 def collect_effects(graph: Graph) -> dict[str, tuple[SideEffect, ...]]:
     """Collect the side effects of a graph's leaves (modules that run the user's own Python), by node name."""
-    calls = [(str(node.meta["name"]), node.target) for node in graph.code.fx.nodes if node.op == "call_function"]
+    nodes = [node for node in graph.code.fx.nodes if node.op == "call_function"]
+    calls = [(str(node.meta["name"]), unwrap_settings(node.target)) for node in nodes]
     return {name: call.own.effects for name, call in calls if isinstance(call, PythonOnSlice) and call.own.effects}
 
 

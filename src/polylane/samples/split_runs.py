@@ -160,9 +160,10 @@ class _RunsInterpreter(GraphInterpreter):
         if isinstance(node.target, WholeBatchStatistic):  # computed over the whole batch before any part runs
             return [whole for _ in parts]
         try:
-            if unwrap_settings(node.target) is batch_norm:
+            target: Any = unwrap_settings(node.target)
+            if target is batch_norm:
                 return _run_batch_norms([self._arguments(node, run)[0] for run in parts])
-            if isinstance(node.target, PythonOnSlice) and node.target.own.normalizes:
+            if isinstance(target, PythonOnSlice) and target.own.normalizes:
                 given = [self._arguments(node, run) for run in parts]
                 return _run_as_replicas(node, [self._runs[run].part for run in parts], given)
             return [self._call(node, run) for run in parts]

@@ -152,7 +152,9 @@ _LIKE_THEIR_INPUT = ("aten.scaled_dot_product_attention.", "aten.lstm.", "aten.g
 def draws_by_sample(graph: fx.Graph) -> bool:
     """Return whether all random numbers depend on the samples' positions only, however a batch is divided."""
     own = (PythonOnSlice, DrawnPerSlice)
-    return not any(isinstance(n.target, own) or _is_random(n) for n in graph.nodes if n.op == "call_function")
+    return not any(
+        isinstance(unwrap_settings(n.target), own) or _is_random(n) for n in graph.nodes if n.op == "call_function"
+    )
 
 
 def _is_random(node: fx.Node) -> bool:

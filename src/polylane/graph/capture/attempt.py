@@ -215,14 +215,14 @@ def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, .
 def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any]) -> Difference | None:
     # One sample, and sizes for which export itself says that the code takes another branch.
     sizes = sorted({1, *draft.refused_sizes[:3], *draft.refused_sizes[-1:]})
+    noted = _watch_random(draft.graph)  # before settings are around the functions
     wrap_autocast(draft.graph)
-    noted = _watch_random(draft.graph)
     try:
         return first_difference(whole, draft.graph, draft.constants, leaves, sizes)
     finally:
+        unwrap_autocast(draft.graph)
         for node, target in noted.items():
             node.target = target
-        unwrap_autocast(draft.graph)
 
 
 def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
@@ -236,7 +236,7 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
             function.random = function.random or not states_equal(before, generator_states())
             return result
 
-        run.__module__ = "polylane"
+        run.__module__, run.__name__ = "polylane", function.__name__
         return run
 
     for node in graph.nodes:
