@@ -87,4 +87,4 @@ def test_python_that_counts_its_calls(autocast: bool) -> None:
 def test_a_function_that_draws(autocast: bool) -> None:
     graph = graph_of(Within(Draws(), autocast))
     assert graph.code.random and not draws_by_sample(graph.code.fx)
-    assert any(note.startswith("the random numbers of function may depend") for note in graph.notes)
+    assert any("they are drawn by the user's own Python" in note and "function may" in note for note in graph.notes)

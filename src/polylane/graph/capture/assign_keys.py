@@ -165,7 +165,7 @@ def _is_random(node: fx.Node) -> bool:
         return target.random
     if not isinstance(target, torch._ops.OpOverload):
         return False
-    base = op_name(node).split(".")[1]
+    base = target._schema.name.removeprefix("aten::")
     # With dropout 0 or in evaluation nothing is drawn: the operator's arguments say so.
     if base in _PROBABILITY_AT:
         schema = [argument.name for argument in target._schema.arguments]
