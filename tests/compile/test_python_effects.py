@@ -77,7 +77,7 @@ def graph_of(model: nn.Module) -> Graph:
 def test_python_that_counts_its_calls(autocast: bool) -> None:
     ((effect,),) = collect_effects(graph_of(Within(Counts(), autocast))).values()
     assert effect.kind == "state"
-    with pytest.raises(PolylaneError, match="microbatches=2: .*calls"):
+    with pytest.raises(PolylaneError, match=r"microbatches=2: .*calls"):
         compile_training(
             Within(Counts(), autocast), build_objectives(loss, sgd, None), torch.randn(4, 4), "data=1,microbatches=2"
         )
