@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import compile_training
+from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.graph.batch import flatten, sample_count, split_bounds, take_samples
 from polylane.plan.plan import Plan

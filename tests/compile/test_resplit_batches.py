@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import models
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph

@@ -13,7 +13,8 @@ from test_equivalence import adamw, by_work, case_of, sgd, verdict_on
 from test_hybrids import assert_cut
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan, load

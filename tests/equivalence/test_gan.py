@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import polylane
+from compiling import compile_training
 from models import EXAMPLES
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice

@@ -13,7 +13,7 @@ from test_gan import LOSSES, images, network, plain_loop
 from test_gan import OPTIMIZERS as TWO
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import compile_training
+from compiling import compile_training
 from polylane.compile.objectives import Objective, build_objectives
 from polylane.plan.spec import parse
 from polylane.program import lower

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiling import compile_training
 from mutants.proofs import MODELS, Proof, objective_of
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
 from polylane.graph.precision import to_float64
 from polylane.placement.kernels import ring_attention as ring

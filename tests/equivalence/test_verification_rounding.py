@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.graph.rounding_noise import MARGIN
 from polylane.runtime.training_role import TrainingRole

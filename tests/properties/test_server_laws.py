@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives, named_parameters
 from polylane.compile.server_assignment import assign_parameters
 from polylane.runtime.parameters.local_model import owning_stages

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.plan.spec import parse
 from polylane.recipe import Mean

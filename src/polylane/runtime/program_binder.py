@@ -9,7 +9,6 @@ from typing import Any
 
 from polylane.compile.cache import CacheKey
 from polylane.compile.compiled_graph import CompiledGraph
-from polylane.compile.compiled_training import recapture_objective
 from polylane.compile.python_effects import collect_effects, refuse_effects
 from polylane.compile.sample_shares import count_replica_samples
 from polylane.errors import PolylaneError
@@ -69,17 +68,15 @@ class ProgramBinder:
         self._local_model, self._connections, self._codecs = holding, connections, codecs
         self._ahead = {False: programs, True: replica_local}
         self._prepared, self._plan = holding.prepared, holding.prepared.plan
-        self._losses = [objective.loss for objective in self._prepared.objectives.values()]
 
     def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
         prepared = self._prepared
-        main, about = prepared.graphs[objective].partition, prepared.objectives[objective]
         # Capture runs the user's model: it needs parameters of full shape, and must leave Python state as it was.
         with (
             self._local_model.full_tensors.installed_in_model(self._local_model.was_on_meta),
-            python_kept(prepared.model, *self._losses),
+            python_kept(prepared.model, *prepared.losses),
         ):
-            partition = recapture_objective(prepared.model, about, main, batch, training, prepared.in_float64, which)
+            partition = prepared.recapture(objective, batch, training, which)
         self._refuse(partition, training)
         return prepared.compile_further(partition)
 
@@ -159,7 +156,7 @@ class ProgramBinder:
         """Return a context manager that restores the state of the user's own Python after an evaluation."""
         if not collect_effects(partition.graph):
             return nullcontext()
-        return python_kept(self._prepared.model, *self._losses)
+        return python_kept(self._prepared.model, *self._prepared.losses)
 
     def _refuse(self, partition: Partition, training: bool) -> None:
         # The plan was made for the first graph of the objective; another form or mode may need what it does not give.

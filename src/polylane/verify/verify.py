@@ -19,6 +19,7 @@ from torch import nn
 
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import Init, Objective, named_parameters
+from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.capture.export import snapshot_model
@@ -88,7 +89,7 @@ def verify(
         materialize(model, init, seed, torch.device("cpu"), lambda name, whole: whole)
     model = to_float64(model)
     example = batch_in_float64(batches[0])
-    prepared = compile_training(model, {objective.name: objective}, example, plan, in_float64=True)
+    prepared = compile_training(TrainingProblem(model, {objective.name: objective}, example, in_float64=True), plan)
     check_it_runs(prepared, batches[0])
     return verify_compiled(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
 

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compiling import compile_training
 from playing import one_stage_memory
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.cost.memory.attention_cores import find_attention_cores

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from compiling import compile_training
 from local_transport import LocalTransport, run_local
-from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import Objective, build_objectives, optimized_names
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
-from polylane.compile.compiled_training import compile_training
+from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.peak import TrainedBytes, peak_memory
