@@ -17,7 +17,8 @@ from polylane.placement.kernels import ring_attention as ring
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.local_sgd import LocalSgd
 from polylane.verify.first_difference import find_differing_nodes
-from polylane.verify.verify import TOLERANCE, Verdict, batch_in_float64, verify
+from polylane.verify.record import ComparedTraining
+from polylane.verify.verify import Verdict, batch_in_float64, verify
 
 
 def prepared(model: str, plan: str, loss: str = "mean") -> tuple[CompiledTraining, Any]:
@@ -46,7 +47,7 @@ def prepared(model: str, plan: str, loss: str = "mean") -> tuple[CompiledTrainin
 def test_of_exact_plans_the_gradient_of_every_value_agrees(model: str, plan: str) -> None:
     """Or a verdict would name what is right."""
     training, batch = prepared(model, plan)
-    assert list(find_differing_nodes(training, batch, 0, 0, TOLERANCE, backward=True)) == []
+    assert list(find_differing_nodes(ComparedTraining(training, [batch]), 0, backward=True)) == []
 
 
 def verdict(model: str, plan: str, steps: int = 2) -> Verdict:

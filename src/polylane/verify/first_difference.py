@@ -8,24 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.batch import clone_leaves, flatten, sample_count, sampled_leaves, split_bounds, take_samples
-from polylane.graph.capture.export import snapshot_model
 from polylane.graph.capture.functionalize import is_unfilled
 from polylane.graph.graph import Node
 from polylane.graph.rounding_noise import TRIES, nudge_values, rounding_floor
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import gradient_placement
 from polylane.plan.sync import SUM
-from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.sharding.layout import Layout, assemble_parts
+from polylane.verify.record import ComparedTraining
 from polylane.verify.relative_error import error_scale, relative_error
 from polylane.verify.value_trace import BackwardGradients, ForwardValues, ValueTrace, trace_pass
 from polylane.verify.whole_graph import add_batch_counts, run_graph
@@ -56,29 +54,26 @@ class StepDifference:
     replica: int | None = None
 
 
-def find_first_difference(
-    prepared: CompiledTraining, batch: Any, seed: int, wrong: StepDifference, tolerance: float
-) -> str:
+def find_first_difference(training: ComparedTraining, wrong: StepDifference) -> str:
     """Run the passes of a step again on both sides, and describe the first node at which they differ.
 
     Args:
-        prepared: the training, whose model has the weights and buffers with which the step began.
-        batch: the whole batch of that step.
-        seed: of dropout and of all other random numbers.
+        training: the training, whose model has the weights and buffers with which the step began.
         wrong: the differences that were seen after the step.
-        tolerance: largest relative error that counts as rounding.
     """
     # Synchronization has no part in a single pass. Without it the trace needs no servers and no sharded weights.
+    prepared = training.prepared
     if not prepared.plan.sync.is_plain_sum:
         prepared = replace(prepared, plan=prepared.plan.model_copy(update={"sync": SUM}))
-    restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
-    for microbatch, node in find_differing_nodes(prepared, batch, seed, wrong.step, tolerance, backward=False):
+        training = replace(training, prepared=prepared)
+    restore = training.snapshot()
+    for microbatch, node in find_differing_nodes(training, wrong.step, backward=False):
         return _describe_node(node, f"microbatch {microbatch}" + _describe_step(wrong))
     # (graph position, microbatch) of the last node whose value has a wrong gradient: the first one on the way back.
     at = -1, 0
     restore()
     if wrong.gradients and not wrong.buffers:
-        found = find_differing_nodes(prepared, batch, seed, wrong.step, tolerance, backward=True)
+        found = find_differing_nodes(training, wrong.step, backward=True)
         place = {node.name: number for number, node in enumerate(prepared.main_partition.graph.nodes)}
         at = max(((place[node.name], microbatch) for microbatch, node in found), default=at)
     return describe_later_difference(prepared, wrong, *at)
@@ -156,18 +151,15 @@ def _describe_step(wrong: StepDifference) -> str:
     return f", step {wrong.step + 1}" if wrong.step else ""
 
 
-def find_differing_nodes(
-    prepared: CompiledTraining, batch: Any, seed: int, step: int, tolerance: float, backward: bool
-) -> Iterator[tuple[int, Node]]:
+def find_differing_nodes(training: ComparedTraining, step: int, backward: bool) -> Iterator[tuple[int, Node]]:
     """Yield (microbatch, node) where the plan's value of the node, or its gradient, differs; in the order of the graph.
 
     The model's buffers change with the microbatches, as they do in a step.
     """
+    prepared, tolerance = training.prepared, training.tolerance
     layouts, stage_of = prepared.layouts_of(prepared.main_partition), prepared.main_partition.stage_of
-    traces = fork_workers(
-        lambda context: trace_pass(prepared, World.join(), batch, seed, step, backward), prepared.plan.workers
-    )
-    for microbatch, seen, floors in _reference_values(prepared, batch, seed, step, backward):
+    traces = fork_workers(lambda context: trace_pass(training, World.join(), step, backward), prepared.plan.workers)
+    for microbatch, seen, floors in _reference_values(training, step, backward):
         # Recomputable nodes (sizes, masks) are not compared: a size may be that of a replica's own samples.
         for node in (n for n in prepared.main_partition.graph.nodes if not n.recomputable):
             those = [t for t in traces if t.stage == stage_of[node.name]]
@@ -183,24 +175,21 @@ def find_differing_nodes(
 
 
 def _reference_values(
-    prepared: CompiledTraining, batch: Any, seed: int, step: int, backward: bool
+    training: ComparedTraining, step: int, backward: bool
 ) -> Iterator[tuple[int, dict[str, Tensor], dict[str, float]]]:
     """Yield every value of one process's pass by node name, and its rounding floor, microbatch by microbatch.
 
     Args:
-        prepared: the training, whose model is run; its buffers change with the microbatches.
-        batch: the whole batch of the step.
-        seed: of dropout and of all other random numbers.
-        step: number of the step, for its random numbers.
+        training: the training, whose model is run; its buffers change with the microbatches.
+        step: number of the step, for its batch and its random numbers.
         backward: yield the gradients of the values instead.
     """
-    leaves, _ = flatten(batch)
+    prepared, tensors = training.prepared, training.tensors
+    leaves, _ = flatten(training.batches[step])
     samples = sample_count(leaves)
-    tensors = ModelTensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
-
     code = prepared.main_partition.graph.code
     filled = [(i, a, b) for i, (a, b) in enumerate(split_bounds(samples, prepared.plan.microbatches)) if a < b]
-    parts = [SampleSlice(b - a, a, samples, i, step, seed) for i, a, b in filled]
+    parts = [SampleSlice(b - a, a, samples, i, step, training.seed) for i, a, b in filled]
     counted = add_batch_counts(
         code, tensors, parts, [take_samples(leaves, a, b) for _, a, b in filled], sampled_leaves(leaves)
     )
@@ -225,7 +214,7 @@ def _reference_values(
         # Floors first: the true pass comes last, since the next microbatch goes on from the buffers that it leaves.
         again = list[dict[str, Tensor]]()
         for attempt in range(TRIES):
-            restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
+            restore = training.snapshot()
             nudge_values(prepared.model.parameters(), attempt)
             again.append(run(start, stop, microbatch))
             restore()

@@ -56,10 +56,10 @@ def check_it_runs(prepared: CompiledTraining, batch: Any) -> None:
         PolylaneError: an operator of the graph raised.
     """
     leaves, _ = flatten(batch_in_float64(batch))
-    tensors = ModelTensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
+    tensors = ModelTensors(prepared.model, prepared.losses, torch.device("cpu"))
     samples = sample_count(leaves)
     # The run writes buffers such as running statistics.
-    restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
+    restore = snapshot_model(prepared.model, *prepared.losses)
     try:
         with torch.no_grad():
             run_graph(prepared.main_partition.graph.code, tensors, leaves, SampleSlice(samples, batch=samples))

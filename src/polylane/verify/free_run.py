@@ -15,10 +15,10 @@ from polylane.runtime.job import Job
 from polylane.runtime.parameters.broadcast import digest_tensor
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.verify.first_difference import StepDifference, describe_later_difference
-from polylane.verify.record import ReferenceRun, TrainingRecord
+from polylane.verify.record import ComparedTraining, ReferenceRun, TrainingRecord
 from polylane.verify.relative_error import divide_by_scale, error_scale, is_determined, relative_error
 from polylane.verify.rounding_floor import MeasuredPass
-from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation, nan_last
+from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation
 
 LOSSES = ""  # key of the losses among parameters and buffers; no tensor of a model has this name
 
@@ -76,7 +76,7 @@ def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
 def compare_freely(reference: ReferenceRun, trained: FreeRun) -> FreeRunDeviation:
     """Return how far a free run ends from the reference."""
     pairs = zip(reference.losses, trained.record.losses, strict=True)
-    loss_error = max(divide_by_scale(nan_last(abs(a - b)), abs(a)) for a, b in pairs)
+    loss_error = max(divide_by_scale(abs(a - b), abs(a)) for a, b in pairs)
     errors = {name: relative_error(value, trained.record.state[name]) for name, value in reference.state.items()}
     name = max(errors, key=lambda each: errors[each], default="")
     worst = errors.get(name, 0.0)
@@ -89,23 +89,20 @@ def as_pass(run: TrainingRecord) -> MeasuredPass:
     return MeasuredPass(0.0, gradients, {**run.state, LOSSES: torch.tensor(run.losses, dtype=torch.float64)})
 
 
-def compare_runs(
-    reference: ReferenceRun, workers: Sequence[FreeRun], prepared: CompiledTraining, tolerance: float
-) -> Comparison:
+def compare_runs(training: ComparedTraining, reference: ReferenceRun, workers: Sequence[FreeRun]) -> Comparison:
     """Compare whole runs: the gradients of the first step, all losses, and the state after the last step.
 
     Args:
+        training: the training that is compared.
         reference: the replay of the servers' record, with the floors of the whole run.
         workers: the results of each worker that trains.
-        prepared: the training, compiled for the plan.
-        tolerance: largest relative error that counts as rounding.
     """
+    prepared, tolerance = training.prepared, training.tolerance
     floors, first = reference.floors, workers[0].record
     scales = [error_scale(abs(loss), floors.buffers.get(LOSSES, 0.0), tolerance) for loss in reference.losses]
     pairs = [zip(reference.losses, worker.record.losses, scales, strict=True) for worker in workers]
     errors = [
-        max(each)
-        for each in zip(*([divide_by_scale(nan_last(abs(a - b)), s) for a, b, s in p] for p in pairs), strict=True)
+        max(each) for each in zip(*([divide_by_scale(abs(a - b), s) for a, b, s in p] for p in pairs), strict=True)
     ]
     loss_error = max(errors)
     # A tied weight appears once, and empty tensors have nothing to compare.

@@ -9,7 +9,7 @@ equal weights by themselves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -22,7 +22,7 @@ from polylane.graph.rounding_noise import max_difference
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.sync.gradient_sync import LocalOptimizer
-from polylane.verify.record import ReferenceRun, ReferenceStep
+from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
 from polylane.verify.training_state import memory_differences, tensor_differences, write_memory, write_tensors
 
 
@@ -91,18 +91,18 @@ class WorkerParts:
         return self._job.shard_of(name, self._shard_spec.local_shard(name, whole))
 
 
-def train_stepwise(job: Job, prepared: CompiledTraining, batches: Sequence[Any], reference: ReferenceRun) -> Distances:
+def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun) -> Distances:
     """Train one worker's part, each step from the reference's state, and return its distances.
 
     Called on every process of the plan, parameter servers included, for the barriers in it are collective.
     """
-    plan, rank = prepared.plan, job.world.rank
+    plan, rank = job.plan, job.world.rank
     replica = plan.stage_and_replica(rank)[1] if rank < plan.workers else 0
-    parts, found = WorkerParts(job, prepared), Distances(replica)
+    parts, found = WorkerParts(job, training.prepared), Distances(replica)
     # Gradients can be compared only where they are complete, reduced and clipped: at the optimizer's step itself.
     for each in job.stepping():
         _compare_before_step(each, reference, parts, found)
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(training.batches):
         found.steps.append({})
         step = reference.step_of(number, replica)
         if number:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.graph.sample_slice import SampleSlice
 from polylane.program.lower import lower_evaluation
@@ -19,6 +18,7 @@ from polylane.runtime.pipeline.stage_runner import LiveMicrobatch, StageRunner, 
 from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.training_role import TrainingRole
 from polylane.runtime.workers.world import World
+from polylane.verify.record import ComparedTraining
 
 
 @dataclass
@@ -109,20 +109,17 @@ class _TracingRunner(StageRunner):
         self.trace.values |= {(microbatch, name): value for name, value in found.items()}
 
 
-def trace_pass(
-    prepared: CompiledTraining, world: World, batch: Any, seed: int, step: int = 0, backward: bool = False
-) -> ValueTrace:
+def trace_pass(training: ComparedTraining, world: World, step: int, backward: bool) -> ValueTrace:
     """Run a pass in training mode over one whole batch and return this worker's values; called on every worker.
 
     Args:
-        prepared: the training, compiled for the plan.
+        training: the training that is compared, compiled for the plan.
         world: the process group of all workers.
-        batch: the whole batch of the step.
-        seed: of dropout and of all other random numbers.
-        step: number of the step, for its random numbers.
+        step: number of the step, for its batch and its random numbers.
         backward: keep the gradients of values instead of values; those of parameters are summed, and not used.
     """
-    role = TrainingRole(prepared, world, example=batch, seed=seed)
+    prepared, batch = training.prepared, training.batches[step]
+    role = TrainingRole(prepared, world, example=batch, seed=training.seed)
     partition, plan = prepared.main_partition, prepared.plan
     if backward:
         programs = lower_programs(partition, plan, owning_stages(prepared), True, prepared.layouts_of(partition))
@@ -133,17 +130,9 @@ def trace_pass(
     runner = worker.runner
     replica = 0 if "data" in worker.mesh.axes else worker.program.replica
     own = ValueTrace(worker.program.stage, replica, worker.mesh.coordinates)
-    same = (
-        runner.code,
-        runner.tensors,
-        runner.differentiable_inputs,
-        runner.device,
-        runner.autocast,
-        runner.local_code,
-    )
     # The same stage code on the same tensors, so that what is traced is what training runs.
-    worker.runner = _TracingRunner(*same, codes=runner.codes, trace=own)
+    worker.runner = _TracingRunner(**vars(runner), trace=own)
     with torch.set_grad_enabled(backward), allow_own_calls():
-        worker.run(whole, step, seed, lambda state: None)
+        worker.run(whole, step, training.seed, lambda state: None)
     role.close()
     return own
