@@ -150,7 +150,7 @@ REDUCTION = [
     Mutant(
         "clip-norm-of-one-stage", "every stage of a pipeline clips by the norm of its own gradients",
         "runtime.parameters.optimizer:GradientClipper.clip_gradients",
-        "self._sum_replica(squares)",
+        "sums.sum_replica(squares)",
         "squares",
         "tests/runtime/parameters/test_optimizer.py", gpt="pipeline=2,microbatches=2 clip=0.1",
         network="pipeline=2,microbatches=2 clip=0.1 optimizer=adamw",
@@ -694,8 +694,8 @@ MORE = [
     Mutant(
         "buffer-of-another-stage", "of running statistics that two losses use the old ones are handed on",
         "runtime.parameters.shared_buffers:SharedBuffers.receive_updates",
-        "self._stage == min(current)",
-        "self._stage != min(current)",
+        "self.stage == min(current)",
+        "self.stage != min(current)",
         "tests/runtime/parameters/test_shared_buffers.py",
         unseen="a proof is of one loss, whose buffers stay on their stage",
     ),
