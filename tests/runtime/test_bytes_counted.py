@@ -64,7 +64,7 @@ def one_step(job: Job, batch: Any) -> Seen:
     local = {
         (name, share.microbatch): prod(wire.shape(share.samples)) * wire.dtype.itemsize
         for name, wire in worker.value_specs.items()
-        for share in worker.local_shares(SAMPLES)
+        for share in job._role.shares(SAMPLES)
     }
     partition = worker.program.partition
     return Seen(timeline, partition.crossings, partition.graph.samples, local, handed)

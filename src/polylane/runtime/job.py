@@ -6,6 +6,9 @@ has the serving role. The same script runs on both (SPMD): it calls the same met
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +29,6 @@ from polylane.runtime.sync.gradient_sync import LocalOptimizer
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.training_role import TrainingRole
 from polylane.runtime.transport.protocol import TransportCounters
-from polylane.runtime.workers.close_at_exit import close_at_exit
 from polylane.runtime.workers.world import World
 
 
@@ -85,7 +87,7 @@ class Job:
             self._role = ServingRole(prepared, world, clip_norm)
         self.world = self._role.world
         if self.plan.sync.has_servers:
-            close_at_exit(self)
+            atexit.register(self._close_at_exit)
 
     def _resolve_objective(self, name: str | None) -> str:
         if name is None:
@@ -291,6 +293,20 @@ class Job:
             return
         self._is_closed = True
         self._role.close()
+
+    def _close_at_exit(self) -> None:
+        """Close the job when the interpreter ends, if the script did not, before the process group is destroyed.
+
+        Threads of parameter servers wait for messages inside a backend's native code, where the end of the interpreter
+        would abort the process. After an uncaught exception an orderly shutdown is impossible: the process exits at
+        once, and the other workers see its connections close.
+        """
+        # Set by the interpreter for an uncaught exception, whose traceback has been printed by now.
+        if getattr(sys, "last_value", None) is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        self.close()
 
     def __enter__(self) -> Job:
         return self

@@ -15,9 +15,11 @@ from polylane.errors import PolylaneError
 from polylane.graph.capture.export import python_kept
 from polylane.graph.partition import Partition
 from polylane.program.program import Program
+from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.shared_buffers import stages_of_buffers
-from polylane.runtime.pipeline.bind_program import batch_statistics_of, bind_program, lower_programs
+from polylane.runtime.parameters.update import ObjectiveUpdate
+from polylane.runtime.pipeline.bind_program import bind_program, lower_programs
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
@@ -30,7 +32,6 @@ class BoundProgram:
     """One graph's programs, bound to one worker; once it is fitted, ready for batches of one size.
 
     Attributes:
-        partition: the graph and its cuts into stages.
         programs: programs of every worker, by rank.
         executor: runs this worker's program on its tensors.
         buffers: for every buffer that the graph uses, the stages that use it.
@@ -38,12 +39,16 @@ class BoundProgram:
         counted: samples of a batch that each replica computes, by replica; empty where replicas always sum gradients.
     """
 
-    partition: Partition
     programs: tuple[Program, ...]
     executor: Executor
     buffers: Mapping[str, frozenset[int]] = field(default_factory=dict)
     passes: int = 0
     counted: tuple[int, ...] = ()
+
+    @property
+    def partition(self) -> Partition:
+        """The graph and its cuts into stages."""
+        return self.executor.program.partition
 
 
 class ProgramBinder:
@@ -51,21 +56,24 @@ class ProgramBinder:
 
     Args:
         holding: this worker's part of the model.
+        full_tensors: gathers full weights, on which the user's model is captured.
         connections: transports and mesh of this worker.
         programs: by objective, all workers' programs of the graph that was compiled ahead for training.
         replica_local: the same for steps without gradient sums between replicas; empty where there are none.
-        codecs: by objective, the compressor of its gradients, shared by all forms of batches (error feedback).
+        trainers: by objective, its update; the compressor of its gradients is shared by all forms of batches.
     """
 
     def __init__(
         self,
         holding: LocalModel,
+        full_tensors: FullTensors,
         connections: Connections,
         programs: Mapping[str, tuple[Program, ...]],
         replica_local: Mapping[str, tuple[Program, ...]],
-        codecs: Mapping[str, GradientCompressor],
+        trainers: Mapping[str, ObjectiveUpdate],
     ) -> None:
-        self._local_model, self._connections, self._codecs = holding, connections, codecs
+        self._local_model, self._connections, self._trainers = holding, connections, trainers
+        self._full_tensors = full_tensors
         self._ahead = {False: programs, True: replica_local}
         self._prepared, self._plan = holding.prepared, holding.prepared.plan
 
@@ -73,7 +81,7 @@ class ProgramBinder:
         prepared = self._prepared
         # Capture runs the user's model: it needs parameters of full shape, and must leave Python state as it was.
         with (
-            self._local_model.full_tensors.installed_in_model(self._local_model.was_on_meta),
+            self._full_tensors.installed_in_model(),
             python_kept(prepared.model, *prepared.losses),
         ):
             partition = prepared.recapture(objective, batch, training, which)
@@ -95,7 +103,7 @@ class ProgramBinder:
     ) -> BoundProgram:
         if microbatches < self._plan.microbatches:
             programs = tuple(truncate_program(program, microbatches) for program in programs)
-        codec = self._codecs[key.objective] if key.training and not replica_local else None
+        codec = self._trainers[key.objective].compressor if key.training and not replica_local else None
         return self.bind_graph(graph, programs, replica_local, codec)
 
     def fit_to_samples(self, bound: BoundProgram, samples: int) -> BoundProgram:
@@ -119,10 +127,7 @@ class ProgramBinder:
             codec: compressor of the gradients, the same for all bound programs of an objective; None: uncompressed, or
                 not summed at all.
         """
-        partition, stage = graph.partition, self._local_model.stage
-        counts = batch_statistics_of(partition, stage).buffers
-        self._local_model.tensors.move_to_device({*partition.parameters(stage), *partition.buffers(stage), *counts})
-        transport = self._connections.transport
+        partition, transport = graph.partition, self._connections.transport
         # Every worker solved for placements on its own. Different results would exchange shards of wrong shapes, so
         # their hashes are compared before the first message.
         if graph.layouts.distinct and len(set(transport.all_gather_object(graph.layouts.placement_hash))) > 1:
@@ -138,19 +143,9 @@ class ProgramBinder:
                 "workers found the samples in another order in what crosses between stages: are their models, batches "
                 "and library versions the same? Stages with the same data do not divide samples anew"
             )
-        worker = bind_program(
-            programs[self._local_model.world.rank],
-            self._plan,
-            self._local_model.tensors,
-            transport,
-            self._connections.sum_replicas,
-            self._connections.mesh,
-            graph,
-            self._local_model.shards,
-            replica_local,
-            codec,
-        )
-        return BoundProgram(partition, tuple(programs), worker, stages_of_buffers(partition))
+        own = programs[self._local_model.world.rank]
+        executor = bind_program(own, graph, self._local_model, self._connections, replica_local, codec)
+        return BoundProgram(tuple(programs), executor, stages_of_buffers(partition))
 
     def restoring_python_state(self, partition: Partition) -> AbstractContextManager[None]:
         """Return a context manager that restores the state of the user's own Python after an evaluation."""

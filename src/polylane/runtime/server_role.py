@@ -30,7 +30,7 @@ from polylane.runtime.data import loader as data
 from polylane.runtime.parameters.local_model import owning_stages
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
-from polylane.runtime.pipeline.step_result import StepReport, StepResult, align_clocks
+from polylane.runtime.pipeline.step_result import StepResult, align_clocks
 from polylane.runtime.stale_weights import track_server_weights
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.host import open_server_host
@@ -117,8 +117,7 @@ class ServingRole:
         samples = batch.samples if isinstance(batch, Batch) else sample_count(flatten(batch)[0])
         self._step += 1
         self._stale.record_step()
-        nothing = torch.full((2,), math.nan, dtype=torch.float64)
-        return StepResult(self._step - 1, samples, StepReport(None, nothing, (), ()))
+        return StepResult(self._step - 1, samples, torch.full((2,), math.nan, dtype=torch.float64))
 
     def epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
         """Yield as many batches as the training workers have, of the same sizes, with no samples in them."""

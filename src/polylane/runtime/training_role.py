@@ -24,12 +24,13 @@ from polylane.observe.timeline import Span
 from polylane.program.program import Program
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters import broadcast as weights
+from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel, owning_stages, plan_shard_units
 from polylane.runtime.parameters.update import trainers_of
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
-from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepReports, StepResult, align_clocks, gather_report
+from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, align_clocks, gather_result
 from polylane.runtime.pipeline.step_state import StepState
 from polylane.runtime.program_binder import BoundProgram, ProgramBinder
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
@@ -90,15 +91,18 @@ class TrainingRole:
             layout=layout,
             gathers=self._connections.gather_transport,
         )
+        self._full_tensors = FullTensors(self._holding)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
-        codecs = {name: trainer.compressor for name, trainer in self._trainers.items()}
-        self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, codecs)
+        self._binding = ProgramBinder(
+            self._holding, self._full_tensors, self._connections, self._programs, local, self._trainers
+        )
         self._cache = CompileCache[BoundProgram](prepared, self._binding, example)
         # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if local else [False])
         self._rule = choose_sync(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
         self._stale = track_stale_weights(self._holding)
-        self._reports, self._spans = StepReports(), deque[tuple[Span, ...]](maxlen=STEPS_KEPT)
+        # Results whose all-reduce may be under way, and the spans of the last steps.
+        self._in_flight, self._spans = deque[StepResult](), deque[tuple[Span, ...]](maxlen=STEPS_KEPT)
         self._traffic = count_traffic(self._connections, self._rule, self._holding, self._programs)
 
     @property
@@ -126,7 +130,7 @@ class TrainingRole:
         with allow_own_calls(), self._rule.blame_local_server():
             lane = self._cache.compiled_for(name, own, replica_local=self._rule.is_replica_local(name))
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
-            self._reports.limit_in_flight(self._rule.max_steps_in_flight)
+            self._limit_in_flight(self._rule.max_steps_in_flight)
             trainer.zero_grad()
             if lane.buffers:
                 self._holding.buffers.receive_updates(lane.buffers)
@@ -137,14 +141,26 @@ class TrainingRole:
                 )
             if lane.buffers:
                 self._holding.buffers.mark_updated(lane.buffers)
-            report = gather_report(
-                lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.loss_ranks
+            result = gather_result(
+                self._step,
+                own.samples,
+                lane.programs,
+                state,
+                self._ahead,
+                self._transport,
+                self.world.device,
+                self._rule.loss_ranks,
             )
         self._stale.record_step(self._rule.weights_differ)
-        self._reports.add_report(report)
+        self._in_flight.append(result)
         self._spans.append(tuple(state.spans))
         self._step += 1
-        return StepResult(self._step - 1, own.samples, report)
+        return result
+
+    def _limit_in_flight(self, most: int) -> None:
+        """Wait until fewer than ``most`` steps are in flight."""
+        while len(self._in_flight) >= most:
+            self._in_flight.popleft().wait_complete()
 
     def _own(self, batch: Any) -> Batch:
         """Return a batch as this worker has it, on its device."""
@@ -245,7 +261,7 @@ class TrainingRole:
 
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
         self._rule.load_summed_gradients(name)
-        gradients = self._holding.full_gradients(self._trainers[name].parameter_order)
+        gradients = self._full_tensors.gradients(self._trainers[name].parameter_order)
         self._rule.broadcast_result(CollectiveCall.WHOLE_GRADIENTS, gradients)
         return gradients
 
@@ -260,14 +276,14 @@ class TrainingRole:
 
     def state_dict(self) -> dict[str, Tensor]:
         with self._rule.averaged_weights():
-            state = self._holding.state_dict()
+            state = self._full_tensors.state_dict()
             self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
         return state
 
     def save(self, path: Path) -> None:
         try:
             with self._rule.averaged_weights():
-                self._holding.save(path)
+                self._full_tensors.save(path)
         finally:
             # Also where the file could not be written: the servers wait for the end of the call, not for the file.
             self._rule.broadcast_result(CollectiveCall.SAVE, None)
@@ -310,7 +326,7 @@ class TrainingRole:
     def close(self) -> None:
         """Wait for all messages of this worker, end its connections, and leave the other workers."""
         self._stale.close()
-        self._reports.wait_all()
+        self._limit_in_flight(1)
         self._rule.close()
         self._connections.close()
         self.world.leave()

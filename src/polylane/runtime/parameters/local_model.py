@@ -1,9 +1,8 @@
-"""Local model: one worker's parameters and buffers, from initial values over shards to full weights and gradients."""
+"""Local model: one worker's parameters and buffers, from initial values to shards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,7 +11,6 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
 from polylane.program.program import Program
 from polylane.runtime.parameters import broadcast as weights
-from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.parameters.shards import ShardSpec
@@ -86,7 +84,6 @@ class LocalModel:
         tensors: parameters and buffers of this worker's model copy, by name.
         shard_spec: tensor-parallel shards that this worker holds.
         buffers: brings buffers that several stages use up to date.
-        full_tensors: gathers full weights and gradients from the shards.
         shards: ZeRO shards of this worker; none until :meth:`shard_parameters`.
         was_on_meta: whether the model was built on the meta device, so that its full values never existed.
     """
@@ -118,7 +115,6 @@ class LocalModel:
             transport,
             None if plan.is_uniform else self.shard_spec,
         )
-        self.full_tensors = FullTensors(prepared, world, self.tensors, self.shard_spec, transport, self.local_names())
         self.shard_units, self.shards, self._gather_transport = layout, Shards(), gathers
         self._materialized_parts: dict[str, Tensor] = {}
         self.was_on_meta = self._materialize(seed)
@@ -178,7 +174,7 @@ class LocalModel:
         optimizers = list(optimizers)
         for built in optimizers:
             self.shard_spec.shard_optimizer_state(built, self.tensors.parameters())
-        self.shards = self.full_tensors.shards = self._build_shards()
+        self.shards = self._build_shards()
         self.shards.install_parts(optimizers)
 
     def _build_shards(self) -> Shards:
@@ -209,25 +205,3 @@ class LocalModel:
     def shard_label(self, name: str) -> str:
         """Return a label of the shard that this worker holds of a parameter or buffer; equal shards, equal labels."""
         return self.shard_spec.shard_label(name) + self.shards.shard_label(name)
-
-    def full_gradients(self, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """Return full gradients of parameters on every worker's CPU; None for a parameter without a gradient."""
-        return self.full_tensors.full_gradients(names, self.owning_stages)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the full model's weights and buffers, with its own names, on every worker's CPU."""
-        with self.shards.full_parameters():
-            return self.full_tensors.state_dict(self.owning_stages, self.buffers.owning_stage)
-
-    def save(self, path: Path) -> None:
-        """Write the full model's weights as safetensors; a collective of all workers, rank 0 writes.
-
-        Raises:
-            NotFinite: a weight is NaN or infinite, raised on every worker; an earlier file is unchanged.
-        """
-        state = self.state_dict()
-        # Checked on every worker before anybody writes: all raise, and nobody is left waiting at the barrier.
-        weights.require_finite(state, self.tensors.parameters(), path)
-        if self.world.rank == 0:
-            weights.save_safetensors(state, path)
-        self.transport.barrier()
