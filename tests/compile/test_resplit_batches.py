@@ -65,7 +65,7 @@ def test_nor_are_those_of_a_model_on_the_meta_device() -> None:
     )
     assert "no rule says of sort (" in told and "test_resplit_batches.py:" in told
     before = prepared(model, cut_at(["first", "first"], ["sort", "loss"]))
-    assert before.batch_layouts_of(before.main_partition)["first/linear"] is BatchLayout.SHARDED_BY_SAMPLE
+    assert before.main.orders["first/linear"] is BatchLayout.SHARDED_BY_SAMPLE
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.profiling.time_operators import measure
 from polylane.samples.batch_division import loss_couples_samples
-from polylane.samples.batch_layout import BatchLayout, MeasuredLayouts
+from polylane.samples.batch_layout import MeasuredLayouts
 from polylane.samples.counts import capture_with_counts
 from polylane.samples.derivation import derive_batch_layouts
 from polylane.samples.microbatch_limit import (
@@ -69,9 +69,14 @@ class CompiledTraining:
         return {name: graph.partition for name, graph in self.graphs.items()}
 
     @property
+    def main(self) -> CompiledGraph:
+        """The first objective's graph, which the plan was made for."""
+        return next(iter(self.graphs.values()))
+
+    @property
     def main_partition(self) -> Partition:
-        """The partition of the first objective's graph, which the plan was made for."""
-        return next(iter(self.graphs.values())).partition
+        """The partition of the first objective's graph."""
+        return self.main.partition
 
     @property
     def layouts(self) -> dict[str, StageLayouts]:
@@ -90,30 +95,11 @@ class CompiledTraining:
 
     def axes(self, stage: int) -> tuple[str, ...]:
         """Return the axes along which a stage's operators are sharded; "data" too where the loss couples samples."""
-        return next(iter(self.graphs.values())).layouts.axes(stage)
+        return self.main.layouts.axes(stage)
 
     def microbatches_of(self, samples: int) -> int:
         """Return the number of microbatches of a batch in training: fewer for a short one, if the model needs it."""
         return count_parts(samples, self.plan.microbatches, self.min_samples.samples)
-
-    def graph_of(self, partition: Partition) -> CompiledGraph:
-        """Return one of the graphs that were compiled ahead, by its partition.
-
-        Raises:
-            KeyError: there is none with this partition.
-        """
-        for graph in (*self.graphs.values(), *self.evaluations.values()):
-            if graph.partition is partition:
-                return graph
-        raise KeyError("no graph of this training has this partition")
-
-    def layouts_of(self, partition: Partition) -> StageLayouts:
-        """Return the sharding of one of these graphs; its parameters are placed as in the main graph."""
-        return self.graph_of(partition).layouts
-
-    def batch_layouts_of(self, partition: Partition) -> Mapping[str, BatchLayout]:
-        """Return the batch layouts of the values of one of these graphs that cross between stages."""
-        return self.graph_of(partition).orders
 
     def recapture(self, objective: str, batch: Any, training: bool, which: str = "the example batch") -> Partition:
         """Capture an objective in another mode or for another form of batch, and cut the graph where its first one is.
@@ -146,7 +132,7 @@ class CompiledTraining:
         Raises:
             PolylaneError: a value crosses between stages with different numbers of replicas, and cannot be resharded.
         """
-        main = next(iter(self.graphs.values())).layouts
+        main = self.main.layouts
         layouts = layouts_like(main, partition, self.plan) if main.distinct else main
         seen = (
             derive_batch_layouts(partition.graph, self.plan.per_sample)

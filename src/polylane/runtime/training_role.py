@@ -19,7 +19,6 @@ from polylane.compile.cache import CompileCache
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
-from polylane.graph.partition import Partition
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
 from polylane.runtime.data import loader as data
@@ -109,17 +108,14 @@ class TrainingRole:
     def slack(self) -> int:
         return self._rule.max_steps_in_flight
 
-    def lane(self, partition: Partition, programs: Sequence[Program], samples: int) -> BoundProgram:
-        """Bind a partition of a graph that was compiled ahead, with every worker's program, to this worker's tensors.
+    def lane(self, programs: Sequence[Program], samples: int) -> BoundProgram:
+        """Bind programs of the first objective's graph to this worker's tensors.
 
         Args:
-            partition: partition of a graph that was compiled ahead.
             programs: programs of all workers, by rank.
-            samples: number of samples of the batches that it is for.
+            samples: number of samples of the batches that they are for.
         """
-        return self._binding.fit_to_samples(
-            self._binding.bind_graph(self._prepared.graph_of(partition), programs), samples
-        )
+        return self._binding.fit_to_samples(self._binding.bind_graph(self._prepared.main, programs), samples)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 

@@ -157,7 +157,7 @@ def find_differing_nodes(training: ComparedTraining, step: int, backward: bool) 
     The model's buffers change with the microbatches, as they do in a step.
     """
     prepared, tolerance = training.prepared, training.tolerance
-    layouts, stage_of = prepared.layouts_of(prepared.main_partition), prepared.main_partition.stage_of
+    layouts, stage_of = prepared.main.layouts, prepared.main_partition.stage_of
     traces = fork_workers(lambda context: trace_pass(training, World.join(), step, backward), prepared.plan.workers)
     for microbatch, seen, floors in _reference_values(training, step, backward):
         # Recomputable nodes (sizes, masks) are not compared: a size may be that of a replica's own samples.

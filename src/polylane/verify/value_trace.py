@@ -122,11 +122,11 @@ def trace_pass(training: ComparedTraining, world: World, step: int, backward: bo
     role = TrainingRole(prepared, world, example=batch, seed=training.seed)
     partition, plan = prepared.main_partition, prepared.plan
     if backward:
-        programs = lower_programs(partition, plan, owning_stages(prepared), True, prepared.layouts_of(partition))
+        programs = lower_programs(partition, plan, owning_stages(prepared), True, prepared.main.layouts)
     else:
         programs = lower_evaluation(partition, plan)
     whole = Batch.whole(batch)
-    worker = role.lane(partition, programs, whole.samples).executor
+    worker = role.lane(programs, whole.samples).executor
     runner = worker.runner
     replica = 0 if "data" in worker.mesh.axes else worker.program.replica
     own = ValueTrace(worker.program.stage, replica, worker.mesh.coordinates)

@@ -333,7 +333,7 @@ def predicted(prepared: CompiledTraining, samples: int, optimizer: Any) -> list[
     """Of every rank."""
     plan: Plan = prepared.plan
     (partition,) = prepared.partitions.values()
-    graph, layouts = partition.graph, prepared.layouts_of(partition)
+    graph, layouts = partition.graph, prepared.main.layouts
     state = probe_optimizer_state(graph, optimizer)
     programs, found = lower(partition, plan), []
     for rank in range(plan.workers):

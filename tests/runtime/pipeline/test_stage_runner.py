@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from polylane.compile.reshard import value_specs
 from polylane.compile.sample_shares import Batch
-from polylane.compile.value_spec import value_specs
 from polylane.errors import ActionFailed
 from polylane.graph.capture.capture import capture
 from polylane.graph.partition import Partition, cut_positions

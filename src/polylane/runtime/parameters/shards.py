@@ -28,8 +28,8 @@ class ShardSpec:
         self._coordinates = coordinates
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._placements: dict[tuple[str, str], dict[str, Placement]] = {}
-        for partition in prepared.partitions.values():
-            graph, layout = partition.graph, prepared.layouts_of(partition)[stage]
+        for compiled in prepared.graphs.values():
+            graph, layout = compiled.partition.graph, compiled.layouts[stage]
             for kind, table in (("parameter", graph.parameters), ("buffer", graph.buffers)):
                 for key, info in table.items():
                     self.shapes[key] = info.shape

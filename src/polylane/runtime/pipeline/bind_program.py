@@ -9,8 +9,7 @@ import torch
 
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.reshard import Resharder
-from polylane.compile.value_spec import value_specs
+from polylane.compile.reshard import Resharder, value_specs
 from polylane.graph.autocast_dtypes import dtypes_under_autocast
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
@@ -131,12 +130,10 @@ def bind_program(
         hooks=StageHooks() if cut is None else cut.hooks,
     )
     travelling = value_specs(partition, dtypes, layout, mesh.coordinates)
-    sizes = {name: wire.sizes for name, wire in travelling.items()}
     return Executor(
         program=program,
         runner=runner,
-        value_specs=travelling,
-        resharder=Resharder(program.rank, plan, partition, compiled.layouts, sizes, compiled.orders),
+        resharder=Resharder(program.rank, plan, partition, compiled.layouts, travelling, compiled.orders),
         transport=transport,
         sum_statistics=None if replica_local else connections.sum_replicas,
         reducer=cut.reducer if cut else AllReducer(program.buckets, held, optional, transport, codec, program.replicas),

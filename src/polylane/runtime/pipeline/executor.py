@@ -13,7 +13,6 @@ from torch import Tensor
 
 from polylane.compile.reshard import Resharder, extract_box, write_box
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
-from polylane.compile.value_spec import ValueSpec
 from polylane.errors import ActionFailed, PeerLost
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
@@ -42,8 +41,7 @@ class Executor:
     Attributes:
         program: actions of this worker in a step.
         runner: the stage's code on this worker's tensors.
-        value_specs: dtype and shape of each crossing value, by name.
-        resharder: computes the boxes of messages.
+        resharder: knows the crossing values, and computes the boxes of messages.
         transport: carries values and gradients; opened with the program's channels and groups.
         sum_statistics: sums statistics and counts of the batch over the replicas, on a transport of its own.
         reducer: sums gradients over the ranks of each bucket.
@@ -57,7 +55,6 @@ class Executor:
 
     program: Program
     runner: StageRunner
-    value_specs: Mapping[str, ValueSpec]
     resharder: Resharder
     transport: Transport
     sum_statistics: Callable[[Tensor], Tensor] | None
@@ -81,7 +78,7 @@ class Executor:
         fitted, program = copy.copy(self), self.program
         shares = compute_shares(samples, self.microbatches, len(program.replicas), program.replica)
         own = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
-        tables = build_tables(self.program, self.resharder, self.value_specs, samples, own, self._batch_is_sharded)
+        tables = build_tables(self.program, self.resharder, samples, own, self._batch_is_sharded)
         fitted._tables, fitted.runner = tables, self.runner.fit_to_sizes(set(tables.held.values()))
         return fitted
 
@@ -214,7 +211,7 @@ class Executor:
     def _post_receive(self, action: Action, state: StepState) -> None:
         if action.kind is ActionKind.RECEIVE and (route := state.tables.routes.get(action)) is not None:
             assert action.value is not None and action.peer is not None
-            dtype = self.value_specs[action.value].dtype
+            dtype = self.resharder.value_specs[action.value].dtype
             state.pending_receives[action] = self.transport.receive(route.shape, dtype, action.peer)
 
     def _sum_replicas(self, tensor: Tensor) -> Tensor:
@@ -309,7 +306,7 @@ class Executor:
         i, name = action.microbatch, action.value
         assert i is not None and name is not None and action.peer is not None
         value = (state.input_gradients if action.gradient else state.output_values)[i][name]
-        dtype, shape = self.value_specs[name].dtype, state.tables.shapes[name, state.sample_slices[i].samples]
+        dtype, shape = self.resharder.value_specs[name].dtype, state.tables.shapes[name, state.sample_slices[i].samples]
         if tuple(value.shape) != shape or value.dtype != dtype:
             # Checked here because gloo ends the process when sizes disagree.
             raise RuntimeError(
@@ -343,7 +340,7 @@ class Executor:
 
     def _zero_value(self, name: str, samples: int, state: StepState) -> Tensor:
         shape = state.tables.shapes[name, samples]
-        return torch.zeros(shape, dtype=self.value_specs[name].dtype, device=self.runner.device)
+        return torch.zeros(shape, dtype=self.resharder.value_specs[name].dtype, device=self.runner.device)
 
 
 _SEND_OR_RECEIVE = (ActionKind.SEND, ActionKind.RECEIVE)
