@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.transport.protocol import TransportCounters
 from polylane.runtime.workers.world import World
 
+T = TypeVar("T")
+
 
 class ServingRole:
     """Serves parameters; its methods are those of :class:`polylane.runtime.training_role.TrainingRole`.
@@ -56,9 +58,8 @@ class ServingRole:
 
     def __init__(self, prepared: CompiledTraining, world: World, clip_norm: float | None) -> None:
         self.world, self._plan, self._step, self._closed = world, prepared.plan, 0, False
-        world.first_workers(
-            prepared.plan.workers
-        )  # a collective over the whole world, in which the training role is too
+        # A collective over the whole world, in which the training role is too.
+        world.first_workers(prepared.plan.workers)
         self._host = open_server_host(world, prepared, owning_stages(prepared), clip_norm)
         self._stale = track_server_weights(prepared, world.rank)
         self._server = self._host.servers[0]
@@ -66,7 +67,7 @@ class ServingRole:
 
     # ---- collective calls --------------------------------------------------------------------------------------------
 
-    def _receive_result(self, call: CollectiveCall, otherwise: Any = None) -> Any:
+    def _receive_result(self, call: CollectiveCall, otherwise: T) -> T:
         """Receive the result of a collective call; ``otherwise`` if the training workers have closed the job."""
         if self._closed:
             return otherwise
@@ -81,34 +82,32 @@ class ServingRole:
                 f"the workers that train call {called.value}, and rank {self.world.rank}, which serves parameters, "
                 f"calls {call.value}: every worker must call the same methods"
             )
-        return otherwise if self._closed else value
+        result: T = otherwise if self._closed else value
+        return result
 
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
-        sums: tuple[float, float] = self._receive_result(CollectiveCall.EVALUATE, (math.nan, math.nan))
-        return sums
+        return self._receive_result(CollectiveCall.EVALUATE, (math.nan, math.nan))
 
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
-        found: dict[str, Tensor | None] = self._receive_result(CollectiveCall.WHOLE_GRADIENTS, {})
-        return found
+        return self._receive_result(CollectiveCall.WHOLE_GRADIENTS, {})
 
     def state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self._receive_result(CollectiveCall.STATE_DICT, {})
-        return state
+        return self._receive_result(CollectiveCall.STATE_DICT, {})
 
     def save(self, path: Path) -> None:
-        self._receive_result(CollectiveCall.SAVE)
+        self._receive_result(CollectiveCall.SAVE, None)
 
     def updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
-        self._receive_result(CollectiveCall.UPDATES)
+        self._receive_result(CollectiveCall.UPDATES, None)
         return () if self._closed else self._host.gather_updates()
 
     def gather(self, make: Callable[[], Any]) -> list[Any]:
         # The value is made only when all workers ask for it: until then the servers make updates, and count bytes.
-        self._receive_result(CollectiveCall.GATHERED)
+        self._receive_result(CollectiveCall.GATHERED, None)
         return [] if self._closed else self._host.transport.all_gather_object(make())
 
     def close(self) -> None:
-        self._receive_result(CollectiveCall.CLOSE)
+        self._receive_result(CollectiveCall.CLOSE, None)
         self.world.leave()
 
     # ---- of this worker alone ----------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def remeasure_floors(
     for number, replica in where:
         step, apart = reference.step_of(number, replica), len(reference.steps[number])
         one = ReferenceModel(training, replica if apart > 1 else 0, apart)
-        write_tensors(step.before, one.named_tensors(), lambda name, whole: whole)
+        write_tensors(step.before.tensors, one.named_tensors(), lambda name, whole: whole)
         found[number, replica] = one.run_passes(number, range(TRIES_MORE))[2]
     return found
 

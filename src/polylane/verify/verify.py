@@ -206,7 +206,9 @@ class _Verification(ComparedTraining):
         # began.
         restore, model = self.snapshot(), self.tensors
         write_tensors(
-            reference.step_of(number, 0).before, {**model.parameters(), **model.buffers()}, lambda name, whole: whole
+            reference.step_of(number, 0).before.tensors,
+            {**model.parameters(), **model.buffers()},
+            lambda name, whole: whole,
         )
         culprit = find_first_difference(self, judgement.wrong_in_step(number))
         restore()

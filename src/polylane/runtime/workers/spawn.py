@@ -104,8 +104,8 @@ class _SingleAgentRendezvous(RendezvousHandler):
 
     name = "polylane"
 
-    def __init__(self, run: str) -> None:
-        self._run, self._store = run, dist.HashStore()  # type: ignore[attr-defined]
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run, self._store = parameters.run_id, dist.HashStore()  # type: ignore[attr-defined]
 
     def get_backend(self) -> str:
         return self.name
@@ -134,11 +134,7 @@ class _SingleAgentRendezvous(RendezvousHandler):
         return True
 
 
-def _make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    return _SingleAgentRendezvous(parameters.run_id)
-
-
-rendezvous_handler_registry.register(_SingleAgentRendezvous.name, _make_rendezvous)
+rendezvous_handler_registry.register(_SingleAgentRendezvous.name, _SingleAgentRendezvous)
 
 
 class _ReportServer(Generic[T]):
