@@ -93,9 +93,8 @@ class ProgramBinder:
             return self._ahead[replica_local][key.objective]
         if graph is self._prepared.evaluations.get(key.objective):  # compiled ahead, not checked by capture() here
             self._refuse(graph.partition, key.training)
-        programs = lower_programs(
-            graph.partition, self._plan, self._local_model.owning_stages, key.training, graph.layouts, replica_local
-        )
+        holders = self._local_model.owning_stages
+        programs = lower_programs(graph, self._plan, holders, key.training, replica_local)
         return self._local_model.shard_units.regroup_buckets(programs)
 
     def bind(
@@ -156,26 +155,21 @@ class ProgramBinder:
     def _refuse(self, partition: Partition, training: bool) -> None:
         # The plan was made for the first graph of the objective; another form or mode may need what it does not give.
         self._refuse_moved_use(partition)
-        self._refuse_coupled_samples(partition)
+        if not self._prepared.batch_is_sharded:
+            refuse_coupled_samples(partition.graph, self._plan.microbatches, self._plan.data, self._plan.per_sample)
         if training:
             refuse_effects(partition, self._plan)
         self._refuse_new_statistics(partition)
 
     def _refuse_new_statistics(self, partition: Partition) -> None:
         graphs = [each.graph for each in self._prepared.partitions.values()]
-        if partition.graph.code.has_batch_statistics and self._plan.data > 1:
-            if any(graph.code.has_batch_statistics for graph in graphs):
-                return
+        known = any(graph.code.has_batch_statistics for graph in graphs)
+        if partition.graph.code.has_batch_statistics and self._plan.data > 1 and not known:
             raise PolylaneError(
                 "a part of the model normalizes by statistics of the batch now, but did not when the training was "
                 "prepared, so that replicas have no way to share them: let it train() then, and eval() it before the "
                 "first step"
             )
-
-    def _refuse_coupled_samples(self, partition: Partition) -> None:
-        """Refuse a form or mode whose loss couples samples, if that of the first one does not."""
-        if not self._prepared.batch_is_sharded:
-            refuse_coupled_samples(partition.graph, self._plan.microbatches, self._plan.data, self._plan.per_sample)
 
     def _refuse_moved_use(self, partition: Partition) -> None:
         holders = self._local_model.owning_stages

@@ -74,22 +74,13 @@ class TrainingRole:
         # Programs first: their channels and groups are what connections are opened for.
         holders = owning_stages(prepared)
         lowered = lower_ahead(prepared, holders)
-        layout = plan_shard_units(prepared, lowered)
-        self._programs = {name: layout.regroup_buckets(programs) for name, programs in lowered.items()}
+        units = plan_shard_units(prepared, lowered)
+        self._programs = {name: units.regroup_buckets(programs) for name, programs in lowered.items()}
         local = lower_ahead(prepared, holders, replica_local=True) if self.plan.sync.is_replica_local else {}
         self._connections = open_connections(prepared, world, [*self._programs.values(), *local.values()], connect)
         self._transport = self._connections.transport
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
-        self._holding = LocalModel(
-            prepared,
-            world,
-            holders,
-            self._transport,
-            seed=seed,
-            same_weights=same_weights,
-            layout=layout,
-            gathers=self._connections.gather_transport,
-        )
+        self._holding = LocalModel(prepared, world, holders, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         self._binding = ProgramBinder(

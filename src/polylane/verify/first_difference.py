@@ -68,7 +68,8 @@ def find_first_difference(training: ComparedTraining, wrong: StepDifference) -> 
         training = replace(training, prepared=prepared)
     restore = training.snapshot()
     for microbatch, node in find_differing_nodes(training, wrong.step, backward=False):
-        return _describe_node(node, f"microbatch {microbatch}" + _describe_step(wrong))
+        step = f", step {wrong.step + 1}" if wrong.step else ""
+        return _describe_node(node, f"microbatch {microbatch}{step}")
     # (graph position, microbatch) of the last node whose value has a wrong gradient: the first one on the way back.
     at = -1, 0
     restore()
@@ -147,10 +148,6 @@ def _find_first_gradient(nodes: Sequence[Node], wrong: StepDifference, last: int
     return f"the value of {_describe_node(value, '')}, {read}, microbatch {microbatch}"
 
 
-def _describe_step(wrong: StepDifference) -> str:
-    return f", step {wrong.step + 1}" if wrong.step else ""
-
-
 def find_differing_nodes(training: ComparedTraining, step: int, backward: bool) -> Iterator[tuple[int, Node]]:
     """Yield (microbatch, node) where the plan's value of the node, or its gradient, differs; in the order of the graph.
 
@@ -168,9 +165,9 @@ def find_differing_nodes(training: ComparedTraining, step: int, backward: bool) 
                 continue
             if backward and any(t.weights[microbatch] for t in those if (microbatch, node.name) not in t.values):
                 continue  # an operator returned its own input: the gradient is kept for the node before
-            lies = _ValuePlacement(layouts[stage_of[node.name]], backward)
+            replicas = _assemble_replicas(parts, layouts[stage_of[node.name]], microbatch, node.name, backward)
             scale = error_scale(0.0, floors[node.name], tolerance)
-            if not _matches_reference(node, seen[node.name], parts, lies, microbatch, tolerance, scale):
+            if not _matches_reference(node, seen[node.name], replicas, microbatch, tolerance, scale):
                 yield microbatch, node
 
 
@@ -230,29 +227,27 @@ def _describe_node(node: Node, where: str) -> str:
     return f"{node.name}{line}{', ' + where if where else ''}"
 
 
-@dataclass(frozen=True)
-class _ValuePlacement:
-    """Placements of a stage's values, or of their gradients, on the ranks of its mesh.
+def _assemble_value(
+    layout: Layout | None, name: str, values: Mapping[tuple[int, ...], Tensor], samples: int, is_gradient: bool
+) -> Tensor:
+    """Return a node's whole value from the ranks' parts, which are keyed by mesh coordinates.
 
-    Attributes:
-        layout: the stage's layout; None where no operator is split.
-        is_gradient: whether the values are gradients, which have the dual placements.
+    Args:
+        layout: placements of the stage's values; None where no operator is split.
+        name: name of the node.
+        values: the parts, each of them by the coordinates of its rank.
+        samples: number of samples of the value.
+        is_gradient: whether the value is a gradient, which has the dual placements.
     """
-
-    layout: Layout | None
-    is_gradient: bool
-
-    def assemble_value(self, name: str, values: Mapping[tuple[int, ...], Tensor], samples: int) -> Tensor:
-        """Return a node's whole value from the ranks' parts, which are keyed by mesh coordinates."""
-        if self.layout is None:
-            return next(iter(values.values()))
-        state = self.layout.state(name, samples)
-        degrees = tuple(split.degree for split in self.layout.splits.values())
-        return assemble_parts(values, tuple(map(gradient_placement, state)) if self.is_gradient else state, degrees)
+    if layout is None:
+        return next(iter(values.values()))
+    state = layout.state(name, samples)
+    degrees = tuple(split.degree for split in layout.splits.values())
+    return assemble_parts(values, tuple(map(gradient_placement, state)) if is_gradient else state, degrees)
 
 
 def _assemble_replicas(
-    traces: Sequence[ValueTrace], lies: _ValuePlacement, microbatch: int, name: str
+    traces: Sequence[ValueTrace], layout: Layout | None, microbatch: int, name: str, is_gradient: bool
 ) -> list[ValueTrace]:
     """Return one trace for each replica that computed something, with the node's value assembled from its mesh."""
     meshes: dict[int, dict[tuple[int, ...], ValueTrace]] = {}
@@ -264,7 +259,7 @@ def _assemble_replicas(
         mesh = meshes[replica]
         one = next(iter(mesh.values()))
         values = {at: each.values[microbatch, name] for at, each in mesh.items()}
-        own = {(microbatch, name): lies.assemble_value(name, values, one.samples[microbatch])}
+        own = {(microbatch, name): _assemble_value(layout, name, values, one.samples[microbatch], is_gradient)}
         result.append(ValueTrace(one.stage, replica, {}, own, one.weights, one.samples))
     return result
 
@@ -276,8 +271,7 @@ def _sort_values(value: Tensor) -> Tensor:
 def _matches_reference(
     node: Node,
     expected: Tensor,
-    traces: Sequence[ValueTrace],
-    lies: _ValuePlacement,
+    replicas: Sequence[ValueTrace],
     microbatch: int,
     tolerance: float,
     scale: float,
@@ -287,14 +281,12 @@ def _matches_reference(
     Args:
         node: node of the graph whose value it is.
         expected: the reference's value, of the whole microbatch.
-        traces: one for each rank of the node's stage, with the value.
-        lies: how the value is placed on the ranks of a mesh.
+        replicas: one trace for each replica that computed something, with the value assembled from its mesh.
         microbatch: number of the microbatch that was traced.
         tolerance: largest relative error that counts as rounding.
         scale: least denominator of the error, from the rounding floor.
     """
-    ordered = _assemble_replicas(traces, lies, microbatch, node.name)
-    values = [t.values[microbatch, node.name] for t in ordered]
+    values = [t.values[microbatch, node.name] for t in replicas]
     if node.batch_dim is not None:
         together = torch.cat(values, node.batch_dim) if expected.dim() else values[0]
         if together.shape != expected.shape:
@@ -309,7 +301,7 @@ def _matches_reference(
     # is wrong, a later node shows it.
     if any(v.shape != expected.shape or not v.is_floating_point() for v in values):
         return len(values) > 1
-    samples = [t.samples[microbatch] for t in ordered]
+    samples = [t.samples[microbatch] for t in replicas]
     mean = sum(v * n for v, n in zip(values, samples, strict=True)) / sum(samples)
     total = torch.stack(list(values)).sum(0)
     return any(relative_error(expected, torch.as_tensor(each), scale) <= tolerance for each in (mean, total))

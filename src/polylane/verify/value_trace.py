@@ -11,7 +11,6 @@ from torch import Tensor
 
 from polylane.compile.sample_shares import Batch
 from polylane.graph.sample_slice import SampleSlice
-from polylane.program.lower import lower_evaluation
 from polylane.runtime.parameters.local_model import owning_stages
 from polylane.runtime.pipeline.bind_program import lower_programs
 from polylane.runtime.pipeline.stage_runner import LiveMicrobatch, StageRunner, run_node_by_node
@@ -120,11 +119,7 @@ def trace_pass(training: ComparedTraining, world: World, step: int, backward: bo
     """
     prepared, batch = training.prepared, training.batches[step]
     role = TrainingRole(prepared, world, example=batch, seed=training.seed)
-    partition, plan = prepared.main_partition, prepared.plan
-    if backward:
-        programs = lower_programs(partition, plan, owning_stages(prepared), True, prepared.main.layouts)
-    else:
-        programs = lower_evaluation(partition, plan)
+    programs = lower_programs(prepared.main, prepared.plan, owning_stages(prepared), training=backward)
     whole = Batch.whole(batch)
     worker = role.lane(programs, whole.samples).executor
     runner = worker.runner

@@ -15,11 +15,10 @@ from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.parameters.shared_buffers import SharedBuffers
-from polylane.runtime.pipeline.connections import column_ranks
+from polylane.runtime.pipeline.connections import Connections, column_ranks
 from polylane.runtime.sync.zero.flat_shards import Shards, empty_storage, flat_buffer_of
 from polylane.runtime.sync.zero.optimizer_parts import find_unshardable
 from polylane.runtime.sync.zero.units import WHOLE, ShardUnits, build_all_units, shard_group
-from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.workers.world import World
 
 Holders = Mapping[str, tuple[int, ...]]
@@ -48,7 +47,7 @@ def plan_shard_units(prepared: CompiledTraining, programs: Mapping[str, Sequence
     plan, objectives = prepared.plan, prepared.objectives.values()
     if plan.sync.shard == "none":
         return WHOLE
-    named = named_parameters(prepared.model, [objective.loss for objective in objectives])
+    named = named_parameters(prepared.model, prepared.losses)
     whole = find_unshardable(named, [objective.optimizer for objective in objectives])
     infos = {name: info for each in prepared.partitions.values() for name, info in each.graph.parameters.items()}
     return build_all_units(plan, programs, infos, whole)
@@ -68,11 +67,10 @@ class LocalModel:
         prepared: the compiled training, equal on every worker.
         world: this worker among all training workers.
         holders: the stages that keep each parameter up to date, by canonical name.
-        transport: connects all training workers; collectives outside passes run over it.
+        connections: transports of this worker.
+        units: ZeRO shard units of all ranks.
         seed: seed of the initial values of a model on the meta device.
         same_weights: whether every worker's model has equal weights already, so that no broadcast is needed.
-        layout: ZeRO shard units of all ranks.
-        gathers: transport of the all-gathers during passes (ZeRO-3); None where parameters stay full.
 
     Attributes:
         prepared: the compiled training, equal on every worker.
@@ -93,17 +91,15 @@ class LocalModel:
         prepared: CompiledTraining,
         world: World,
         holders: Holders,
-        transport: Transport,
-        *,
+        connections: Connections,
+        units: ShardUnits,
         seed: int,
         same_weights: bool,
-        layout: ShardUnits = WHOLE,
-        gathers: Transport | None = None,
     ) -> None:
-        plan, losses = prepared.plan, [o.loss for o in prepared.objectives.values()]
+        plan, transport = prepared.plan, connections.transport
         self.prepared, self.world, self.owning_stages, self.transport = prepared, world, holders, transport
         self.stage, replica = plan.stage_and_replica(world.rank)
-        self.tensors = ModelTensors(prepared.model, losses, world.device)
+        self.tensors = ModelTensors(prepared.model, prepared.losses, world.device)
         self.shard_spec = ShardSpec(prepared, self.stage, plan.coordinates(world.rank))
         self.buffers = SharedBuffers(
             self.stage,
@@ -115,7 +111,7 @@ class LocalModel:
             transport,
             None if plan.is_uniform else self.shard_spec,
         )
-        self.shard_units, self.shards, self._gather_transport = layout, Shards(), gathers
+        self.shard_units, self.shards, self._gather_transport = units, Shards(), connections.gather_transport
         self._materialized_parts: dict[str, Tensor] = {}
         self.was_on_meta = self._materialize(seed)
         self.tensors.move_to_device(self.local_names())

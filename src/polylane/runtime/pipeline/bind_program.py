@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,13 +10,12 @@ from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.graph.autocast_dtypes import dtypes_under_autocast
-from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
 from polylane.program.replica_local import without_replica_sync
-from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.local_model import Holders, LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
@@ -35,40 +33,33 @@ from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
-from polylane.sharding.stage_layouts import StageLayouts
 
 
 def lower_programs(
-    partition: Partition,
-    plan: Plan,
-    holders: Mapping[str, Collection[int]],
-    training: bool,
-    layouts: StageLayouts,
-    alone: bool = False,
+    graph: CompiledGraph, plan: Plan, holders: Holders, training: bool, replica_local: bool = False
 ) -> tuple[Program, ...]:
     """Lower a graph to every worker's program for training or evaluation, and check them for deadlocks.
 
     Args:
-        partition: the graph and its cuts into stages.
+        graph: the graph, with its cuts into stages and the layouts of its operators.
         plan: the plan, for meshes and schedule.
         holders: by parameter, the stages that keep it up to date.
         training: forward and backward, or forward only.
-        layouts: how the operators of every stage are sharded.
-        alone: whether replicas do not sum gradients with each other.
+        replica_local: whether replicas do not sum gradients with each other.
     """
     programs = (
-        lower(partition, plan, holders, layouts.partial_gradient_axes)
+        lower(graph.partition, plan, holders, graph.layouts.partial_gradient_axes)
         if training
-        else lower_evaluation(partition, plan)
+        else lower_evaluation(graph.partition, plan)
     )
-    if alone or (training and plan.sync.has_servers):  # parameter servers sum the replicas' gradients
+    if replica_local or (training and plan.sync.has_servers):  # parameter servers sum the replicas' gradients
         programs = tuple(without_replica_sync(program, plan) for program in programs)
     check(programs)
     return programs
 
 
 def lower_ahead(
-    prepared: CompiledTraining, holders: Mapping[str, Collection[int]], replica_local: bool = False
+    prepared: CompiledTraining, holders: Holders, replica_local: bool = False
 ) -> dict[str, tuple[Program, ...]]:
     """Lower each objective's graph that was compiled ahead to every worker's program for training.
 
@@ -78,7 +69,7 @@ def lower_ahead(
         replica_local: whether replicas do not sum gradients with each other.
     """
     return {
-        name: lower_programs(graph.partition, prepared.plan, holders, True, graph.layouts, replica_local)
+        name: lower_programs(graph, prepared.plan, holders, True, replica_local)
         for name, graph in prepared.graphs.items()
     }
 
