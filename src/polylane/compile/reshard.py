@@ -199,10 +199,6 @@ class Resharder:
         size = len(devices) // self.plan.stages[stage].degree("data")
         return [list(devices[i : i + size]) for i in range(0, len(devices), size)]
 
-    def _batch_dim(self, value: str) -> int | None:
-        graph = self.partition.graph
-        return graph.nodes[graph.positions[value]].batch_dim
-
     def _sample_range(self, rank: int, samples: int) -> tuple[int, int, int]:
         stage, replica = self.plan.stage_and_replica(rank)
         if self.layouts.batch_is_sharded:
@@ -229,7 +225,8 @@ class Resharder:
             for axis, placement in zip(layout.splits, layout.state(value, stop - start), strict=True):
                 if isinstance(placement, Shard):
                     box = cut_box(box, placement.dim, placement.ranges(at[axis]))
-        dim = self._batch_dim(value)
+        graph = self.partition.graph
+        dim = graph.nodes[graph.positions[value]].batch_dim
         if dim is None or not start:
             return box
         # Then moved along the batch dimension to where its samples are in the microbatch. A value may have several rows

@@ -74,15 +74,7 @@ class Job:
         self._role: TrainingRole | ServingRole
         # Dedicated servers have the ranks behind those that train.
         if world.rank < prepared.plan.workers:
-            self._role = TrainingRole(
-                prepared,
-                world,
-                example=example,
-                clip_norm=clip_norm,
-                seed=seed,
-                same_weights=same_weights,
-                connect=connect,
-            )
+            self._role = TrainingRole(prepared, world, example, clip_norm, seed, same_weights, connect)
         else:
             self._role = ServingRole(prepared, world, clip_norm)
         self.world = self._role.world

@@ -54,7 +54,6 @@ class TrainingRole:
         self,
         prepared: CompiledTraining,
         world: World,
-        *,
         example: Any,
         clip_norm: float | None = None,
         seed: int = 0,
@@ -129,14 +128,7 @@ class TrainingRole:
             if lane.buffers:
                 self._holding.buffers.mark_updated(lane.buffers)
             result = gather_result(
-                self._step,
-                own.samples,
-                lane.programs,
-                state,
-                self._ahead,
-                self._transport,
-                self.world.device,
-                self._rule.loss_ranks,
+                self._step, lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.loss_ranks
             )
         self._stale.record_step(self._rule.weights_differ)
         self._in_flight.append(result)
@@ -192,7 +184,7 @@ class TrainingRole:
             count = self._summed(state, together)[1]
             if count:
                 trainer.scale_gradients(state.samples_in_mean / count)
-        self._rule.update_weights(name, trainer, bool(state.shares))
+        self._rule.update_weights(name, trainer, bool(state.tables.shares))
         self._rule.after_step(name, lane.counted)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def _find_origin(output: fx.Node | None, results: Mapping[fx.Node, Any]) -> fx.N
     leaving = [node for node in output.all_input_nodes if node in results]
     nan = any(_has_nan(results[node]) for node in leaving)
     # A NaN is followed back over NaNs only: an infinity before it may be a mask's. Without NaNs it is an infinite loss.
-    wrong = _has_nan if nan else _is_non_finite_number
+    wrong = _has_nan if nan else _has_non_finite
     order = {node: position for position, node in enumerate(results)}
     todo, seen, first = [node for node in leaving if wrong(results[node])], set[fx.Node](), list[fx.Node]()
     while todo:
@@ -157,10 +157,6 @@ def _find_origin(output: fx.Node | None, results: Mapping[fx.Node, Any]) -> fx.N
         if not before:
             first.append(node)
     return min(first, key=order.__getitem__, default=None)
-
-
-def _is_non_finite_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and _has_non_finite(value)
 
 
 def _describe_node(nodes: Mapping[str, Node], name: str) -> str:

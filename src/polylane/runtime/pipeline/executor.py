@@ -95,7 +95,7 @@ class Executor:
         slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in own.items()}
         parts = self._add_batch_counts(batch, own, slices)
         self._slowness = 1.0 if self.straggler is None else self.straggler.factor_at(step, self.program.rank)
-        state = StepState(own, parts, tables, averaged)
+        state = StepState(parts, tables, averaged)
         watch = self.runner.code.watch
         watch.records = [] if self._has_witness(step, len(own)) else None
         posted = 0
@@ -256,7 +256,7 @@ class Executor:
     def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
         i = action.microbatch
         assert i is not None
-        share, part = state.shares[i], state.sample_slices[i]
+        share, part = state.tables.shares[i], state.sample_slices[i]
         leaves = batch.leaves_of(share, rows=share.weight * share.samples if self._batch_is_sharded else None)
         values = state.values.pop(i, {})
         for crossing in self.program.receives:

@@ -44,22 +44,29 @@ class PythonCallWatch:
         self.current_node: Node | None = None
         self.records: list[WitnessedCall] | None = None  # calls in the forward passes of a step that is checked
 
-    def begin_hook(self, node: Node) -> Callable[[Any], None]:
-        """Return the hook to call before the backward pass of ``node``."""
+    def watch_backward(self, node: Node, result: Any, arguments: Any) -> None:
+        """Register hooks by which ``node`` is the current one from the gradient of its result to its arguments'."""
 
-        def hook(_: Any) -> None:
+        def begin(_: Any) -> None:
             self.current_node = node
 
-        return hook
-
-    def end_hook(self, node: Node) -> Callable[[Any], None]:
-        """Return the hook to call before the backward pass of the inputs of ``node``."""
-
-        def hook(_: Any) -> None:
+        def end(_: Any) -> None:
             if self.current_node is node:
                 self.current_node = None
 
-        return hook
+        _register_prehooks(result, begin)
+        _register_prehooks(arguments, end)
+
+
+def _register_prehooks(values: Any, hook: Callable[[Any], None]) -> None:
+    """Have a hook called before the backward pass of each tensor in nested values."""
+
+    def register(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.grad_fn.register_prehook(hook)
+        return value
+
+    fx.node.map_aggregate(values, register)
 
 
 class WatchedCall:
@@ -99,18 +106,8 @@ class WatchedCall:
         result = self.target(*args, **kwargs)
         if before != [buffer._version for buffer in tensors[self.buffers]]:
             self._refuse_write(part)
-        fx.node.map_aggregate(result, self._hook_registrar(self.watch.begin_hook(self.node)))
-        fx.node.map_aggregate((args, kwargs), self._hook_registrar(self.watch.end_hook(self.node)))
+        self.watch.watch_backward(self.node, result, (args, kwargs))
         return result
-
-    @staticmethod
-    def _hook_registrar(hook: Callable[[Any], None]) -> Callable[[Any], Any]:
-        def register(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                value.grad_fn.register_prehook(hook)
-            return value
-
-        return register
 
 
 @dataclass(frozen=True)

@@ -95,26 +95,24 @@ class StepResult:
 
 def gather_result(
     step: int,
-    samples: int,
     programs: Sequence[Program],
     state: StepState,
     ahead: float,
     transport: Transport,
     device: torch.device,
-    ranks: Sequence[int] | None = None,
+    ranks: Sequence[int] | None,
 ) -> StepResult:
     """Start the all-reduce of a step's loss and spans.
 
     Args:
         step: number of the step, from 0.
-        samples: samples of the batch, over all replicas.
         programs: programs of all workers, by rank.
         state: loss and spans of this worker in the step.
         ahead: seconds that this worker's clock is ahead of rank 0's.
         transport: transport between all workers.
         device: device of the vector, as the transport's backend needs it.
-        ranks: ranks whose loss and spans are summed, this worker's among them, by default all; the lanes of others
-            stay empty.
+        ranks: ranks whose loss and spans are summed, this worker's among them; the lanes of others stay empty. None:
+            all.
     """
     ranks = range(transport.size) if ranks is None else ranks
     gather = transport.size <= TIMELINE_WORKERS
@@ -128,7 +126,7 @@ def gather_result(
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
     vector = torch.tensor([*state.sums(), *numbers], dtype=torch.float64, device=device)
     pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
-    return StepResult(step, samples, vector, pending, programs, state.spans)
+    return StepResult(step, state.tables.samples, vector, pending, programs, state.spans)
 
 
 def align_clocks(steps: Sequence[Sequence[Span]], ahead: float) -> list[Span]:
