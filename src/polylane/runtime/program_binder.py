@@ -56,7 +56,6 @@ class ProgramBinder:
 
     Args:
         holding: this worker's part of the model.
-        full_tensors: gathers full weights, on which the user's model is captured.
         connections: transports and mesh of this worker.
         programs: by objective, all workers' programs of the graph that was compiled ahead for training.
         replica_local: the same for steps without gradient sums between replicas; empty where there are none.
@@ -66,14 +65,12 @@ class ProgramBinder:
     def __init__(
         self,
         holding: LocalModel,
-        full_tensors: FullTensors,
         connections: Connections,
         programs: Mapping[str, tuple[Program, ...]],
         replica_local: Mapping[str, tuple[Program, ...]],
         trainers: Mapping[str, ObjectiveUpdate],
     ) -> None:
         self._local_model, self._connections, self._trainers = holding, connections, trainers
-        self._full_tensors = full_tensors
         self._ahead = {False: programs, True: replica_local}
         self._prepared, self._plan = holding.prepared, holding.prepared.plan
 
@@ -81,7 +78,7 @@ class ProgramBinder:
         prepared = self._prepared
         # Capture runs the user's model: it needs parameters of full shape, and must leave Python state as it was.
         with (
-            self._full_tensors.installed_in_model(),
+            FullTensors(self._local_model).installed_in_model(),
             python_kept(prepared.model, *prepared.losses),
         ):
             partition = prepared.recapture(objective, batch, training, which)

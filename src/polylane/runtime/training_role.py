@@ -82,9 +82,7 @@ class TrainingRole:
         self._holding = LocalModel(prepared, world, holders, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
-        self._binding = ProgramBinder(
-            self._holding, self._full_tensors, self._connections, self._programs, local, self._trainers
-        )
+        self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
         self._cache = CompileCache[BoundProgram](prepared, self._binding, example)
         # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if local else [False])

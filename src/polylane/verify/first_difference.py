@@ -25,7 +25,7 @@ from polylane.runtime.workers.world import World
 from polylane.sharding.layout import Layout, assemble_parts
 from polylane.verify.record import ComparedTraining
 from polylane.verify.relative_error import error_scale, relative_error
-from polylane.verify.value_trace import BackwardGradients, ForwardValues, ValueTrace, trace_pass
+from polylane.verify.value_trace import KeptValues, ValueTrace, trace_pass
 from polylane.verify.whole_graph import add_batch_counts, run_graph
 
 
@@ -193,10 +193,7 @@ def _reference_values(
     part_of = {part.microbatch: part for part in counted}
 
     def run(start: int, stop: int, microbatch: int) -> dict[str, Tensor]:
-        look, own = (
-            BackwardGradients() if backward else ForwardValues(),
-            take_samples(clone_leaves(leaves), start, stop),
-        )
+        look, own = KeptValues(backward), take_samples(clone_leaves(leaves), start, stop)
         with torch.set_grad_enabled(backward):
             loss = run_graph(code, tensors, own, part_of[microbatch], look)
         if backward and loss[0].requires_grad:

@@ -188,18 +188,20 @@ class Executor:
             seed: seed of all random numbers.
             averaged: number of samples over which the loss is a mean.
         """
+        start, stop, weight = share.start, share.stop, share.weight
+        sums = None if self.sum_statistics is None else self._sum_replicas
         if self._batch_is_sharded:  # operators see the whole microbatch, of which each replica holds its rows
-            begin, end = split_bounds(tables.samples, self.microbatches)[share.microbatch]
-            return SampleSlice(end - begin, begin, tables.samples, share.microbatch, step, seed, loss_samples=averaged)
+            start, stop = split_bounds(tables.samples, self.microbatches)[share.microbatch]
+            weight, sums = 1, None
         return SampleSlice(
-            samples=share.samples,
-            first=share.start,
+            samples=stop - start,
+            first=start,
             batch=tables.samples,
             microbatch=share.microbatch,
             step=step,
             seed=seed,
-            weight=share.weight,
-            sum_replicas=self._sum_replicas if self.sum_statistics is not None else None,
+            weight=weight,
+            sum_replicas=sums,
             loss_samples=averaged,
         )
 
@@ -264,10 +266,7 @@ class Executor:
                 values[crossing.value] = self._zero_value(crossing.value, part.samples, state)
         live = self.runner.forward(i, values, leaves, part)
         if self.anomalies is not None and share.weight and torch.is_grad_enabled():
-            program = self.program
-            self.anomalies.check_forward(
-                self.runner, program.partition.graph, program.stage, values, leaves, part, live
-            )
+            self.anomalies.check_forward(self.runner, self.program, values, leaves, part, live)
         state.output_values[i] = live.outputs
         # Padding samples are excluded from the loss, even if it is NaN.
         if live.loss and share.weight and self.mesh.is_first:

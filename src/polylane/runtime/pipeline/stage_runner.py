@@ -20,7 +20,6 @@ from polylane.errors import PolylaneError
 from polylane.graph.capture.export import format_line
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Node
-from polylane.graph.interpreter import ObservingInterpreter
 from polylane.graph.partition import Partition
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.sample_slice import SampleSlice
@@ -330,16 +329,19 @@ class StageRunner:
             name: value.requires_grad_() if name in self.differentiable_inputs and torch.is_grad_enabled() else value
             for name, value in values.items()
         }
-        code = self.code_for(part.samples)
-        arguments = [self.resolve_argument(role, inputs, leaves, part) for role in code.roles]
         context = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
         with context, self.hooks.forward():
-            result = code.run(*arguments)
+            result = self.run_code(inputs, leaves, part)
         count = len(self.code.outputs)
         live = LiveMicrobatch(inputs, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
         if torch.is_grad_enabled():
             self.live_microbatches[microbatch] = live
         return live
+
+    def run_code(self, inputs: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice) -> tuple[Any, ...]:
+        """Run the stage's code on one microbatch; return the outgoing values, then the parts of the loss."""
+        code = self.code_for(part.samples)
+        return code.run(*[self.resolve_argument(role, inputs, leaves, part) for role in code.roles])
 
     def resolve_argument(
         self, role: tuple[str, Any], values: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice
@@ -371,24 +373,3 @@ class StageRunner:
         self.code.watch.current_node = None
         inputs = {name: live.inputs[name] for name in self.differentiable_inputs if name in live.inputs}
         return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
-
-
-def run_node_by_node(
-    runner: StageRunner,
-    values: Mapping[str, Tensor],
-    leaves: Sequence[Any],
-    part: SampleSlice,
-    look: Callable[[str, Tensor], None],
-) -> tuple[Any, ...]:
-    """Run a stage's forward pass node by node; ``look`` is called with the name and value of each tensor."""
-    code = runner.code_for(part.samples)
-    roles = iter(code.roles)
-
-    def observe(node: fx.Node, value: Any) -> None:
-        if isinstance(value, Tensor) and node.meta.get("stands", True):
-            look(node.meta["name"], value)
-
-    interpreter = ObservingInterpreter(
-        code.graph, lambda node: runner.resolve_argument(next(roles), values, leaves, part), observe
-    )
-    return tuple(interpreter.run())
