@@ -24,16 +24,14 @@ LOSSES = ""  # key of the losses among parameters and buffers; no tensor of a mo
 
 
 @dataclass(frozen=True)
-class FreeRun:
-    """The results of a plan on one worker.
+class FreeRun(TrainingRecord):
+    """The results of a plan on one worker; gradients and state are those of rank 0 alone.
 
     Attributes:
-        record: losses, gradients and state; the latter two on rank 0 alone.
         held: a digest of every local weight and buffer, by name and part.
         updates: what each parameter server recorded; empty without servers.
     """
 
-    record: TrainingRecord
     held: dict[str, str]
     updates: tuple[tuple[ServerUpdate, ...], ...]
 
@@ -58,7 +56,7 @@ def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
     held = {name + job.part_of(name) + own: digest_tensor(tensor) for name, tensor in job.held().items()}
     losses = _whole_losses(job, sums)
     state = job.state_dict()
-    return FreeRun(TrainingRecord(losses, gradients, state if job.world.rank == 0 else {}), held, job.updates())
+    return FreeRun(losses, gradients, state if job.world.rank == 0 else {}, held, job.updates())
 
 
 def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
@@ -75,9 +73,9 @@ def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
 
 def compare_freely(reference: ReferenceRun, trained: FreeRun) -> FreeRunDeviation:
     """Return how far a free run ends from the reference."""
-    pairs = zip(reference.losses, trained.record.losses, strict=True)
+    pairs = zip(reference.losses, trained.losses, strict=True)
     loss_error = max(divide_by_scale(abs(a - b), abs(a)) for a, b in pairs)
-    errors = {name: relative_error(value, trained.record.state[name]) for name, value in reference.state.items()}
+    errors = {name: relative_error(value, trained.state[name]) for name, value in reference.state.items()}
     name = max(errors, key=lambda each: errors[each], default="")
     worst = errors.get(name, 0.0)
     return FreeRunDeviation(loss_error, worst, name if worst else "")
@@ -98,9 +96,9 @@ def compare_runs(training: ComparedTraining, reference: ReferenceRun, workers: S
         workers: the results of each worker that trains.
     """
     prepared, tolerance = training.prepared, training.tolerance
-    floors, first = reference.floors, workers[0].record
+    floors, first = reference.floors, workers[0]
     scales = [error_scale(abs(loss), floors.buffers.get(LOSSES, 0.0), tolerance) for loss in reference.losses]
-    pairs = [zip(reference.losses, worker.record.losses, scales, strict=True) for worker in workers]
+    pairs = [zip(reference.losses, worker.losses, scales, strict=True) for worker in workers]
     errors = [
         max(each) for each in zip(*([divide_by_scale(abs(a - b), s) for a, b, s in p] for p in pairs), strict=True)
     ]
