@@ -93,10 +93,6 @@ class CompiledTraining:
         """Whether replicas shard operators along the batch dimension, because the loss couples samples."""
         return any(graph.layouts.batch_is_sharded for graph in self.graphs.values())
 
-    def axes(self, stage: int) -> tuple[str, ...]:
-        """Return the axes along which a stage's operators are sharded; "data" too where the loss couples samples."""
-        return self.main.layouts.axes(stage)
-
     def microbatches_of(self, samples: int) -> int:
         """Return the number of microbatches of a batch in training: fewer for a short one, if the model needs it."""
         return count_parts(samples, self.plan.microbatches, self.min_samples.samples)

@@ -22,7 +22,7 @@ from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
 from polylane.runtime.data import loader as data
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
-from polylane.runtime.pipeline.connections import Connect, check_world_size
+from polylane.runtime.pipeline.connections import Connect
 from polylane.runtime.pipeline.step_result import StepResult, merge_timelines
 from polylane.runtime.server_role import ServingRole
 from polylane.runtime.sync.gradient_sync import LocalOptimizer
@@ -66,8 +66,14 @@ class Job:
             seed: seed for the order of samples and for all random numbers.
             same_weights: every worker's model has the same weights already (workers forked from one process do).
             connect: makes the transports; default: chosen by where the workers are (shared memory on one host).
+
+        Raises:
+            PolylaneError: the world has more or fewer workers than the plan takes.
         """
-        check_world_size(prepared.plan, world)
+        if world.size != prepared.plan.processes:
+            raise PolylaneError(
+                f"the plan takes {prepared.plan.processes} workers ({prepared.plan.spec}), there are {world.size}"
+            )
         self.plan, self.model = prepared.plan, prepared.model
         self._objectives, self._is_closed = tuple(prepared.partitions), False
         self.anomalies: AnomalyDetector | None = None

@@ -117,7 +117,7 @@ def track_stale_weights(holding: LocalModel) -> StaleTensors:
     for name in named:
         own = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
         stages = holding.owning_stages.get(own, ())
-        if holding.shard_spec.is_sharded("parameter", own):
+        if holding.shard_spec.is_sharded(own):
             axes = ",".join(f"{axis}={plan.degree(axis)}" for axis in plan.axes)
             parts[name] = f"under {axes} this worker (rank {rank}) holds a part of {name}"
         elif holding.shards.keeps_only_shards and own in holding.shards.buffer_of:

@@ -77,7 +77,7 @@ def _trained_tensors(holding: LocalModel, program: Program, hosts: Mapping[str, 
             shape = pieces.local_shape(name)
             # A tied or replicated parameter is sent by one of the ranks that have it. Bytes to a server in the sender's
             # own process do not leave it.
-            speaks = stage == min(holding.owning_stages[name]) and pieces.is_counted("parameter", name)
+            speaks = stage == min(holding.owning_stages[name]) and pieces.is_counted(name)
             leaves = hosts.get(name) != holding.world.rank and speaks
             alike = set(bucket.ranks) == replicas
             found.append(TrainedTensor(shape, parameters[name].itemsize, len(bucket.ranks), alike, leaves))

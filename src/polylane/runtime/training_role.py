@@ -166,8 +166,6 @@ class TrainingRole:
     def _refuse_short(self, batch: Batch) -> None:
         """Refuse a batch if it, or a later one of its epoch, has fewer samples than the model can be trained on."""
         fewest = self._prepared.min_samples
-        if batch.shortest >= fewest.samples:
-            return
         what = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
         remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
         fewest.check(batch.shortest, what, remedy)

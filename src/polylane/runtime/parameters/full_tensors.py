@@ -115,10 +115,9 @@ class FullTensors:
         parameters, local_names = self._tensors.parameters(), self._local_model.local_names()
         own, wholes = dict[str, Tensor](), dict[str, Tensor]()
         for name, tensor in {**parameters, **self._tensors.buffers()}.items():
-            kind = self._shard_spec.kind_of(name)
-            if name in local_names and self._shard_spec.is_sharded(kind, name):
-                own[name] = tensor.data if kind == "parameter" else tensor
-                padded = self._shard_spec.pad_to_full(kind, name, own[name])
+            if name in local_names and self._shard_spec.is_sharded(name):
+                own[name] = tensor.data if name in parameters else tensor
+                padded = self._shard_spec.pad_to_full(name, own[name])
                 wholes[name] = self._local_model.transport.all_reduce(padded, self._mesh).wait()
         # A shard's gradient does not fit the full shape: set it aside while the full value is installed.
         gradients = {name: parameters[name].grad for name in own if name in parameters}

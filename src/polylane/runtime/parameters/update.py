@@ -142,9 +142,7 @@ def _counted_names(holding: LocalModel, held: Iterable[str]) -> list[str]:
         first = True  # the sum is over one replica; otherwise it is over all, and only replica 0 counts
     mine = [n for n in held if holding.stage == min(holding.owning_stages[n])]
     return [
-        n
-        for n in mine
-        if holding.shard_spec.is_counted("parameter", n) and (shards.is_counted if n in shards.buffer_of else first)
+        n for n in mine if holding.shard_spec.is_counted(n) and (shards.is_counted if n in shards.buffer_of else first)
     ]
 
 
