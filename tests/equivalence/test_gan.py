@@ -21,7 +21,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
-from polylane.verify.relative_error import relative_error
+from polylane.verify.rounding_floor import relative_error
 from polylane.verify.whole_graph import run_graph
 
 sys.path.insert(0, str(EXAMPLES))

@@ -21,7 +21,7 @@ from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
-from polylane.verify.relative_error import relative_error
+from polylane.verify.rounding_floor import relative_error
 from polylane.verify.verify import verify
 from training import adamw, assert_same, batch_of, plainly, sgd, trained
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -92,6 +92,16 @@ class CompiledTraining:
     def batch_is_sharded(self) -> bool:
         """Whether replicas shard operators along the batch dimension, because the loss couples samples."""
         return any(graph.layouts.batch_is_sharded for graph in self.graphs.values())
+
+    @cached_property
+    def owning_stages(self) -> dict[str, tuple[int, ...]]:
+        """The stages that use a parameter in any objective, by its canonical name: all of them keep it up to date."""
+        result: dict[str, set[int]] = {}
+        for partition in self.partitions.values():
+            for stage in range(partition.stages):
+                for name in partition.parameters(stage):
+                    result.setdefault(name, set()).add(stage)
+        return {name: tuple(sorted(stages)) for name, stages in result.items()}
 
     def microbatches_of(self, samples: int) -> int:
         """Return the number of microbatches of a batch in training: fewer for a short one, if the model needs it."""

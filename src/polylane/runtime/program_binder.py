@@ -90,8 +90,7 @@ class ProgramBinder:
             return self._ahead[replica_local][key.objective]
         if graph is self._prepared.evaluations.get(key.objective):  # compiled ahead, not checked by capture() here
             self._refuse(graph.partition, key.training)
-        holders = self._local_model.owning_stages
-        programs = lower_programs(graph, self._plan, holders, key.training, replica_local)
+        programs = lower_programs(self._prepared, graph, key.training, replica_local)
         return self._local_model.shard_units.regroup_buckets(programs)
 
     def bind(

@@ -24,7 +24,7 @@ from polylane.program.program import Program
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.full_tensors import FullTensors
-from polylane.runtime.parameters.local_model import LocalModel, owning_stages, plan_shard_units
+from polylane.runtime.parameters.local_model import LocalModel, plan_shard_units
 from polylane.runtime.parameters.update import trainers_of
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.bind_program import lower_ahead
@@ -71,15 +71,14 @@ class TrainingRole:
         self._prepared, self._seed, self._step = prepared, seed, 0
         self._compared = False
         # Programs first: their channels and groups are what connections are opened for.
-        holders = owning_stages(prepared)
-        lowered = lower_ahead(prepared, holders)
+        lowered = lower_ahead(prepared)
         units = plan_shard_units(prepared, lowered)
         self._programs = {name: units.regroup_buckets(programs) for name, programs in lowered.items()}
-        local = lower_ahead(prepared, holders, replica_local=True) if self.plan.sync.is_replica_local else {}
+        local = lower_ahead(prepared, replica_local=True) if self.plan.sync.is_replica_local else {}
         self._connections = open_connections(prepared, world, [*self._programs.values(), *local.values()], connect)
         self._transport = self._connections.transport
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
-        self._holding = LocalModel(prepared, world, holders, self._connections, units, seed, same_weights)
+        self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)

@@ -24,7 +24,7 @@ from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.sharding.layout import Layout, assemble_parts
 from polylane.verify.record import ComparedTraining
-from polylane.verify.relative_error import error_scale, relative_error
+from polylane.verify.rounding_floor import error_scale, relative_error
 from polylane.verify.value_trace import KeptValues, ValueTrace, trace_pass
 from polylane.verify.whole_graph import add_batch_counts, run_graph
 

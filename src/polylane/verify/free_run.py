@@ -16,8 +16,7 @@ from polylane.runtime.parameters.broadcast import digest_tensor
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.verify.first_difference import StepDifference, describe_later_difference
 from polylane.verify.record import ComparedTraining, ReferenceRun, TrainingRecord
-from polylane.verify.relative_error import divide_by_scale, error_scale, is_determined, relative_error
-from polylane.verify.rounding_floor import MeasuredPass
+from polylane.verify.rounding_floor import MeasuredPass, divide_by_scale, error_scale, is_determined, relative_error
 from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation
 
 LOSSES = ""  # key of the losses among parameters and buffers; no tensor of a model has this name

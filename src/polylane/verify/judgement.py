@@ -9,8 +9,7 @@ from functools import cached_property
 from polylane.graph.rounding_noise import max_magnitude
 from polylane.verify.first_difference import StepDifference
 from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
-from polylane.verify.relative_error import divide_by_scale, error_scale, is_determined
-from polylane.verify.rounding_floor import RoundingFloors
+from polylane.verify.rounding_floor import RoundingFloors, divide_by_scale, error_scale, is_determined
 from polylane.verify.stepwise import ComparedKind, Distances, What
 from polylane.verify.training_state import measure_memory_sizes
 

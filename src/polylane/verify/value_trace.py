@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from polylane.compile.sample_shares import Batch
 from polylane.graph.interpreter import ObservingInterpreter
 from polylane.graph.sample_slice import SampleSlice
-from polylane.runtime.parameters.local_model import owning_stages
 from polylane.runtime.pipeline.bind_program import lower_programs
 from polylane.runtime.pipeline.stage_runner import StageRunner
 from polylane.runtime.stale_weights import allow_own_calls
@@ -117,7 +116,7 @@ def trace_pass(training: ComparedTraining, world: World, step: int, backward: bo
     """
     prepared, batch = training.prepared, training.batches[step]
     role = TrainingRole(prepared, world, example=batch, seed=training.seed)
-    programs = lower_programs(prepared.main, prepared.plan, owning_stages(prepared), training=backward)
+    programs = lower_programs(prepared, prepared.main, training=backward)
     whole = Batch.whole(batch)
     worker = role.lane(programs, whole.samples).executor
     runner = worker.runner

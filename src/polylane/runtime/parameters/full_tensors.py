@@ -39,20 +39,19 @@ class FullTensors:
             tied |= partition.graph.tied
             for stage in range(partition.stages):
                 stages |= {name: holding.buffers.owning_stage(name) for name in partition.buffers(stage)}
-        result, done = dict[str, Tensor](), dict[str, Tensor]()
         with holding.shards.full_parameters():
-            for name, value in self._tensors.model.state_dict(keep_vars=True).items():
-                # Tied weights are gathered once: each name of theirs gets a copy of the same value.
-                canonical = tied.get(name, name)
-                if canonical not in done:
-                    tensor = value.detach()
-                    if canonical in stages and holding.transport.size > 1:
-                        counts = self._replica == 0 and stages[canonical] == holding.stage
-                        part = tensor.to(holding.world.device) if counts else None
-                        tensor = self._sum_parts(canonical, part, tensor.dtype)
-                    done[canonical] = tensor.cpu()
-                result[name] = done[canonical].clone()
-        return result
+            state = {name: value.detach() for name, value in self._tensors.model.state_dict(keep_vars=True).items()}
+            # Tied weights are gathered once: each name of theirs gets a copy of the same value.
+            local: dict[str, Tensor] = {}
+            for name, value in state.items():
+                local.setdefault(tied.get(name, name), value)
+            parts = (
+                (name, value if self._replica == 0 and stages[name] == holding.stage else None)
+                for name, value in local.items()
+                if name in stages and holding.transport.size > 1
+            )
+            full = {**local, **self._sum_parts(parts)}
+            return {name: full[tied.get(name, name)].cpu().clone() for name in state}
 
     def save(self, path: Path) -> None:
         """Write the full model's weights as safetensors; a collective of all workers, rank 0 writes.
@@ -85,16 +84,18 @@ class FullTensors:
             return {name: own[name].to("cpu", copy=True) if name in own else None for name in names}
         # Only the union of names is summed: a gradient that is missing everywhere is None, not zeros.
         found = set().union(*holding.transport.all_gather_object(list(own)))
-        return {
-            name: self._sum_parts(name, own.get(name), parameters[name].dtype).cpu() if name in found else None
-            for name in names
-        }
+        full = self._sum_parts((name, own.get(name)) for name in names if name in found)
+        return {name: full.get(name) for name in names}
 
-    def _sum_parts(self, name: str, part: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Return a full tensor as the sum of all workers' parts; ``part`` is None where this worker adds nothing."""
-        transport = self._local_model.transport
-        like = torch.empty(0, dtype=dtype, device=self._local_model.world.device)
-        return weights.sum_over_ranks(self._shard_spec.full_summand(name, part, like), transport, range(transport.size))
+    def _sum_parts(self, parts: Iterable[tuple[str, Tensor | None]]) -> dict[str, Tensor]:
+        """Return full tensors by name, on the CPU: sums of all workers' parts; None for a part adds nothing."""
+        transport, device = self._local_model.transport, self._local_model.world.device
+        every, full = {**self._tensors.parameters(), **self._tensors.buffers()}, dict[str, Tensor]()
+        for name, part in parts:
+            like = torch.empty(0, dtype=every[name].dtype, device=device)
+            summand = self._shard_spec.full_summand(name, None if part is None else part.to(device), like)
+            full[name] = weights.sum_over_ranks(summand, transport, range(transport.size)).cpu()
+        return full
 
     @contextmanager
     def installed_in_model(self) -> Iterator[None]:

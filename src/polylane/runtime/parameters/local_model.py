@@ -21,18 +21,6 @@ from polylane.runtime.sync.zero.optimizer_parts import find_unshardable
 from polylane.runtime.sync.zero.units import WHOLE, ShardUnits, build_all_units, shard_group
 from polylane.runtime.workers.world import World
 
-Holders = Mapping[str, tuple[int, ...]]
-
-
-def owning_stages(prepared: CompiledTraining) -> dict[str, tuple[int, ...]]:
-    """Return by canonical name the stages that use a parameter in any objective: all of them keep it up to date."""
-    result: dict[str, set[int]] = {}
-    for partition in prepared.partitions.values():
-        for stage in range(partition.stages):
-            for name in partition.parameters(stage):
-                result.setdefault(name, set()).add(stage)
-    return {name: tuple(sorted(stages)) for name, stages in result.items()}
-
 
 def plan_shard_units(prepared: CompiledTraining, programs: Mapping[str, Sequence[Program]]) -> ShardUnits:
     """Return the ZeRO shard units of all ranks; none where the plan does not shard over replicas.
@@ -66,7 +54,6 @@ class LocalModel:
     Args:
         prepared: the compiled training, equal on every worker.
         world: this worker among all training workers.
-        holders: the stages that keep each parameter up to date, by canonical name.
         connections: transports of this worker.
         units: ZeRO shard units of all ranks.
         seed: seed of the initial values of a model on the meta device.
@@ -90,14 +77,13 @@ class LocalModel:
         self,
         prepared: CompiledTraining,
         world: World,
-        holders: Holders,
         connections: Connections,
         units: ShardUnits,
         seed: int,
         same_weights: bool,
     ) -> None:
-        plan, transport = prepared.plan, connections.transport
-        self.prepared, self.world, self.owning_stages, self.transport = prepared, world, holders, transport
+        plan, self.transport = prepared.plan, connections.transport
+        self.prepared, self.world, self.owning_stages = prepared, world, prepared.owning_stages
         self.stage, replica = plan.stage_and_replica(world.rank)
         self.tensors = ModelTensors(prepared.model, prepared.losses, world.device)
         self.shard_spec = ShardSpec(prepared, self.stage, plan.coordinates(world.rank))
@@ -108,7 +94,7 @@ class LocalModel:
             not plan.resplits_batch or replica == 0,
             self.tensors.buffers,
             world.device,
-            transport,
+            self.transport,
             None if plan.is_uniform else self.shard_spec,
         )
         self.shard_units, self.shards, self._gather_transport = units, Shards(), connections.gather_transport
@@ -118,7 +104,7 @@ class LocalModel:
         if not (same_weights or self.was_on_meta) and world.size > 1:
             # Tensors of other stages too: the user's own code may read any of them between steps.
             every = {**self.tensors.parameters(), **self.tensors.buffers()}
-            weights.broadcast_weights(every, transport, world.device)
+            weights.broadcast_weights(every, self.transport, world.device)
 
     def local_names(self) -> set[str]:
         """Return names of the parameters and buffers that this worker keeps up to date."""

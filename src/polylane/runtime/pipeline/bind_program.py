@@ -10,12 +10,11 @@ from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.graph.autocast_dtypes import dtypes_under_autocast
-from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
 from polylane.program.replica_local import without_replica_sync
-from polylane.runtime.parameters.local_model import Holders, LocalModel
+from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
@@ -36,19 +35,19 @@ from polylane.samples.batch_statistics import BatchStatistics
 
 
 def lower_programs(
-    graph: CompiledGraph, plan: Plan, holders: Holders, training: bool, replica_local: bool = False
+    prepared: CompiledTraining, graph: CompiledGraph, training: bool, replica_local: bool = False
 ) -> tuple[Program, ...]:
     """Lower a graph to every worker's program for training or evaluation, and check them for deadlocks.
 
     Args:
+        prepared: the compiled training, with the plan and the stages that keep each parameter up to date.
         graph: the graph, with its cuts into stages and the layouts of its operators.
-        plan: the plan, for meshes and schedule.
-        holders: by parameter, the stages that keep it up to date.
         training: forward and backward, or forward only.
         replica_local: whether replicas do not sum gradients with each other.
     """
+    plan = prepared.plan
     programs = (
-        lower(graph.partition, plan, holders, graph.layouts.partial_gradient_axes)
+        lower(graph.partition, plan, prepared.owning_stages, graph.layouts.partial_gradient_axes)
         if training
         else lower_evaluation(graph.partition, plan)
     )
@@ -58,20 +57,14 @@ def lower_programs(
     return programs
 
 
-def lower_ahead(
-    prepared: CompiledTraining, holders: Holders, replica_local: bool = False
-) -> dict[str, tuple[Program, ...]]:
+def lower_ahead(prepared: CompiledTraining, replica_local: bool = False) -> dict[str, tuple[Program, ...]]:
     """Lower each objective's graph that was compiled ahead to every worker's program for training.
 
     Args:
         prepared: the compiled training that is to be run.
-        holders: by parameter, the stages that keep it up to date.
         replica_local: whether replicas do not sum gradients with each other.
     """
-    return {
-        name: lower_programs(graph, prepared.plan, holders, True, replica_local)
-        for name, graph in prepared.graphs.items()
-    }
+    return {name: lower_programs(prepared, graph, True, replica_local) for name, graph in prepared.graphs.items()}
 
 
 def bind_program(
