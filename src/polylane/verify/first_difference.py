@@ -202,9 +202,7 @@ def _reference_values(
             torch.autograd.backward([loss[0]], [torch.full_like(loss[0], share)])
         return look.values
 
-    for microbatch, (start, stop) in enumerate(split_bounds(samples, prepared.plan.microbatches)):
-        if start == stop:
-            continue
+    for microbatch, start, stop in filled:
         # Floors first: the true pass comes last, since the next microbatch goes on from the buffers that it leaves.
         again = list[dict[str, Tensor]]()
         for attempt in range(TRIES):

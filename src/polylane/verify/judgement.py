@@ -136,24 +136,23 @@ def judge_differences(
         workers: the absolute differences that each worker found.
         more: floors that were measured over more tries, by step and replica; None: none were.
     """
-    replicas, undetermined = list[list[dict[What, float]]](), set[tuple[ComparedKind, str]]()
-    for number in range(len(losses)):
+    loss_errors, undetermined = list[float](), set[tuple[ComparedKind, str]]()
+    replicas: list[list[dict[What, float]]] = []
+    for number, (a, b) in enumerate(zip(reference.losses, losses, strict=True)):
+        floors = _floors_of_replicas(reference, number, more or {})
+        # The loss of a step is one number over all replicas, and so it is judged by the largest of their floors.
+        scale = error_scale(abs(a), max(each.loss for each in floors), training.tolerance)
+        loss_errors.append(divide_by_scale(abs(a - b), scale))
         replicas.append([])
         for replica, each in _pair_with_reference(reference, number, workers):
-            step = reference.step_of(number, replica)
-            scales = _Scales(training, step, _floors_of_step(step, more, (number, replica)))
+            scales = _Scales(training, reference.step_of(number, replica), floors[replica])
             undetermined |= scales.undetermined
             own = [
                 {w: divide_by_scale(distance, scales.scale_of(w)) for w, distance in x.steps[number].items()}
                 for x in each
             ]
             replicas[-1].append(_largest_errors(own))
-    # The loss of a step is one number over all replicas, and so it is judged by the largest of their floors.
-    loss_errors = []
-    for number, (a, b) in enumerate(zip(reference.losses, losses, strict=True)):
-        floor = max(floors.loss for floors in _floors_of_replicas(reference, number, more))
-        loss_errors.append(divide_by_scale(abs(a - b), error_scale(abs(a), floor, training.tolerance)))
-    state = _errors_of_state(training, reference, workers[0].state, more)
+    state = _errors_of_state(training, reference, workers[0].state, more or {})
     return Judgement(training, loss_errors, replicas, state, undetermined)
 
 
@@ -222,22 +221,21 @@ class _Scales:
         return error_scale(own, floor, self._training.tolerance)
 
 
-def _floors_of_step(step: ReferenceStep, more: Mapping[Where, RoundingFloors] | None, where: Where) -> RoundingFloors:
-    return step.floors.elementwise_max(more[where]) if more and where in more else step.floors
-
-
 def _floors_of_replicas(
-    reference: ReferenceRun, number: int, more: Mapping[Where, RoundingFloors] | None
+    reference: ReferenceRun, number: int, more: Mapping[Where, RoundingFloors]
 ) -> list[RoundingFloors]:
-    """Return the floors of a step, one for each replica of the reference."""
-    return [_floors_of_step(step, more, (number, replica)) for replica, step in enumerate(reference.steps[number])]
+    """Return the floors of a step, one for each replica of the reference; ``more`` has those of further tries."""
+    return [
+        step.floors.elementwise_max(more.get((number, replica), step.floors))
+        for replica, step in enumerate(reference.steps[number])
+    ]
 
 
 def _errors_of_state(
     training: ComparedTraining,
     reference: ReferenceRun,
     distances: Mapping[str, float],
-    more: Mapping[Where, RoundingFloors] | None,
+    more: Mapping[Where, RoundingFloors],
 ) -> dict[str, float]:
     """Return the errors of the whole weights and buffers after the last step, by name.
 
