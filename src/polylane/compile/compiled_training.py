@@ -238,7 +238,8 @@ def _partition_objectives(
 ) -> tuple[dict[str, Partition], dict[str, MeasuredLayouts], bool]:
     """Return every objective's partition, the known batch layouts of its values, and whether a loss couples samples."""
     partitions, seen, couples = dict[str, Partition](), dict[str, MeasuredLayouts](), False
-    leaves = flatten(problem.take_batch(samples))[0]
+    leaves, _ = flatten(problem.take_batch(samples))
+    clock = seconds or (lambda graph, loss, leaves: measure(graph, problem.model, loss, leaves))
     for name, graph in graphs.items():
         loss = problem.objectives[name].loss
         if spec.data > 1 or microbatches > 1:
@@ -247,12 +248,7 @@ def _partition_objectives(
             couples = loss_couples_samples(graph, microbatches, spec.data, spec.per_sample, seen_to, sync) or couples
         seen[name] = derive_batch_layouts(graph, spec.per_sample) if spec.resplits_batch else MeasuredLayouts()
         main = next(iter(partitions.values()), None)
-        timed = (
-            partial(measure, graph, problem.model, loss, leaves)
-            if seconds is None
-            else partial(seconds, graph, loss, leaves)
-        )
-        partitions[name] = cut_graph(graph, spec, main, timed, seen[name])
+        partitions[name] = cut_graph(graph, spec, main, partial(clock, graph, loss, leaves), seen[name])
     return partitions, seen, couples
 
 

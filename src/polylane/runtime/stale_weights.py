@@ -87,12 +87,9 @@ class StaleTensors:
 
     def why_stale(self, path: str) -> str:
         """Return why the weights of the module at a path are not those of the training; "" where they are."""
-        model = self._model()
-        named = (
-            {}
-            if model is None
-            else {n: p for n, p in _named_parameters(model).items() if not path or n.startswith(f"{path}.")}
-        )
+        if (model := self._model()) is None:
+            return ""
+        named = {n: p for n, p in _named_parameters(model).items() if not path or n.startswith(f"{path}.")}
         # In the order of the table above: shards, other stages' weights, weights of one replica.
         for name in named:
             if name in self._parts and self._object_ids[name] == id(named[name]):

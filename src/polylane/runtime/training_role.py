@@ -277,13 +277,11 @@ class TrainingRole:
         return align_clocks([*self._spans][-steps:], self._ahead)
 
     def stepping(self) -> list[LocalOptimizer]:
-        trainer = next(iter(self._trainers.values()))
         elsewhere = self._rule.stepping_optimizers()
-        return (
-            [LocalOptimizer(trainer.optimizer, trainer.local_parameters, lambda: self._step)]
-            if elsewhere is None
-            else elsewhere
-        )
+        if elsewhere is not None:
+            return elsewhere
+        trainer = next(iter(self._trainers.values()))
+        return [LocalOptimizer(trainer.optimizer, trainer.local_parameters, lambda: self._step)]
 
     @property
     def staleness(self) -> int:

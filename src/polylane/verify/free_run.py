@@ -45,13 +45,9 @@ def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
             whole = job.whole_gradients()
             gradients = whole if job.world.rank == 0 else {}
     job.gathered(None)  # a barrier: servers must have made their last update before their weights are read
-    trains = job.world.rank < job.plan.workers
     # Replicas of asynchronous servers differ on purpose: their digests are compared within a replica only.
-    own = (
-        f" of replica {job.plan.stage_and_replica(job.world.rank)[1]}"
-        if job.plan.sync.is_replica_local and trains
-        else ""
-    )
+    differs = job.plan.sync.is_replica_local and job.world.rank < job.plan.workers
+    own = f" of replica {job.plan.stage_and_replica(job.world.rank)[1]}" if differs else ""
     held = {name + job.part_of(name) + own: digest_tensor(tensor) for name, tensor in job.held().items()}
     losses = _whole_losses(job, sums)
     state = job.state_dict()

@@ -14,10 +14,7 @@ from polylane.verify.stepwise import ComparedKind, Distances, What
 from polylane.verify.training_state import measure_memory_sizes
 
 # Computed by the optimizer, from the same gradient on both sides: no rounding floor applies to these.
-UPDATED = (
-    ComparedKind.UPDATE,
-    ComparedKind.MEMORY,
-)
+UPDATED = (ComparedKind.UPDATE, ComparedKind.MEMORY)
 
 Where = tuple[int, int]  # step from 0, and the replica of the reference
 

@@ -52,11 +52,8 @@ def train_local_sgd(training: ComparedTraining) -> ReferenceRun:
     plan = training.prepared.plan
     replicas = [ReferenceReplica(training, number, plan.data) for number in range(plan.data)]
     average = _ReplicaAverage(plan.sync, replicas)
-    losses, steps, before = (
-        list[float](),
-        list[tuple[ReferenceStep, ...]](),
-        [replica.copy_state() for replica in replicas],
-    )
+    losses, steps = list[float](), list[tuple[ReferenceStep, ...]]()
+    before = [replica.copy_state() for replica in replicas]
     for number in range(len(training.batches)):
         # In a warm-up step gradients are summed over replicas: one replica computes it on the whole batch, and the
         # others copy the result.

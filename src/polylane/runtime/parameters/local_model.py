@@ -167,11 +167,8 @@ class LocalModel:
         flats = []
         for unit in self.shard_units.units[rank]:
             # A model from the meta device was cut while it was initialized: its full values do not exist here.
-            kept = (
-                {name: self._materialized_parts.pop(name) for name in unit.parameters}
-                if self._materialized_parts
-                else None
-            )
+            materialized = self._materialized_parts
+            kept = {name: materialized.pop(name) for name in unit.parameters} if materialized else None
             flats.append(flat_buffer_of(unit, group, rank, parameters, hidden, kept))
         # In sums over all workers each shard counts once: where its group has a worker of replica 0.
         counts = any(plan.stage_and_replica(each)[1] == 0 for each in group)

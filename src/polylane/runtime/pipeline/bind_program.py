@@ -97,11 +97,9 @@ def bind_program(
     # The user's own Python may leave a parameter without a gradient.
     optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
-    cut = (
-        build_sharded_program(program, plan, shards, held, optional, transport, mesh.waits)
-        if shards.flat_buffers
-        else None
-    )
+    cut = None
+    if shards.flat_buffers:
+        cut = build_sharded_program(program, plan, shards, held, optional, transport, mesh.waits)
     gates = no_gates if cut is None else cut.gates
     code, layout = extract_stage(partition, stage, tensors.device, gates), compiled.layouts[stage]
     runner = StageRunner(

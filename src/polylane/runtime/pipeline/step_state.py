@@ -55,6 +55,4 @@ class StepState:
 
     def sums(self) -> tuple[float, float]:
         """Return the loss that this worker computed, as (total, count)."""
-        return float(sum(float(total) for total in self.loss_totals)), float(
-            sum(float(count) for count in self.loss_counts)
-        )
+        return float(sum(map(float, self.loss_totals))), float(sum(map(float, self.loss_counts)))
