@@ -22,6 +22,7 @@ from benchmarks.harness import make_parser
 from benchmarks.utilization import LEAD, passes, stage_seconds
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import build_objectives
+from polylane.compile.training_problem import TrainingProblem
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.graph.batch import take_samples
 from polylane.inspection.plan_report import by_rank, price_stages, step_at_best
@@ -72,7 +73,8 @@ def plan_of(line: str) -> Plan:
 def prepared_for(line: str, model: nn.Module, batch: list[Tensor]) -> CompiledTraining:
     """The model by a plan in one line."""
     return compile_training(
-        model, build_objectives(loss, lambda p: torch.optim.SGD(p, lr=1e-3), None), batch, plan_of(line)
+        TrainingProblem(model, build_objectives(loss, lambda p: torch.optim.SGD(p, lr=1e-3), None), batch),
+        plan_of(line),
     )
 
 

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from benchmarks.harness import Contender
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
+from polylane.compile.training_problem import TrainingProblem
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
 
@@ -105,7 +106,7 @@ def pipelining(task: Task, kind: type[ScheduleGPipe] | type[Schedule1F1B], micro
 def polylane(task: Task, plan: str, workers: int) -> Contender:
     """This library, by a plan."""
     model = copy.deepcopy(task.model)
-    prepared = compile_training(model, build_objectives(task.loss, optimizer, None), task.batch, plan)
+    prepared = compile_training(TrainingProblem(model, build_objectives(task.loss, optimizer, None), task.batch), plan)
 
     def setup(rank: int) -> Callable[[], float]:
         job = Job(prepared, World.join(), example=task.batch)

@@ -15,6 +15,7 @@ from benchmarks import contenders
 from benchmarks.harness import Contender, make_parser, race, table
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
+from polylane.compile.training_problem import TrainingProblem
 from polylane.runtime.job import Job
 from polylane.runtime.transport import c10d
 from polylane.runtime.transport.choose import choose_transport
@@ -66,7 +67,7 @@ def polylane(task: contenders.Task, shard: str, gloo: bool) -> Contender:
     """
     plan = f"data=2,shard={shard}"
     objectives = build_objectives(task.loss, contenders.optimizer, None)
-    prepared = compile_training(copy.deepcopy(task.model), objectives, task.batch, plan)
+    prepared = compile_training(TrainingProblem(copy.deepcopy(task.model), objectives, task.batch), plan)
 
     def setup(rank: int) -> Callable[[], Any]:
         world = World.join()

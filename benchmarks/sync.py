@@ -17,6 +17,7 @@ import torch
 from benchmarks.harness import make_parser
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import build_objectives
+from polylane.compile.training_problem import TrainingProblem
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
 from polylane.recipe import Recipe, load
@@ -74,7 +75,7 @@ def prepared_for(recipe: Recipe, plan: str) -> tuple[CompiledTraining, Any]:
     samples = recipe.data("train")
     example = torch.utils.data.default_collate([samples[i] for i in range(BATCH)])
     objectives = build_objectives(recipe.loss, recipe.optimizer, recipe.scheduler)
-    return compile_training(recipe.model(), objectives, example, plan, batch_size=BATCH), example
+    return compile_training(TrainingProblem(recipe.model(), objectives, example, batch_size=BATCH), plan), example
 
 
 def trained(recipe: Recipe, plan: str, epochs: int) -> tuple[float, float, float]:

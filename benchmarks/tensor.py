@@ -14,6 +14,7 @@ from benchmarks.dtensor import dtensor, dtensor_forward, split_gpt, split_mlp
 from benchmarks.harness import Contender, make_parser, race, table
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
+from polylane.compile.training_problem import TrainingProblem
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
 
@@ -58,7 +59,7 @@ def polylane_forward(task: Task, plan: str, workers: int) -> Contender:
     objectives = build_objectives(
         task.loss, lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1), None
     )
-    prepared = compile_training(task.model, objectives, task.batch, plan, evaluation=True)
+    prepared = compile_training(TrainingProblem(task.model, objectives, task.batch), plan, evaluation=True)
 
     def setup(rank: int) -> Callable[[], float]:
         job = Job(prepared, World.join(), example=task.batch)

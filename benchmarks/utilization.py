@@ -12,6 +12,7 @@ from benchmarks import contenders
 from benchmarks.harness import make_parser
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
+from polylane.compile.training_problem import TrainingProblem
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.job import Job
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for m in (2,) if options.quick else (2, 4, 8):
             plan = f"pipeline=2,schedule={schedule},microbatches={m}"
             prepared = compile_training(
-                task.model, build_objectives(task.loss, contenders.optimizer, None), task.batch, plan
+                TrainingProblem(task.model, build_objectives(task.loss, contenders.optimizer, None), task.batch), plan
             )
 
             def work(_: Any, prepared: Any = prepared) -> list[Timeline]:

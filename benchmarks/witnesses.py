@@ -18,6 +18,7 @@ from benchmarks.harness import make_parser
 from polylane.compile import cache as compile_cache
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
+from polylane.compile.training_problem import TrainingProblem
 from polylane.recipe import load
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline import anomalies as finite
@@ -63,7 +64,7 @@ def measured(name: str, plan: str, steps: int) -> tuple[float, dict[str, float]]
     batch = collate([samples[i] for i in range(16 if name == "gpt" else 64)])
     torch.manual_seed(0)
     prepared = compile_training(
-        recipe.model(), build_objectives(recipe.loss, recipe.optimizer, recipe.scheduler), batch, plan
+        TrainingProblem(recipe.model(), build_objectives(recipe.loss, recipe.optimizer, recipe.scheduler), batch), plan
     )
 
     def work(_: Any) -> tuple[float, dict[str, float]]:

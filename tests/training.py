@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective, build_objectives
 from polylane.graph.batch import batch_structure, flatten, sample_count, split_bounds, take_samples
 from polylane.plan.plan import Plan

@@ -20,9 +20,10 @@ import pytest
 from torch import Tensor, nn
 
 import polylane
+from compiling import compile_training
 from polylane.compile.cache import FORMS_KEPT, MANY_FORMS, CacheKey, CompileCache
 from polylane.compile.compiled_graph import CompiledGraph
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.compile.sample_shares import Batch
 from polylane.program.program import Program

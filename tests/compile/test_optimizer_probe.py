@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.compile.optimizer_probe import LOOKS, UntriedOptimizer, find_whole_parameters
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import models
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
@@ -64,7 +65,7 @@ def test_nor_are_those_of_a_model_on_the_meta_device() -> None:
     )
     assert "no rule says of sort (" in told and "test_resplit_batches.py:" in told
     before = prepared(model, cut_at(["first", "first"], ["sort", "loss"]))
-    assert before.batch_layouts_of(before.main_partition)["first/linear"] is BatchLayout.SHARDED_BY_SAMPLE
+    assert before.main.orders["first/linear"] is BatchLayout.SHARDED_BY_SAMPLE
 
 
 @pytest.mark.parametrize(

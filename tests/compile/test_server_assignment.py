@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from polylane.compile.compiled_training import compile_training
+from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.server_assignment import assign_parameters, server_rank
 from polylane.errors import PolylaneError

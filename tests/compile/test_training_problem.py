@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
@@ -19,7 +20,7 @@ def problem(samples: int = 8, batch_size: int | None = None, optimizer: object =
 def test_a_step_has_the_examples_samples_unless_it_is_said_otherwise() -> None:
     assert problem(8).samples == 8
     assert problem(8, batch_size=32).samples == 32
-    assert problem(8, batch_size=32).prepare("data=2,microbatches=16").plan.microbatches == 16
+    assert compile_training(problem(8, batch_size=32), "data=2,microbatches=16").plan.microbatches == 16
 
 
 @pytest.mark.parametrize(("asked", "shown"), [(None, 8), (4, 4), (100, 8)])

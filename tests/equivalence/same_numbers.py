@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from trainings import BY_PASS, PLANS, TRAININGS, Training, sgd
 
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.graph.batch import clone_leaves, count_parts, flatten, sample_count, split_bounds, take_samples

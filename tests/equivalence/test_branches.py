@@ -14,7 +14,8 @@ from test_hybrids import assert_cut
 from torch import Tensor, nn
 
 import covering
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan, load

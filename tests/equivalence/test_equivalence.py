@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import models
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.graph.graph import Graph
 from polylane.placement.placement import Shard

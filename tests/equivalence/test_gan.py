@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import covering
 import polylane
+from compiling import compile_training
 from models import EXAMPLES
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
@@ -21,7 +22,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
-from polylane.verify.relative_error import relative_error
+from polylane.verify.rounding_floor import relative_error
 from polylane.verify.whole_graph import run_graph
 
 sys.path.insert(0, str(EXAMPLES))

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from test_equivalence import by_work, case_of, objective_of, sgd, verdict_on
 from torch import Tensor, nn
 
+from compiling import compile_training
 from polylane import Mean
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.placement.placement import Shard
 from polylane.plan.fit_to_graph import plan_from_partition

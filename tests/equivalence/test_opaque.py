@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import covering
 import polylane
-from polylane.compile.compiled_training import compile_training
+from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import covering
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError
-from polylane.runtime import program_binder as binding
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from training import Trained, adamw, assert_same, batch_of, plainly, sgd, workers
@@ -182,13 +182,13 @@ def captures(change: Change, steps: int = 9) -> int:
     """How often a training is captured anew."""
 
     def work(job: Job) -> int:
-        count, own = [0], binding.recapture_objective
+        count, own = [0], CompiledTraining.recapture
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             count[0] += 1
             return own(*args, **kwargs)
 
-        binding.recapture_objective = counted  # type: ignore[assignment]
+        CompiledTraining.recapture = counted  # type: ignore[assignment]
         for step in range(steps):
             change(step, job.model)
             job.step(BATCHES[0])

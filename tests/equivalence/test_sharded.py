@@ -14,7 +14,7 @@ from test_gan import OPTIMIZERS as TWO
 from torch import Tensor, nn
 
 import covering
-from polylane.compile.compiled_training import compile_training
+from compiling import compile_training
 from polylane.compile.objectives import Objective, build_objectives
 from polylane.plan.spec import parse
 from polylane.program import lower
@@ -22,7 +22,7 @@ from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
-from polylane.verify.relative_error import relative_error
+from polylane.verify.rounding_floor import relative_error
 from polylane.verify.verify import verify
 from training import adamw, assert_same, batch_of, plainly, sgd, trained
 

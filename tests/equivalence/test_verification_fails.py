@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import models
+from compiling import compile_training
 from polylane.compile.compiled_graph import compile_graph
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.graph.partition import Partition
 from polylane.plan.fit_to_graph import plan_from_partition

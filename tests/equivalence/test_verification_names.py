@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 import covering
+from compiling import compile_training
 from mutants.proofs import MODELS, Proof, objective_of
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
 from polylane.graph.precision import to_float64
 from polylane.placement.kernels import ring_attention as ring
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.local_sgd import LocalSgd
 from polylane.verify.first_difference import find_differing_nodes
-from polylane.verify.verify import TOLERANCE, Verdict, batch_in_float64, verify
+from polylane.verify.record import ComparedTraining
+from polylane.verify.verify import Verdict, batch_in_float64, verify
 
 
 def prepared(model: str, plan: str, loss: str = "mean") -> tuple[CompiledTraining, Any]:
@@ -47,7 +49,7 @@ def test_of_exact_plans_the_gradient_of_every_value_agrees(exact: tuple[str, str
     """Or a verdict would name what is right."""
     model, plan = exact
     training, batch = prepared(model, plan)
-    assert list(find_differing_nodes(training, batch, 0, 0, TOLERANCE, backward=True)) == []
+    assert list(find_differing_nodes(ComparedTraining(training, [batch]), 0, backward=True)) == []
 
 
 def verdict(model: str, plan: str, steps: int = 2) -> Verdict:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import covering
 import models
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.program import lower
 from polylane.runtime.job import Job

@@ -14,12 +14,19 @@ from torch import Tensor, nn
 
 import covering
 import models
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.graph.rounding_noise import MARGIN
 from polylane.runtime.training_role import TrainingRole
-from polylane.verify.relative_error import divide_by_scale, error_scale, is_determined
-from polylane.verify.rounding_floor import MeasuredPass, RoundingFloors, measure_floors
+from polylane.verify.rounding_floor import (
+    MeasuredPass,
+    RoundingFloors,
+    divide_by_scale,
+    error_scale,
+    is_determined,
+    measure_floors,
+)
 from polylane.verify.verify import Verdict, batch_in_float64, verify_compiled
 
 WIDTH, HEADS, VOCAB = 8, 2, 16

@@ -255,7 +255,7 @@ def prove(proof: Proof) -> Outcome:
 
 def _pinned(proof: Proof, model: nn.Module, objective: Any, batch: Any) -> Any:
     """The proof's plan, of one stage, as a plan file that says how some values lie."""
-    from polylane.compile.compiled_training import compile_training
+    from compiling import compile_training
     from polylane.plan.plan import Plan
     from polylane.plan.spec import parse
 

@@ -79,7 +79,7 @@ PASSES = [
     Mutant(
         "samples-counted-off-by-one", "the mean is over one sample less than there are",
         "runtime.pipeline.executor:Executor.run",
-        "sum(s.samples for s in own.values()) if self.is_replica_local else batch.samples",
+        "sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples",
         "batch.samples - 1",
         COVERING, gpt="data=2", network="data=2",
     ),
@@ -150,7 +150,7 @@ REDUCTION = [
     Mutant(
         "clip-norm-of-one-stage", "every stage of a pipeline clips by the norm of its own gradients",
         "runtime.parameters.optimizer:GradientClipper.clip_gradients",
-        "self._sum_replica(squares)",
+        "sums.sum_replica(squares)",
         "squares",
         "tests/runtime/parameters/test_optimizer.py", gpt="pipeline=2,microbatches=2 clip=0.1",
         network="pipeline=2,microbatches=2 clip=0.1 optimizer=adamw",
@@ -529,7 +529,7 @@ SERVERS = [
     Mutant(
         "apart-divided-by-all", "a replica that goes its own way takes its mean over the samples of all replicas",
         "runtime.pipeline.executor:Executor.run",
-        "sum(s.samples for s in own.values()) if self.is_replica_local else batch.samples",
+        "sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples",
         "batch.samples",
         "tests/runtime/sync/test_local_sgd.py", gpt="data=2,servers=1,staleness=1", network="data=2,every=2",
     ),
@@ -694,8 +694,8 @@ MORE = [
     Mutant(
         "buffer-of-another-stage", "of running statistics that two losses use the old ones are handed on",
         "runtime.parameters.shared_buffers:SharedBuffers.receive_updates",
-        "self._stage == min(current)",
-        "self._stage != min(current)",
+        "self.stage == min(current)",
+        "self.stage != min(current)",
         "tests/runtime/parameters/test_shared_buffers.py",
         unseen="a proof is of one loss, whose buffers stay on their stage",
     ),

@@ -29,7 +29,7 @@ from polylane.placement.strategy import Strategy
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.layout import assemble_parts, local_part
-from polylane.verify.relative_error import relative_error
+from polylane.verify.rounding_floor import relative_error
 from polylane.verify.verify import TOLERANCE, batch_in_float64
 
 CAPTURED_AT, SAMPLES = 5, 4

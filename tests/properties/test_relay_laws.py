@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from boxes import read
-from polylane.compile.reshard import Resharder, Sizes, extract_box, write_box
+from polylane.compile.reshard import Resharder, ValueSpec, extract_box, write_box
 from polylane.compile.sample_shares import compute_shares
 from polylane.graph.partition import Partition
 from polylane.placement.placement import REPLICATE, Cuts, Placement, Shard, join_cuts
@@ -185,15 +185,18 @@ def meetings(draw: st.DrawFn) -> Meeting:
             layouts[mesh] = draw(cuts_of(axes, every, data))
     own = StageLayouts(cast(tuple[Layout, ...], tuple(layouts[mesh] for mesh in meshes)))
     samples = draw(st.integers(1, 7))
-    relays = [Resharder(rank, plan, partition, own, _sizes(every), orders) for rank in range(plan.workers)]
+    relays = [Resharder(rank, plan, partition, own, _specs(every), orders) for rank in range(plan.workers)]
     return Meeting(plan, partition, samples, every, orders, together, relays)
 
 
-def _sizes(every: Mapping[str, Form]) -> Sizes:
+def _specs(every: Mapping[str, Form]) -> dict[str, ValueSpec]:
     def size(form: Form, dim: int):
         return lambda samples: form.shape(samples)[dim]
 
-    return {name: tuple(size(form, dim) for dim in range(len(form.fixed))) for name, form in every.items()}
+    return {
+        name: ValueSpec(name, torch.float64, tuple(size(form, dim) for dim in range(len(form.fixed))))
+        for name, form in every.items()
+    }
 
 
 Wholes = dict[tuple[str, int], list[Tensor]]  # (value, a stage that has it): of each of its replicas

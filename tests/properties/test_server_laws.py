@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives, named_parameters
 from polylane.compile.server_assignment import assign_parameters
-from polylane.runtime.parameters.local_model import owning_stages
 from polylane.runtime.sync.parameter_server.host import _build_weights
 from polylane.runtime.sync.parameter_server.messages import Channel, MessageHead, MessageKind, open_local_channel
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards
@@ -37,7 +37,7 @@ class Workers:
     def __init__(self, staleness: int | str) -> None:
         given, (share,) = prepared(), assign_parameters(prepared().partitions, prepared().plan)
         self.model = dict(named_parameters(given.model, []))
-        own = plan_server_shards(given, share, owning_stages(given), self.model)
+        own = plan_server_shards(given, share, given.owning_stages, self.model)
         ends = {trade.rank: open_local_channel(0, "", "") for trade in own}
         clients = {trade.rank: ServedWorker(trade, ends[trade.rank][1]) for trade in own}
         begin = partial(_build_weights, given, None, CPU)

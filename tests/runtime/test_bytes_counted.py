@@ -58,13 +58,13 @@ class Seen:
 def one_step(job: Job, batch: Any) -> Seen:
     handed = -sum(counters.given for counters in job.counters)
     result = job.step(batch)
-    handed += sum(counters.given for counters in job.counters) - result._report.vector.nbytes  # itself apart
+    handed += sum(counters.given for counters in job.counters) - result._vector.nbytes  # itself apart
     timeline = result.timeline
     worker = job._role._cache.compiled_for("loss", Batch.whole(batch)).executor
     local = {
         (name, share.microbatch): prod(wire.shape(share.samples)) * wire.dtype.itemsize
-        for name, wire in worker.value_specs.items()
-        for share in worker.local_shares(SAMPLES)
+        for name, wire in worker.resharder.value_specs.items()
+        for share in job._role.shares(SAMPLES)
     }
     partition = worker.program.partition
     return Seen(timeline, partition.crossings, partition.graph.samples, local, handed)

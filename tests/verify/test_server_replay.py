@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from compiling import compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.plan.spec import parse
 from polylane.recipe import Mean
@@ -18,7 +19,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate, count_staleness
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
-from polylane.verify.record import ReferenceRun
+from polylane.verify.record import ComparedTraining, ReferenceRun
 from polylane.verify.server_replay import replay_updates
 from training import adamw, assert_state, batch_of, classify, mlp, sgd
 
@@ -58,7 +59,7 @@ def run(
 
 
 def check(prepared: CompiledTraining, workers: list[Seen], batches: Any = BATCHES, **options: Any) -> ReferenceRun:
-    again = replay_updates(prepared, batches, workers[0].orders, **options)
+    again = replay_updates(ComparedTraining(prepared, batches, **options), workers[0].orders)
     for worker in workers:
         assert_state(worker.state, again.state, 1e-9)
         assert worker.orders == workers[0].orders
@@ -165,7 +166,7 @@ def test_what_the_workers_are_told_of_their_staleness() -> None:
         assert [update.step for update in own] == list(range(len(BATCHES)))
     with pytest.raises(ValueError, match="no training has had this order"):
         order = [replace(update, read_version=update.version + 1) for update in workers[0].orders[0]]
-        replay_updates(prepared, BATCHES, [order])
+        replay_updates(ComparedTraining(prepared, BATCHES), [order])
 
 
 def test_synchronous_servers_have_no_order_to_replay() -> None:
@@ -173,4 +174,4 @@ def test_synchronous_servers_have_no_order_to_replay() -> None:
         mlp(6, 8, 4), build_objectives(classify, sgd, None), BATCHES[0], parse("data=2,servers=1")
     )
     with pytest.raises(ValueError, match="there is no order to replay"):
-        replay_updates(prepared, BATCHES, [])
+        replay_updates(ComparedTraining(prepared, BATCHES), [])

@@ -16,6 +16,7 @@ from torch import nn
 
 from polylane.auto.on_workers import resolve_plan
 from polylane.auto.plan_broadcast import compile_on_all_ranks
+from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import Init, OptimizerFactory, SchedulerFactory, build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
@@ -74,7 +75,7 @@ def parallelize(
     if world.size == 1:
         if not alone:
             _refuse_single_process(spec)
-        chosen = problem.prepare(_alone(spec, problem.samples), fewer=spec.microbatches is None)
+        chosen = compile_training(problem, _alone(spec, problem.samples), fewer=spec.microbatches is None)
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
     together = compile_on_all_ranks(world, problem, spec)

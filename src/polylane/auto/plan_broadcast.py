@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PeerLost, PolylaneError
 from polylane.plan.plan import Plan
@@ -114,6 +114,6 @@ def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Pl
 
 def _try_compile(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTraining | None, PolylaneError | None]:
     try:
-        return problem.prepare(plan), None
+        return compile_training(problem, plan), None
     except PolylaneError as error:
         return None, error

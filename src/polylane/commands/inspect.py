@@ -87,6 +87,7 @@ def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTrai
 
     The graph is captured with one worker's local samples, so that shapes and times are those of a worker.
     """
+    from polylane.compile.compiled_training import compile_training
     from polylane.graph.batch import clone_leaves, take_samples
     from polylane.profiling.time_operators import measure_both
 
@@ -96,7 +97,7 @@ def _prepared(problem: TrainingProblem, plan: Spec | Plan) -> tuple[CompiledTrai
         measured.append(measure_both(graph, problem.model, loss, clone_leaves(leaves)))
         return tuple(map(sum, measured[0]))
 
-    prepared = problem.prepare(plan, seconds=measure)
+    prepared = compile_training(problem, plan, seconds=measure)
     if not measured:  # no cut had to be balanced, but the report needs the times
         graph = prepared.main_partition.graph
         measure(graph, problem.objective.loss, take_samples(problem.flat_example[0], 0, graph.samples))

@@ -14,7 +14,7 @@ from polylane.auto.plan_broadcast import compile_on_all_ranks
 from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import TrainRequest
 from polylane.commands.step_log import StepLog, Tell, TrainingOutcome, last_steps
-from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.sample_shares import Batch
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import NotFinite
@@ -103,7 +103,7 @@ def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> CompiledTrainin
         PolylaneError: the plan does not fit the model, or the last batch is too short for it.
     """
     # The evaluation graph is compiled here as well, once for all workers.
-    prepared = training.problem.prepare(plan, evaluation=training.test is not None)
+    prepared = compile_training(training.problem, plan, evaluation=training.test is not None)
     _check_last_batch(training, prepared)
     return prepared
 

@@ -255,7 +255,7 @@ class SettingsVersions:
 
     def __init__(self, training: CompiledTraining, objective: str, in_training: bool, ahead: Partition | None) -> None:
         self._training, self._objective, self._in_training = training, objective, in_training
-        self._losses = [each.loss for each in training.objectives.values()]
+        self._losses = training.losses
         self._leaves = {path for each in training.partitions.values() for path in leaf_paths(each.graph)}
         self._known: list[_Version] = []  # most recently used first
         self._next = 0

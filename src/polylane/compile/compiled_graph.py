@@ -9,20 +9,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch import nn
 
 from polylane.compile.optimizer_probe import UntriedOptimizer
 from polylane.errors import PolylaneError
-from polylane.graph.batch import clone_leaves
-from polylane.graph.capture.export import Loss
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition, balance_stages
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
-from polylane.profiling.time_operators import measure
 from polylane.samples.batch_layout import BatchLayout, batch_layouts, explain_unknown
 from polylane.sharding.stage_layouts import (
     SHARED_BY,
@@ -50,24 +44,18 @@ class CompiledGraph:
 
 def cut_graph(
     graph: Graph,
-    model: nn.Module,
-    loss: Loss,
-    leaves: list[Any],
     plan: Spec | Plan,
     main: Partition | None,
-    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
+    measure: Callable[[], Sequence[float]],
     seen: Mapping[str, BatchLayout],
 ) -> Partition:
     """Cut a graph into stages: as the first objective's graph is cut, or the plan file says, else balanced by time.
 
     Args:
         graph: the captured graph that is cut.
-        model: the user's model, run where operators are timed here.
-        loss: the user's loss, run where operators are timed here.
-        leaves: flat leaves of a batch, as input of that run.
         plan: how many stages there are (a Spec), or where they begin (a Plan).
         main: the partition of the first objective's graph; None: this is the first.
-        seconds: returns the time of every node of a graph; default: measured here, node by node.
+        measure: returns the seconds of every node of the graph; called only where times decide.
         seen: batch layouts of the graph's values, as far as they are known.
     """
     # Several objectives share one model: a parameter must be on the same stage in each of their graphs.
@@ -77,8 +65,7 @@ def cut_graph(
         return fit.partition_for(plan, graph)
     if plan.pipeline == 1:
         return Partition(graph, ())
-    times = seconds(graph, loss, leaves) if seconds is not None else measure(graph, model, loss, clone_leaves(leaves))
-    staying: list[str] = []
+    times, staying = measure(), list[str]()
     # Where replicas are resplit between stages, a value of unknown batch layout must not cross: keep it on one stage.
     if plan.resplits_batch:
         staying = [name for name, order in batch_layouts(graph, seen).items() if order is BatchLayout.UNKNOWN]

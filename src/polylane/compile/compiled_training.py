@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_graph, split_operators, warn_of_untried
-from polylane.compile.objectives import Objective, Parameters, named_parameters, optimized_names
+from polylane.compile.objectives import Objective, named_parameters
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
 from polylane.compile.sample_shares import compute_shares
-from polylane.compile.sync_check import check_sync
+from polylane.compile.server_assignment import assign_parameters
+from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
-from polylane.graph.batch import clone_leaves, count_parts, flatten, sample_count, sampled_leaves, take_first_samples
+from polylane.graph.batch import count_parts, flatten, sampled_leaves
 from polylane.graph.capture.export import Loss, python_kept
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
+from polylane.profiling.time_operators import measure
 from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.counts import capture_with_counts
@@ -67,9 +70,14 @@ class CompiledTraining:
         return {name: graph.partition for name, graph in self.graphs.items()}
 
     @property
+    def main(self) -> CompiledGraph:
+        """The first objective's graph, which the plan was made for."""
+        return next(iter(self.graphs.values()))
+
+    @property
     def main_partition(self) -> Partition:
-        """The partition of the first objective's graph, which the plan was made for."""
-        return next(iter(self.graphs.values())).partition
+        """The partition of the first objective's graph."""
+        return self.main.partition
 
     @property
     def layouts(self) -> dict[str, StageLayouts]:
@@ -77,36 +85,53 @@ class CompiledTraining:
         return {name: graph.layouts for name, graph in self.graphs.items() if graph.layouts.distinct}
 
     @property
+    def losses(self) -> list[Loss]:
+        """The loss of every objective."""
+        return [objective.loss for objective in self.objectives.values()]
+
+    @property
     def batch_is_sharded(self) -> bool:
         """Whether replicas shard operators along the batch dimension, because the loss couples samples."""
         return any(graph.layouts.batch_is_sharded for graph in self.graphs.values())
 
-    def axes(self, stage: int) -> tuple[str, ...]:
-        """Return the axes along which a stage's operators are sharded; "data" too where the loss couples samples."""
-        return next(iter(self.graphs.values())).layouts.axes(stage)
+    @cached_property
+    def owning_stages(self) -> dict[str, tuple[int, ...]]:
+        """The stages that use a parameter in any objective, by its canonical name: all of them keep it up to date."""
+        result: dict[str, set[int]] = {}
+        for partition in self.partitions.values():
+            for stage in range(partition.stages):
+                for name in partition.parameters(stage):
+                    result.setdefault(name, set()).add(stage)
+        return {name: tuple(sorted(stages)) for name, stages in result.items()}
 
     def microbatches_of(self, samples: int) -> int:
         """Return the number of microbatches of a batch in training: fewer for a short one, if the model needs it."""
         return count_parts(samples, self.plan.microbatches, self.min_samples.samples)
 
-    def graph_of(self, partition: Partition) -> CompiledGraph:
-        """Return one of the graphs that were compiled ahead, by its partition.
+    def recapture(self, objective: str, batch: Any, training: bool, which: str = "the example batch") -> Partition:
+        """Capture an objective in another mode or for another form of batch, and cut the graph where its first one is.
 
-        Raises:
-            KeyError: there is none with this partition.
+        Args:
+            objective: name of the loss that is captured.
+            batch: a few samples in the form of the batches to come.
+            training: whether in training mode; else in evaluation mode, forward only.
+            which: names the batch in error messages.
         """
-        for graph in (*self.graphs.values(), *self.evaluations.values()):
-            if graph.partition is partition:
-                return graph
-        raise KeyError("no graph of this training has this partition")
-
-    def layouts_of(self, partition: Partition) -> StageLayouts:
-        """Return the sharding of one of these graphs; its parameters are placed as in the main graph."""
-        return self.graph_of(partition).layouts
-
-    def batch_layouts_of(self, partition: Partition) -> Mapping[str, BatchLayout]:
-        """Return the batch layouts of the values of one of these graphs that cross between stages."""
-        return self.graph_of(partition).orders
+        main, loss = self.graphs[objective].partition, self.objectives[objective].loss
+        # Parameters that were frozen since the first capture get no gradient.
+        known = dict(named_parameters(self.model, [loss]))
+        trainable = [n for n, info in main.graph.parameters.items() if info.trainable and known[n].requires_grad]
+        graph = capture_with_counts(
+            self.model,
+            loss,
+            batch,
+            trainable=trainable,
+            training=training,
+            in_float64=self.in_float64,
+            which=which,
+            effects=main.graph.code.effects,
+        )
+        return align_partition(main, graph)
 
     def carry_over_layouts(self, sizes: Iterable[int]) -> None:
         """Carry the sharding of the training graphs over to batches of other sizes, before workers are forked.
@@ -136,104 +161,63 @@ class CompiledTraining:
         Raises:
             PolylaneError: a value crosses between stages with different numbers of replicas, and cannot be resharded.
         """
-        main = next(iter(self.graphs.values())).layouts
+        main = self.main.layouts
         layouts = layouts_like(main, partition, self.plan) if main.distinct else main
         return compile_graph(partition, self.plan, layouts, _known_batch_layouts(partition.graph, self.plan))
 
 
 def compile_training(
-    model: nn.Module,
-    objectives: dict[str, Objective],
-    example: Any,
+    problem: TrainingProblem,
     plan: str | Spec | Plan,
     *,
-    batch_size: int | None = None,
     fewer: bool = False,
-    in_float64: bool = False,
     evaluation: bool = False,
-    init: Callable[[nn.Module], None] | None = None,
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None = None,
 ) -> CompiledTraining:
     """Capture every objective, choose the cuts, and refuse what would not be exact.
 
     Args:
-        model: the module as the user built it, in training mode.
-        objectives: losses to minimize with their optimizers, by name.
-        example: a batch of the user's data, for its form and its size.
+        problem: what is to be trained; its model is as the user built it, in training mode.
         plan: a plan in one line, a plan read from a file, or a Spec.
-        batch_size: samples of a batch in the training, if not as many as the example has.
         fewer: whether there may be fewer microbatches than the plan says, if the model needs more samples in each.
-        in_float64: whether this is for proofs; ``model`` and ``example`` are float64 already.
         evaluation: capture the evaluation mode here too, once for all workers that are forked from this process.
-        init: fills the tensors that a module itself owns, for a model on the meta device.
         seconds: returns the time of every node of a graph; default: measured here, node by node.
 
     Raises:
         PolylaneError: a plan for another model, too many stages, too few samples for the model in a microbatch, or
             samples that cannot be split exactly.
     """
-    with python_kept(model, *(objective.loss for objective in objectives.values())):
-        return _compile_training(
-            model, objectives, example, plan, batch_size, fewer, in_float64, evaluation, init, seconds
-        )
-
-
-def _compile_training(
-    model: nn.Module,
-    objectives: dict[str, Objective],
-    example: Any,
-    plan: str | Spec | Plan,
-    batch_size: int | None,
-    fewer: bool,
-    in_float64: bool,
-    evaluation: bool,
-    init: Callable[[nn.Module], None] | None,
-    seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
-) -> CompiledTraining:
-    leaves, rebuild = flatten(example)
-    total = batch_size or sample_count(leaves)
     spec = parse(plan) if isinstance(plan, str) else plan
-    microbatches = requested_microbatches(spec, total)
+    requested = requested_microbatches(spec, problem.samples)
     # The samples of one rank in one microbatch: the sizes that determine time and memory.
-    hand = max(2, -(-total // (microbatches * spec.data)))
-    part = take_first_samples(leaves, min(hand, sample_count(leaves)))
-    parameters = named_parameters(model, [o.loss for o in objectives.values()])
-    graphs = {
-        n: _capture_objective(model, o, parameters, rebuild(clone_leaves(part)), in_float64)
-        for n, o in objectives.items()
-    }
-    fewer = fewer or spec.microbatches is None
-    fewest = min_samples_for(spec, graphs.values())
-    microbatches = _choose_microbatches(spec, graphs.values(), microbatches, total, fewest, fewer)
-    partitions, seen, meets = _partition_objectives(
-        model, objectives, graphs, spec, leaves, part, microbatches, seconds, in_float64=in_float64
-    )
-    chosen = _complete_plan(next(iter(partitions.values())), spec, microbatches)
-    captured = {
-        name: recapture_objective(model, objectives[name], partition, rebuild(clone_leaves(part)), False, in_float64)
-        for name, partition in (partitions.items() if evaluation else ())
-    }
-    for partition in partitions.values():
-        refuse_effects(partition, chosen)
-    check_sync(chosen, partitions, meets)
-    layouts = dict.fromkeys(partitions, StageLayouts((None,) * chosen.pipeline))
-    if chosen.axes or meets:
-        whole = find_whole_parameters(parameters, [o.optimizer for o in objectives.values()])
-        warn_of_untried(whole, chosen)
-        sampled = sampled_leaves(leaves) if meets else ()
-        layouts = split_operators(partitions, chosen, -(-total // microbatches), whole, sampled)
-    compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
-    training = CompiledTraining(
-        model=model,
-        objectives=MappingProxyType(objectives),
-        graphs=MappingProxyType(compiled),
-        evaluations=MappingProxyType({}),
-        plan=chosen,
-        in_float64=in_float64,
-        init=init,
-        min_samples=fewest,
-    )
-    evaluations = {name: training.compile_further(each) for name, each in captured.items()}
+    samples = max(2, -(-problem.samples // (requested * spec.data)))
+    with python_kept(problem.model, *problem.losses):
+        graphs = {name: problem.capture(samples, each) for name, each in problem.objectives.items()}
+        fewest = min_samples_for(spec, graphs.values())
+        microbatches = _choose_microbatches(
+            spec, graphs.values(), requested, problem.samples, fewest, fewer or spec.microbatches is None
+        )
+        partitions, seen, couples = _partition_objectives(problem, graphs, spec, samples, microbatches, seconds)
+        chosen = _complete_plan(next(iter(partitions.values())), spec, microbatches)
+        for partition in partitions.values():
+            refuse_effects(partition, chosen)
+        _check_sync(chosen, partitions, couples)
+        layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
+        compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
+        training = CompiledTraining(
+            model=problem.model,
+            objectives=MappingProxyType(problem.objectives),
+            graphs=MappingProxyType(compiled),
+            evaluations=MappingProxyType({}),
+            plan=chosen,
+            in_float64=problem.in_float64,
+            init=problem.init,
+            min_samples=fewest,
+        )
+        evaluations = {
+            name: training.compile_further(training.recapture(name, problem.take_batch(samples), training=False))
+            for name in (graphs if evaluation else ())
+        }
     return replace(training, evaluations=MappingProxyType(evaluations))
 
 
@@ -256,36 +240,34 @@ def _choose_microbatches(
     # Python state allows one call a step: a number of microbatches that the user did not ask for is lowered to 1.
     if spec.microbatches is None and keeps_python_state(graphs):
         requested = 1
-    microbatches = limit_microbatches(requested, total, fewest, fewer)
+    microbatches = limit_microbatches(requested, total, fewest, fewer or spec.microbatches is None)
     for graph in graphs:
         refuse_repeated_effects(graph, spec, microbatches)
     return microbatches
 
 
 def _partition_objectives(
-    model: nn.Module,
-    objectives: Mapping[str, Objective],
+    problem: TrainingProblem,
     graphs: Mapping[str, Graph],
     spec: Spec | Plan,
-    leaves: list[Any],
-    part: list[Any],
+    samples: int,
     microbatches: int,
     seconds: Callable[[Graph, Loss, list[Any]], tuple[float, ...]] | None,
-    *,
-    in_float64: bool,
 ) -> tuple[dict[str, Partition], dict[str, Mapping[str, BatchLayout]], bool]:
     """Return every objective's partition, the known batch layouts of its values, and whether a loss couples samples."""
-    partitions, seen, meets = dict[str, Partition](), dict[str, Mapping[str, BatchLayout]](), False
-    for objective in objectives.values():
-        graph = graphs[objective.name]
+    partitions, seen, couples = dict[str, Partition](), dict[str, Mapping[str, BatchLayout]](), False
+    leaves, _ = flatten(problem.take_batch(samples))
+    clock = seconds or (lambda graph, loss, leaves: measure(graph, problem.model, loss, leaves))
+    for name, graph in graphs.items():
+        loss = problem.objectives[name].loss
         if spec.data > 1 or microbatches > 1:
-            seen_to = make_split_check(graph, model, objective.loss, leaves, in_float64)
+            seen_to = make_split_check(graph, problem.model, loss, problem.flat_example[0], problem.in_float64)
             sync = "" if spec.sync.is_plain_sum else ",".join(spec.sync.to_words())
-            meets = loss_couples_samples(graph, microbatches, spec.data, spec.per_sample, seen_to, sync) or meets
-        known = seen[objective.name] = _known_batch_layouts(graph, spec)
+            couples = loss_couples_samples(graph, microbatches, spec.data, spec.per_sample, seen_to, sync) or couples
+        seen[name] = _known_batch_layouts(graph, spec)
         main = next(iter(partitions.values()), None)
-        partitions[objective.name] = cut_graph(graph, model, objective.loss, part, spec, main, seconds, known)
-    return partitions, seen, meets
+        partitions[name] = cut_graph(graph, spec, main, partial(clock, graph, loss, leaves), seen[name])
+    return partitions, seen, couples
 
 
 def _known_batch_layouts(graph: Graph, plan: Spec | Plan) -> Mapping[str, BatchLayout]:
@@ -293,30 +275,33 @@ def _known_batch_layouts(graph: Graph, plan: Spec | Plan) -> Mapping[str, BatchL
     return derive_composition(graph, plan.per_sample).batch_layouts if plan.resplits_batch else {}
 
 
-def _capture_objective(
-    model: nn.Module, objective: Objective, parameters: Parameters, batch: Any, in_float64: bool
-) -> Graph:
-    trainable = optimized_names(parameters, objective.optimizer)
-    return capture_with_counts(model, objective.loss, batch, trainable=trainable, in_float64=in_float64)
+def _check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples: bool) -> None:
+    """Refuse a plan's gradient synchronization that the training does not fit, before any worker starts.
+
+    Raises:
+        PolylaneError: the loss couples samples, or there are more servers than parameters.
+    """
+    # With coupled samples replicas shard the operators of one batch: no replica has a gradient of its own that could be
+    # compressed, averaged later, or sent to a server.
+    if couples_samples and plan.data > 1 and not plan.sync.is_plain_sum:
+        raise PolylaneError(
+            f"{plan.title}: sync ({','.join(plan.sync.to_words())}) is for losses that are means over samples, and in "
+            "this one samples meet: leave sync out, or split by pipeline or tensor alone"
+        )
+    if plan.sync.has_servers:
+        assign_parameters(partitions, plan)  # for its errors alone
 
 
-def recapture_objective(
-    model: nn.Module,
-    objective: Objective,
-    main: Partition,
-    batch: Any,
-    training: bool,
-    in_float64: bool,
-    which: str = "the example batch",
-) -> Partition:
-    """Capture an objective in another mode or for another form of batch, and cut the graph where ``main`` is cut."""
-    # Parameters that were frozen since the first capture get no gradient.
-    known = dict(named_parameters(model, [objective.loss]))
-    trainable = [n for n, info in main.graph.parameters.items() if info.trainable and known[n].requires_grad]
-    effects = main.graph.code.effects
-    more: dict[str, Any] = {"trainable": trainable, "training": training, "in_float64": in_float64}
-    graph = capture_with_counts(model, objective.loss, batch, **more, which=which, effects=effects)
-    return align_partition(main, graph)
+def _shard_operators(
+    problem: TrainingProblem, partitions: Mapping[str, Partition], plan: Plan, microbatches: int, couples_samples: bool
+) -> dict[str, StageLayouts]:
+    """Return how the operators of every objective's graph are sharded, by name; no stage has a layout where none is."""
+    if not plan.axes and not couples_samples:
+        return dict.fromkeys(partitions, StageLayouts((None,) * plan.pipeline))
+    whole = find_whole_parameters(problem.parameters, [o.optimizer for o in problem.objectives.values()])
+    warn_of_untried(whole, plan)
+    sampled = sampled_leaves(problem.flat_example[0]) if couples_samples else ()
+    return split_operators(partitions, plan, -(-problem.samples // microbatches), whole, sampled)
 
 
 def _complete_plan(main: Partition, spec: Spec | Plan, microbatches: int) -> Plan:

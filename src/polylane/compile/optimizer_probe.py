@@ -6,15 +6,14 @@ declares that, so each is run on small tensors, whole and in halves, and the res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from polylane.compile.objectives import OptimizerFactory
 from polylane.errors import PolylaneError
 from polylane.optim.trust import set_sum_over_holders
-
-Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 SIZE = 4  # length of every dimension of the parameters that an optimizer is tried on
 ROUNDING = 1e-13  # absolute tolerance for values of the order of one, where norms are summed in another order
@@ -31,7 +30,7 @@ class UntriedOptimizer(str):
 
 
 def find_whole_parameters(
-    parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[Factory]
+    parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[OptimizerFactory]
 ) -> dict[str, str]:
     """Find the parameters whose update is not elementwise, and those for which that is not known.
 
@@ -65,7 +64,7 @@ def _describe_error(error: Exception) -> str:
     return said if isinstance(error, PolylaneError) else f"{type(error).__name__}: {said}"
 
 
-def _find_non_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: Factory) -> set[str]:
+def _find_non_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: OptimizerFactory) -> set[str]:
     # Two steps, so that states (moments, momentum) take part; float64, so that only the algorithm makes a difference.
     random = torch.Generator().manual_seed(0)
     cut = [(n, p.dim()) for n, p in parameters if p.dim() > 0]
@@ -111,7 +110,7 @@ class _HalfSums:
 
 
 def _train_in_halves(
-    factory: Factory, values: dict[str, torch.Tensor], steps: Sequence[dict[str, torch.Tensor]], dim: int
+    factory: OptimizerFactory, values: dict[str, torch.Tensor], steps: Sequence[dict[str, torch.Tensor]], dim: int
 ) -> list[dict[str, torch.Tensor]]:
     """Train both halves as two workers would.
 
@@ -140,7 +139,7 @@ def _take_half(values: dict[str, torch.Tensor], dim: int, part: slice) -> dict[s
 
 
 def _train_values(
-    factory: Factory,
+    factory: OptimizerFactory,
     values: dict[str, torch.Tensor],
     gradients: Sequence[dict[str, torch.Tensor]],
     sums: _HalfSums | None = None,

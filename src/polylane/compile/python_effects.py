@@ -44,8 +44,14 @@ def refuse_effects(partition: Partition, plan: Plan) -> None:
     refuse_repeated_effects(partition.graph, plan, plan.microbatches)
     every = collect_effects(partition.graph)
     for who, effect in _effects_by_module(partition.graph):
-        if effect.kind == "state":
-            _refuse_across_stages(partition, every, effect, f"{who} {effect.describe}")
+        # Equal effects name the same state: of a module that is called twice, or of several that write the same.
+        at = {name for name, effects in every.items() if effect in effects}
+        stages = sorted({s for s in range(partition.stages) for node in partition.nodes(s) if node.name in at})
+        if effect.kind == "state" and len(stages) > 1:
+            raise PolylaneError(
+                f"{who} {effect.describe}, in calls on stages {', '.join(map(str, stages))}, each of which would keep "
+                "its own: cut so that they are on one stage"
+            )
 
 
 def refuse_repeated_effects(graph: Graph, plan: Spec | Plan, microbatches: int) -> None:
@@ -73,17 +79,3 @@ def _effects_by_module(graph: Graph) -> list[tuple[str, SideEffect]]:
     """Return every effect with the module that has it, by the name that a user knows."""
     modules = {node.name: node.module or "the model's loss" for node in graph.nodes}
     return [(modules[name], effect) for name, effects in collect_effects(graph).items() for effect in effects]
-
-
-def _refuse_across_stages(
-    partition: Partition, every: dict[str, tuple[SideEffect, ...]], effect: SideEffect, what: str
-) -> None:
-    """Refuse one effect that calls on several stages have: a module called twice, or several that write the same."""
-    # Equal effects name the same state, in whichever module they are.
-    at = {other for other, effects in every.items() if effect in effects}
-    stages = sorted({s for s in range(partition.stages) for node in partition.nodes(s) if node.name in at})
-    if len(stages) > 1:
-        raise PolylaneError(
-            f"{what}, in calls on stages {', '.join(map(str, stages))}, each of which would keep its own: cut so that "
-            "they are on one stage"
-        )

@@ -1,4 +1,4 @@
-"""Cross-stage resharding: which box of a value, or of its gradient, goes between which ranks of two stages.
+"""Cross-stage values: their dtypes and shapes, and which box of one goes between which ranks of two stages.
 
 Between stages with the same mesh each rank exchanges its whole shard with its counterpart. Else transfers are planned
 by :func:`polylane.program.boxes.plan_reshard` among groups of senders and receivers, which depend on the number of
@@ -24,17 +24,62 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from polylane.compile.sample_shares import compute_shares
 from polylane.graph.partition import Partition
+from polylane.graph.symbolic_sizes import size_function
 from polylane.placement.placement import Shard
 from polylane.plan.plan import Plan
 from polylane.program.boxes import BoxTransfer, IndexBox, box_volume, cut_box, plan_reshard, relative_box, whole_box
 from polylane.samples.batch_layout import BatchLayout
+from polylane.sharding.layout import Layout
 from polylane.sharding.stage_layouts import StageLayouts
 
-Sizes = Mapping[str, tuple[Callable[[int], int], ...]]
+
+@dataclass(frozen=True)
+class ValueSpec:
+    """Dtype and shape of a value that crosses between stages, for any number of samples.
+
+    Attributes:
+        name: name of the node that computes the value.
+        dtype: dtype in which it is computed and sent.
+        sizes: for each dimension of the whole value, its size as a function of the number of samples.
+        layout: how this worker's stage shards its operators; None where it does not.
+        coordinates: this worker's index on each axis of its mesh.
+    """
+
+    name: str
+    dtype: torch.dtype
+    sizes: tuple[Callable[[int], int], ...]
+    layout: Layout | None = None
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+
+    def shape(self, samples: int) -> tuple[int, ...]:
+        """Return the shape of this worker's shard, for that number of samples."""
+        whole = tuple(size(samples) for size in self.sizes)
+        return whole if self.layout is None else self.layout.local_shape(self.name, whole, samples, self.coordinates)
+
+
+def value_specs(
+    partition: Partition,
+    dtypes: Mapping[str, torch.dtype],
+    layout: Layout | None = None,
+    coordinates: Mapping[str, int] | None = None,
+) -> dict[str, ValueSpec]:
+    """Describe every crossing value, by name; ``dtypes`` overrides those of the capture (autocast changes them)."""
+    values = {n.meta["name"]: n.meta["val"] for n in partition.graph.code.fx.nodes if n.op == "call_function"}
+    return {
+        c.value: ValueSpec(
+            c.value,
+            dtypes.get(c.value, values[c.value].dtype),
+            tuple(size_function(size) for size in values[c.value].shape),
+            layout,
+            coordinates or {},
+        )
+        for c in partition.crossings
+    }
 
 
 @dataclass
@@ -49,7 +94,7 @@ class Resharder:
         plan: the plan, for the mesh of every stage.
         partition: the graph and its cuts, for the batch dimension of each value.
         layouts: for every stage, how its operators are sharded.
-        value_sizes: by value, the size of each dimension as a function of the number of samples.
+        value_specs: by value, its dtype and its sizes for any number of samples.
         batch_layouts: by value, how the parts of a batch make it up.
     """
 
@@ -57,7 +102,7 @@ class Resharder:
     plan: Plan
     partition: Partition
     layouts: StageLayouts
-    value_sizes: Sizes
+    value_specs: Mapping[str, ValueSpec]
     batch_layouts: Mapping[str, BatchLayout]
     _known_transfers: dict[tuple[str, int, int, int, bool], tuple[BoxTransfer, ...]] = field(default_factory=dict)
     _boxes: dict[tuple[str, int, int], IndexBox] = field(default_factory=dict)
@@ -154,10 +199,6 @@ class Resharder:
         size = len(devices) // self.plan.stages[stage].degree("data")
         return [list(devices[i : i + size]) for i in range(0, len(devices), size)]
 
-    def _batch_dim(self, value: str) -> int | None:
-        graph = self.partition.graph
-        return graph.nodes[graph.positions[value]].batch_dim
-
     def _sample_range(self, rank: int, samples: int) -> tuple[int, int, int]:
         stage, replica = self.plan.stage_and_replica(rank)
         if self.layouts.batch_is_sharded:
@@ -177,19 +218,20 @@ class Resharder:
     def _find_box(self, value: str, rank: int, samples: int) -> IndexBox:
         # The rank's shard of its own samples first, by the placements of its stage, with its first sample at index 0.
         start, stop, _ = self._sample_range(rank, samples)
-        box = whole_box(size(stop - start) for size in self.value_sizes[value])
+        box = whole_box(size(stop - start) for size in self.value_specs[value].sizes)
         layout = self.layouts[self.plan.stage_and_replica(rank)[0]]
         if layout is not None:
             at = self.plan.indices(rank)
             for axis, placement in zip(layout.splits, layout.state(value, stop - start), strict=True):
                 if isinstance(placement, Shard):
                     box = cut_box(box, placement.dim, placement.ranges(at[axis]))
-        dim = self._batch_dim(value)
+        graph = self.partition.graph
+        dim = graph.nodes[graph.positions[value]].batch_dim
         if dim is None or not start:
             return box
         # Then moved along the batch dimension to where its samples are in the microbatch. A value may have several rows
         # for each sample.
-        before = start * (self.value_sizes[value][dim](samples) // samples)
+        before = start * (self.value_specs[value].sizes[dim](samples) // samples)
         moved = tuple((first + before, last + before) for first, last in box[dim])
         return (*box[:dim], moved, *box[dim + 1 :])
 

@@ -100,38 +100,33 @@ class BatchForm:
         return cls(flatten(batch)[1], batch_structure(batch))
 
 
+@dataclass(eq=False)
 class Batch:
-    """A batch of which this worker may have only the samples that it computes on."""
+    """A batch of which this worker may have only the samples that it computes on.
 
-    def __init__(
-        self,
-        samples: int,
-        leaves: Sequence[Any],
-        offsets: dict[int, int] | None = None,
-        sampled: Sequence[bool] | None = None,
-        shortest: int | None = None,
-        form: BatchForm | None = None,
-    ) -> None:
-        """
-        Args:
-            samples: number of samples of the whole batch, over all replicas.
-            leaves: flat leaves; of the whole batch, or of this worker's samples in the order of its shares.
-            offsets: by microbatch, the row of ``leaves`` where its share begins; None when they hold the whole batch.
-            sampled: for each leaf, whether it is split with the samples; default: those with as many rows as the first.
-            shortest: samples of the shortest batch of the same epoch; default: those of this one, the only one known.
-            form: how its leaves make up a batch; default: as those of the example batch do.
-        """
-        self.samples = samples
-        self.leaves = leaves
-        self.shortest = samples if shortest is None else shortest
-        self.form = form
-        self._sampled = sampled
-        self._offsets = offsets
+    Attributes:
+        samples: number of samples of the whole batch, over all replicas.
+        leaves: flat leaves; of the whole batch, or of this worker's samples in the order of its shares.
+        offsets: by microbatch, the row of ``leaves`` where its share begins; None when they hold the whole batch.
+        split: for each leaf, whether it is split with the samples; None: those with as many rows as the first.
+        shortest: samples of the shortest batch of the same epoch; 0: those of this one, the only one known.
+        form: how its leaves make up a batch; None: as those of the example batch do.
+    """
+
+    samples: int
+    leaves: Sequence[Any]
+    offsets: dict[int, int] | None = None
+    split: Sequence[bool] | None = None
+    shortest: int = 0
+    form: BatchForm | None = None
+
+    def __post_init__(self) -> None:
+        self.shortest = self.shortest or self.samples
 
     @cached_property
     def sampled(self) -> tuple[bool, ...]:
         """Whether each leaf is split with the samples, leaf by leaf."""
-        return sampled_leaves(self.leaves) if self._sampled is None else tuple(self._sampled)
+        return sampled_leaves(self.leaves) if self.split is None else tuple(self.split)
 
     @classmethod
     def whole(cls, batch: Any) -> Batch:
@@ -141,7 +136,7 @@ class Batch:
 
     def leaves_of(self, share: SampleShare, rows: int | None = None) -> list[Any]:
         """Return the leaves of one share, or of its first ``rows`` samples."""
-        start = share.start if self._offsets is None else self._offsets[share.microbatch]
+        start = share.start if self.offsets is None else self.offsets[share.microbatch]
         return take_samples(self.leaves, start, start + (share.samples if rows is None else rows), self.sampled)
 
     def to_device(self, sampled: Sequence[bool], device: torch.device) -> Batch:
@@ -161,7 +156,7 @@ class Batch:
             t for t, is_split in zip(tensors, sampled, strict=True) if is_split
         )
         own = sampled if known else self.sampled
-        return Batch(self.samples, to_device(self.leaves, device), self._offsets, own, self.shortest, self.form)
+        return Batch(self.samples, to_device(self.leaves, device), self.offsets, own, self.shortest, self.form)
 
     def __len__(self) -> int:
         return self.samples

@@ -8,13 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import Init, Objective, Parameters, named_parameters, optimized_names
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count, take_first_samples
+from polylane.graph.capture.export import Loss
 from polylane.graph.graph import Graph
-from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec
 from polylane.planner.problem import CapturedProblem
 from polylane.samples.counts import capture_with_counts
 
@@ -30,6 +28,7 @@ class TrainingProblem:
         batch_size: samples of a step, over all workers; None: as many as the example has.
         init: fills the tensors that a module itself owns, for a model on the meta device; None: the module's own
             ``reset_parameters()``.
+        in_float64: whether casts to lower types inside keep float64 (for proofs); model and example are float64 then.
     """
 
     model: nn.Module
@@ -37,6 +36,7 @@ class TrainingProblem:
     example: Any
     batch_size: int | None = None
     init: Init | None = None
+    in_float64: bool = False
 
     @property
     def objective(self) -> Objective:
@@ -53,26 +53,35 @@ class TrainingProblem:
         """Samples of a step, over all workers."""
         return self.batch_size or sample_count(self.flat_example[0])
 
+    @property
+    def losses(self) -> list[Loss]:
+        """The loss of every objective."""
+        return [objective.loss for objective in self.objectives.values()]
+
     @cached_property
     def parameters(self) -> Parameters:
-        """All parameters of the model and of the first loss, by name, each once."""
-        return named_parameters(self.model, [self.objective.loss])
+        """All parameters of the model and of its losses, by name, each once."""
+        return named_parameters(self.model, self.losses)
 
-    def capture(self, samples: int | None = None) -> Graph:
-        """The graph of the first loss.
+    def take_batch(self, samples: int) -> Any:
+        """Return a copy of the example's first samples: that many, or all where there are fewer."""
+        leaves, rebuild = self.flat_example
+        return rebuild(clone_leaves(take_first_samples(leaves, min(samples, sample_count(leaves)))))
+
+    def capture(self, samples: int | None = None, objective: Objective | None = None) -> Graph:
+        """The graph of one loss.
 
         Args:
             samples: how many of the example's samples it is captured with, if there are as many; None: all of them.
+            objective: the loss with its optimizer; None: the first of them.
 
         Raises:
             PolylaneError: the optimizer is wrong, or the model cannot be captured.
         """
-        leaves, rebuild = self.flat_example
-        batch = self.example
-        if samples is not None:
-            batch = rebuild(clone_leaves(take_first_samples(leaves, min(samples, sample_count(leaves)))))
-        trainable = optimized_names(self.parameters, self.objective.optimizer)
-        return capture_with_counts(self.model, self.objective.loss, batch, trainable=trainable)
+        objective = objective or self.objective
+        batch = self.example if samples is None else self.take_batch(samples)
+        trainable = optimized_names(self.parameters, objective.optimizer)
+        return capture_with_counts(self.model, objective.loss, batch, trainable=trainable, in_float64=self.in_float64)
 
     def captured(self, graph: Graph, **known: Any) -> CapturedProblem:
         """What costs depend on, of one of its graphs.
@@ -83,16 +92,3 @@ class TrainingProblem:
         """
         whole = find_whole_parameters(self.parameters, [self.objective.optimizer])
         return CapturedProblem(graph, self.objective.optimizer, {n: str(why) for n, why in whole.items()}, **known)
-
-    def prepare(self, plan: str | Spec | Plan, **how: Any) -> CompiledTraining:
-        """Compile the problem for a plan.
-
-        Args:
-            plan: a plan in one line, as text or parsed, or a whole plan.
-            how: further arguments of :func:`polylane.compile.compiled_training.compile_training`.
-
-        Raises:
-            PolylaneError: a plan for another model, or one under which the model or the batch cannot be trained.
-        """
-        more = {"batch_size": self.batch_size, "init": self.init, **how}
-        return compile_training(self.model, self.objectives, self.example, plan, **more)

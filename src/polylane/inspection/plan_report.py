@@ -67,7 +67,7 @@ def price_stages(prepared: CompiledTraining, seconds: Sequence[Both], batch: int
         batch: number of samples of a step, over all workers.
     """
     plan, partition = prepared.plan, prepared.main_partition
-    graph, layouts = partition.graph, prepared.layouts_of(partition)
+    graph, layouts = partition.graph, prepared.main.layouts
     whole = (sum(forward for forward, _ in seconds), sum(backward for _, backward in seconds))
     nodes = {node.name: (both,) for node, both in zip(graph.nodes, seconds, strict=True)}
     optimizer = next(iter(prepared.objectives.values())).optimizer
@@ -136,7 +136,7 @@ def _microbatch(plan: Plan, batch: int) -> int:
 def _share(prepared: CompiledTraining, batch: int) -> str:
     """Describe which fraction of the batch the printed shapes refer to."""
     plan, samples = prepared.plan, prepared.main_partition.graph.samples
-    if prepared.layouts_of(prepared.main_partition).batch_is_sharded:
+    if prepared.main.layouts.batch_is_sharded:
         return f"as many as each replica has of a batch; samples meet, so {plan.data} replicas compute it together"
     # Capture needs a few samples at least: for many small parts the graph has more samples than a worker computes on.
     parts = plan.data * plan.microbatches
@@ -207,7 +207,7 @@ def _splits(prepared: CompiledTraining) -> dict[str, dict[str, Any]]:
     """Return how operators are split along each axis (of each mesh), as data and in "lines" for people."""
     found: dict[str, dict[str, Any]] = {}
     plan, main = prepared.plan, prepared.main_partition
-    layouts = prepared.layouts_of(main)
+    layouts = prepared.main.layouts
     for layout in layouts.distinct:
         stages = [stage for stage, own in enumerate(layouts.stages) if own is layout]
         # The report of a stage's mesh names the operators and parameters of the stages that have this mesh.

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.reshard import Resharder
-from polylane.compile.value_spec import value_specs
+from polylane.compile.reshard import Resharder, value_specs
 from polylane.graph.batch import split_bounds
 from polylane.program.boxes import box_volume
 
@@ -27,10 +26,8 @@ def count_stage_traffic(
     """
     partition, plan = prepared.main_partition, prepared.plan
     travelling = value_specs(partition, dtypes)
-    sizes = {name: wire.sizes for name, wire in travelling.items()}
-    layouts, orders = prepared.layouts_of(partition), prepared.batch_layouts_of(partition)
     # Rank 0 stands for any: each sender gets its own copy below.
-    relays = Resharder(0, plan, partition, layouts, sizes, orders)
+    relays = Resharder(0, plan, partition, prepared.main.layouts, travelling, prepared.main.orders)
     found: dict[tuple[int, int], list[int]] = {}
     for crossing in partition.crossings:
         item = travelling[crossing.value].dtype.itemsize

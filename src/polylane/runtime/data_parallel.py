@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from polylane.compile.sample_shares import SampleShare, compute_shares
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten, to_device
+from polylane.graph.batch import to_device
 from polylane.graph.operators.python_context import running_as_slice
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.data import loader as data
@@ -85,14 +85,13 @@ class DataParallel:
             workers: number of processes that load ahead.
         """
         step = 0
-        join = collate or torch.utils.data.default_collate
         for epoch in range(epochs):
             for batch in data.load_batches(
                 dataset, batch_size, shares=self._local_shares, epoch=epoch, seed=self._seed, shuffle=shuffle,
-                drop_last=drop_last, collate=lambda samples: _CollatedBatch(join(samples)), workers=workers,
+                drop_last=drop_last, collate=collate, workers=workers,
             ):  # fmt: skip
                 (share,) = self._local_shares(batch.samples)
-                leaves, rebuild = flatten(batch.leaves[0].batch)
+                assert batch.form is not None
                 self._part = SampleSlice(
                     samples=share.samples,
                     first=share.start,
@@ -105,7 +104,7 @@ class DataParallel:
                 # While the user's loop body runs, random operators and batch normalization know which samples of the
                 # whole batch these are.
                 with running_as_slice(self._part, "loop"), _ScaledBackward(self):
-                    yield rebuild(to_device(leaves, self.world.device))
+                    yield batch.form.rebuild(to_device(batch.leaves, self.world.device))
                 step += 1
 
     def _local_shares(self, batch: int) -> tuple[SampleShare, ...]:
@@ -219,13 +218,6 @@ class _ScaledBackward(TorchFunctionMode):
             gradient = args[1] if len(args) > 1 else kwargs.pop("gradient", None)
             return self._replicas.backward(args[0], gradient, *args[2:], **kwargs)
         return func(*args, **kwargs)
-
-
-class _CollatedBatch:
-    """A collated batch as one pytree leaf, so that the loader passes it through as it is."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
 
 
 def data_parallel(*models: nn.Module, seed: int = 0) -> DataParallel:

@@ -6,6 +6,9 @@ has the serving role. The same script runs on both (SPMD): it calls the same met
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +22,13 @@ from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
 from polylane.runtime.data import loader as data
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
-from polylane.runtime.pipeline.connections import Connect, check_world_size
+from polylane.runtime.pipeline.connections import Connect
 from polylane.runtime.pipeline.step_result import StepResult, merge_timelines
 from polylane.runtime.server_role import ServingRole
 from polylane.runtime.sync.gradient_sync import LocalOptimizer
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.training_role import TrainingRole
 from polylane.runtime.transport.protocol import TransportCounters
-from polylane.runtime.workers.close_at_exit import close_at_exit
 from polylane.runtime.workers.world import World
 
 
@@ -64,28 +66,26 @@ class Job:
             seed: seed for the order of samples and for all random numbers.
             same_weights: every worker's model has the same weights already (workers forked from one process do).
             connect: makes the transports; default: chosen by where the workers are (shared memory on one host).
+
+        Raises:
+            PolylaneError: the world has more or fewer workers than the plan takes.
         """
-        check_world_size(prepared.plan, world)
+        if world.size != prepared.plan.processes:
+            raise PolylaneError(
+                f"the plan takes {prepared.plan.processes} workers ({prepared.plan.spec}), there are {world.size}"
+            )
         self.plan, self.model = prepared.plan, prepared.model
         self._objectives, self._is_closed = tuple(prepared.partitions), False
         self.anomalies: AnomalyDetector | None = None
         self._role: TrainingRole | ServingRole
         # Dedicated servers have the ranks behind those that train.
         if world.rank < prepared.plan.workers:
-            self._role = TrainingRole(
-                prepared,
-                world,
-                example=example,
-                clip_norm=clip_norm,
-                seed=seed,
-                same_weights=same_weights,
-                connect=connect,
-            )
+            self._role = TrainingRole(prepared, world, example, clip_norm, seed, same_weights, connect)
         else:
             self._role = ServingRole(prepared, world, clip_norm)
         self.world = self._role.world
         if self.plan.sync.has_servers:
-            close_at_exit(self)
+            atexit.register(self._close_at_exit)
 
     def _resolve_objective(self, name: str | None) -> str:
         if name is None:
@@ -291,6 +291,20 @@ class Job:
             return
         self._is_closed = True
         self._role.close()
+
+    def _close_at_exit(self) -> None:
+        """Close the job when the interpreter ends, if the script did not, before the process group is destroyed.
+
+        Threads of parameter servers wait for messages inside a backend's native code, where the end of the interpreter
+        would abort the process. After an uncaught exception an orderly shutdown is impossible: the process exits at
+        once, and the other workers see its connections close.
+        """
+        # Set by the interpreter for an uncaught exception, whose traceback has been printed by now.
+        if getattr(sys, "last_value", None) is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        self.close()
 
     def __enter__(self) -> Job:
         return self

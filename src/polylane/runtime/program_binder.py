@@ -9,16 +9,17 @@ from typing import Any
 
 from polylane.compile.cache import CacheKey
 from polylane.compile.compiled_graph import CompiledGraph
-from polylane.compile.compiled_training import recapture_objective
 from polylane.compile.python_effects import collect_effects, refuse_effects
 from polylane.compile.sample_shares import count_replica_samples
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import python_kept
 from polylane.graph.partition import Partition
 from polylane.program.program import Program
+from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.shared_buffers import stages_of_buffers
-from polylane.runtime.pipeline.bind_program import batch_statistics_of, bind_program, lower_programs
+from polylane.runtime.parameters.update import ObjectiveUpdate
+from polylane.runtime.pipeline.bind_program import bind_program, lower_programs
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
@@ -31,7 +32,6 @@ class BoundProgram:
     """One graph's programs, bound to one worker; once it is fitted, ready for batches of one size.
 
     Attributes:
-        partition: the graph and its cuts into stages.
         programs: programs of every worker, by rank.
         executor: runs this worker's program on its tensors.
         buffers: for every buffer that the graph uses, the stages that use it.
@@ -39,12 +39,16 @@ class BoundProgram:
         counted: samples of a batch that each replica computes, by replica; empty where replicas always sum gradients.
     """
 
-    partition: Partition
     programs: tuple[Program, ...]
     executor: Executor
     buffers: Mapping[str, frozenset[int]] = field(default_factory=dict)
     passes: int = 0
     counted: tuple[int, ...] = ()
+
+    @property
+    def partition(self) -> Partition:
+        """The graph and its cuts into stages."""
+        return self.executor.program.partition
 
 
 class ProgramBinder:
@@ -55,7 +59,7 @@ class ProgramBinder:
         connections: transports and mesh of this worker.
         programs: by objective, all workers' programs of the graph that was compiled ahead for training.
         replica_local: the same for steps without gradient sums between replicas; empty where there are none.
-        codecs: by objective, the compressor of its gradients, shared by all forms of batches (error feedback).
+        trainers: by objective, its update; the compressor of its gradients is shared by all forms of batches.
     """
 
     def __init__(
@@ -64,22 +68,20 @@ class ProgramBinder:
         connections: Connections,
         programs: Mapping[str, tuple[Program, ...]],
         replica_local: Mapping[str, tuple[Program, ...]],
-        codecs: Mapping[str, GradientCompressor],
+        trainers: Mapping[str, ObjectiveUpdate],
     ) -> None:
-        self._local_model, self._connections, self._codecs = holding, connections, codecs
+        self._local_model, self._connections, self._trainers = holding, connections, trainers
         self._ahead = {False: programs, True: replica_local}
         self._prepared, self._plan = holding.prepared, holding.prepared.plan
-        self._losses = [objective.loss for objective in self._prepared.objectives.values()]
 
     def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
         prepared = self._prepared
-        main, about = prepared.graphs[objective].partition, prepared.objectives[objective]
         # Capture runs the user's model: it needs parameters of full shape, and must leave Python state as it was.
         with (
-            self._local_model.full_tensors.installed_in_model(self._local_model.was_on_meta),
-            python_kept(prepared.model, *self._losses),
+            FullTensors(self._local_model).installed_in_model(),
+            python_kept(prepared.model, *prepared.losses),
         ):
-            partition = recapture_objective(prepared.model, about, main, batch, training, prepared.in_float64, which)
+            partition = prepared.recapture(objective, batch, training, which)
         self._refuse(partition, training)
         return prepared.compile_further(partition)
 
@@ -88,9 +90,7 @@ class ProgramBinder:
             return self._ahead[replica_local][key.objective]
         if graph is self._prepared.evaluations.get(key.objective):  # compiled ahead, not checked by capture() here
             self._refuse(graph.partition, key.training)
-        programs = lower_programs(
-            graph.partition, self._plan, self._local_model.owning_stages, key.training, graph.layouts, replica_local
-        )
+        programs = lower_programs(self._prepared, graph, key.training, replica_local)
         return self._local_model.shard_units.regroup_buckets(programs)
 
     def bind(
@@ -98,7 +98,7 @@ class ProgramBinder:
     ) -> BoundProgram:
         if microbatches < self._plan.microbatches:
             programs = tuple(truncate_program(program, microbatches) for program in programs)
-        codec = self._codecs[key.objective] if key.training and not replica_local else None
+        codec = self._trainers[key.objective].compressor if key.training and not replica_local else None
         return self.bind_graph(graph, programs, replica_local, codec)
 
     def fit_to_samples(self, bound: BoundProgram, samples: int) -> BoundProgram:
@@ -122,10 +122,7 @@ class ProgramBinder:
             codec: compressor of the gradients, the same for all bound programs of an objective; None: uncompressed, or
                 not summed at all.
         """
-        partition, stage = graph.partition, self._local_model.stage
-        counts = batch_statistics_of(partition, stage).buffers
-        self._local_model.tensors.move_to_device({*partition.parameters(stage), *partition.buffers(stage), *counts})
-        transport = self._connections.transport
+        partition, transport = graph.partition, self._connections.transport
         # Every worker solved for placements on its own. Different results would exchange shards of wrong shapes, so
         # their hashes are compared before the first message.
         if graph.layouts.distinct and len(set(transport.all_gather_object(graph.layouts.placement_hash))) > 1:
@@ -141,49 +138,34 @@ class ProgramBinder:
                 "workers found the samples in another order in what crosses between stages: are their models, batches "
                 "and library versions the same? Stages with the same data do not divide samples anew"
             )
-        worker = bind_program(
-            programs[self._local_model.world.rank],
-            self._plan,
-            self._local_model.tensors,
-            transport,
-            self._connections.sum_replicas,
-            self._connections.mesh,
-            graph,
-            self._local_model.shards,
-            replica_local,
-            codec,
-        )
-        return BoundProgram(partition, tuple(programs), worker, stages_of_buffers(partition))
+        own = programs[self._local_model.world.rank]
+        executor = bind_program(own, graph, self._local_model, self._connections, replica_local, codec)
+        return BoundProgram(tuple(programs), executor, stages_of_buffers(partition))
 
     def restoring_python_state(self, partition: Partition) -> AbstractContextManager[None]:
         """Return a context manager that restores the state of the user's own Python after an evaluation."""
         if not collect_effects(partition.graph):
             return nullcontext()
-        return python_kept(self._prepared.model, *self._losses)
+        return python_kept(self._prepared.model, *self._prepared.losses)
 
     def _refuse(self, partition: Partition, training: bool) -> None:
         # The plan was made for the first graph of the objective; another form or mode may need what it does not give.
         self._refuse_moved_use(partition)
-        self._refuse_coupled_samples(partition)
+        if not self._prepared.batch_is_sharded:
+            refuse_coupled_samples(partition.graph, self._plan.microbatches, self._plan.data, self._plan.per_sample)
         if training:
             refuse_effects(partition, self._plan)
         self._refuse_new_statistics(partition)
 
     def _refuse_new_statistics(self, partition: Partition) -> None:
         graphs = [each.graph for each in self._prepared.partitions.values()]
-        if partition.graph.code.has_batch_statistics and self._plan.data > 1:
-            if any(graph.code.has_batch_statistics for graph in graphs):
-                return
+        known = any(graph.code.has_batch_statistics for graph in graphs)
+        if partition.graph.code.has_batch_statistics and self._plan.data > 1 and not known:
             raise PolylaneError(
                 "a part of the model normalizes by statistics of the batch now, but did not when the training was "
                 "prepared, so that replicas have no way to share them: let it train() then, and eval() it before the "
                 "first step"
             )
-
-    def _refuse_coupled_samples(self, partition: Partition) -> None:
-        """Refuse a form or mode whose loss couples samples, if that of the first one does not."""
-        if not self._prepared.batch_is_sharded:
-            refuse_coupled_samples(partition.graph, self._plan.microbatches, self._plan.data, self._plan.per_sample)
 
     def _refuse_moved_use(self, partition: Partition) -> None:
         holders = self._local_model.owning_stages

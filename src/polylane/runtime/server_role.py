@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,16 +27,17 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.observe.timeline import Span
 from polylane.runtime.data import loader as data
-from polylane.runtime.parameters.local_model import owning_stages
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
-from polylane.runtime.pipeline.step_result import StepReport, StepResult, align_clocks
+from polylane.runtime.pipeline.step_result import StepResult, align_clocks
 from polylane.runtime.stale_weights import track_server_weights
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.transport.protocol import TransportCounters
 from polylane.runtime.workers.world import World
+
+T = TypeVar("T")
 
 
 class ServingRole:
@@ -56,17 +57,16 @@ class ServingRole:
 
     def __init__(self, prepared: CompiledTraining, world: World, clip_norm: float | None) -> None:
         self.world, self._plan, self._step, self._closed = world, prepared.plan, 0, False
-        world.first_workers(
-            prepared.plan.workers
-        )  # a collective over the whole world, in which the training role is too
-        self._host = open_server_host(world, prepared, owning_stages(prepared), clip_norm)
+        # A collective over the whole world, in which the training role is too.
+        world.first_workers(prepared.plan.workers)
+        self._host = open_server_host(world, prepared, prepared.owning_stages, clip_norm)
         self._stale = track_server_weights(prepared, world.rank)
         self._server = self._host.servers[0]
         _ = self._server.weights  # waits for the initial weights: an error in the user's optimizer is raised here
 
     # ---- collective calls --------------------------------------------------------------------------------------------
 
-    def _receive_result(self, call: CollectiveCall, otherwise: Any = None) -> Any:
+    def _receive_result(self, call: CollectiveCall, otherwise: T) -> T:
         """Receive the result of a collective call; ``otherwise`` if the training workers have closed the job."""
         if self._closed:
             return otherwise
@@ -81,34 +81,32 @@ class ServingRole:
                 f"the workers that train call {called.value}, and rank {self.world.rank}, which serves parameters, "
                 f"calls {call.value}: every worker must call the same methods"
             )
-        return otherwise if self._closed else value
+        result: T = otherwise if self._closed else value
+        return result
 
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
-        sums: tuple[float, float] = self._receive_result(CollectiveCall.EVALUATE, (math.nan, math.nan))
-        return sums
+        return self._receive_result(CollectiveCall.EVALUATE, (math.nan, math.nan))
 
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
-        found: dict[str, Tensor | None] = self._receive_result(CollectiveCall.WHOLE_GRADIENTS, {})
-        return found
+        return self._receive_result(CollectiveCall.WHOLE_GRADIENTS, {})
 
     def state_dict(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self._receive_result(CollectiveCall.STATE_DICT, {})
-        return state
+        return self._receive_result(CollectiveCall.STATE_DICT, {})
 
     def save(self, path: Path) -> None:
-        self._receive_result(CollectiveCall.SAVE)
+        self._receive_result(CollectiveCall.SAVE, None)
 
     def updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
-        self._receive_result(CollectiveCall.UPDATES)
+        self._receive_result(CollectiveCall.UPDATES, None)
         return () if self._closed else self._host.gather_updates()
 
     def gather(self, make: Callable[[], Any]) -> list[Any]:
         # The value is made only when all workers ask for it: until then the servers make updates, and count bytes.
-        self._receive_result(CollectiveCall.GATHERED)
+        self._receive_result(CollectiveCall.GATHERED, None)
         return [] if self._closed else self._host.transport.all_gather_object(make())
 
     def close(self) -> None:
-        self._receive_result(CollectiveCall.CLOSE)
+        self._receive_result(CollectiveCall.CLOSE, None)
         self.world.leave()
 
     # ---- of this worker alone ----------------------------------------------------------------------------------------
@@ -117,8 +115,7 @@ class ServingRole:
         samples = batch.samples if isinstance(batch, Batch) else sample_count(flatten(batch)[0])
         self._step += 1
         self._stale.record_step()
-        nothing = torch.full((2,), math.nan, dtype=torch.float64)
-        return StepResult(self._step - 1, samples, StepReport(None, nothing, (), ()))
+        return StepResult(self._step - 1, samples, torch.full((2,), math.nan, dtype=torch.float64))
 
     def epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
         """Yield as many batches as the training workers have, of the same sizes, with no samples in them."""

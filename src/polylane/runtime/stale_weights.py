@@ -87,12 +87,9 @@ class StaleTensors:
 
     def why_stale(self, path: str) -> str:
         """Return why the weights of the module at a path are not those of the training; "" where they are."""
-        model = self._model()
-        named = (
-            {}
-            if model is None
-            else {n: p for n, p in _named_parameters(model).items() if not path or n.startswith(f"{path}.")}
-        )
+        if (model := self._model()) is None:
+            return ""
+        named = {n: p for n, p in _named_parameters(model).items() if not path or n.startswith(f"{path}.")}
         # In the order of the table above: shards, other stages' weights, weights of one replica.
         for name in named:
             if name in self._parts and self._object_ids[name] == id(named[name]):
@@ -117,7 +114,7 @@ def track_stale_weights(holding: LocalModel) -> StaleTensors:
     for name in named:
         own = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
         stages = holding.owning_stages.get(own, ())
-        if holding.shard_spec.is_sharded("parameter", own):
+        if holding.shard_spec.is_sharded(own):
             axes = ",".join(f"{axis}={plan.degree(axis)}" for axis in plan.axes)
             parts[name] = f"under {axes} this worker (rank {rank}) holds a part of {name}"
         elif holding.shards.keeps_only_shards and own in holding.shards.buffer_of:

@@ -35,7 +35,7 @@ def count_traffic(
     others: dict[str, list[TransportCounters]] = {AGREEMENT: [] if within else list(rule.server_counters())}
     for purpose, transport in connections.extra_groups.items():
         others.setdefault(purpose, []).append(transport.counters)
-    held = {name: _trained_tensors(holding, each[rank], hosts, rank) for name, each in programs.items()}
+    held = {name: _trained_tensors(holding, each[rank], hosts) for name, each in programs.items()}
     answers = {name: _server_answer_bytes(holding, each, hosts) if within else 0.0 for name, each in programs.items()}
     plan = holding.prepared.plan
 
@@ -61,16 +61,13 @@ def _server_ranks(holding: LocalModel) -> dict[str, int]:
     return {name: server_rank(prepared.plan, server) for server, share in enumerate(shares) for name in share}
 
 
-def _trained_tensors(
-    holding: LocalModel, program: Program, hosts: Mapping[str, int], sender: int
-) -> list[TrainedTensor]:
+def _trained_tensors(holding: LocalModel, program: Program, hosts: Mapping[str, int]) -> list[TrainedTensor]:
     """List the trained parameters of a worker, or its shards of them, with how many workers sum each gradient.
 
     Args:
-        holding: this worker's part of the model.
+        holding: the part of the model of the worker whose sent bytes are counted.
         program: program of the worker whose parameters are listed.
         hosts: by parameter, the rank whose process runs its server.
-        sender: rank whose sent bytes are counted.
     """
     plan, parameters = holding.prepared.plan, holding.tensors.parameters()
     stage, replicas, found = plan.stage_and_replica(program.rank)[0], set(program.replicas), list[TrainedTensor]()
@@ -80,8 +77,8 @@ def _trained_tensors(
             shape = pieces.local_shape(name)
             # A tied or replicated parameter is sent by one of the ranks that have it. Bytes to a server in the sender's
             # own process do not leave it.
-            speaks = stage == min(holding.owning_stages[name]) and pieces.is_counted("parameter", name)
-            leaves = hosts.get(name) != sender and speaks
+            speaks = stage == min(holding.owning_stages[name]) and pieces.is_counted(name)
+            leaves = hosts.get(name) != holding.world.rank and speaks
             alike = set(bucket.ranks) == replicas
             found.append(TrainedTensor(shape, parameters[name].itemsize, len(bucket.ranks), alike, leaves))
     return found
@@ -94,6 +91,6 @@ def _server_answer_bytes(holding: LocalModel, programs: Sequence[Program], hosts
     for program in programs:
         if program.rank != rank:
             names = [name for bucket in program.buckets for name in bucket.parameters]
-            held = _trained_tensors(holding, program, hosts, rank)
+            held = _trained_tensors(holding, program, hosts)
             total += sum(each.nbytes for name, each in zip(names, held, strict=True) if name in mine)
     return total

@@ -19,17 +19,17 @@ from polylane.compile.cache import CompileCache
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
-from polylane.graph.partition import Partition
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters import broadcast as weights
-from polylane.runtime.parameters.local_model import LocalModel, owning_stages, plan_shard_units
+from polylane.runtime.parameters.full_tensors import FullTensors
+from polylane.runtime.parameters.local_model import LocalModel, plan_shard_units
 from polylane.runtime.parameters.update import trainers_of
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
-from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepReports, StepResult, align_clocks, gather_report
+from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, align_clocks, gather_result
 from polylane.runtime.pipeline.step_state import StepState
 from polylane.runtime.program_binder import BoundProgram, ProgramBinder
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
@@ -54,7 +54,6 @@ class TrainingRole:
         self,
         prepared: CompiledTraining,
         world: World,
-        *,
         example: Any,
         clip_norm: float | None = None,
         seed: int = 0,
@@ -72,50 +71,38 @@ class TrainingRole:
         self._prepared, self._seed, self._step = prepared, seed, 0
         self._compared = False
         # Programs first: their channels and groups are what connections are opened for.
-        holders = owning_stages(prepared)
-        lowered = lower_ahead(prepared, holders)
-        layout = plan_shard_units(prepared, lowered)
-        self._programs = {name: layout.regroup_buckets(programs) for name, programs in lowered.items()}
-        local = lower_ahead(prepared, holders, replica_local=True) if self.plan.sync.is_replica_local else {}
+        lowered = lower_ahead(prepared)
+        units = plan_shard_units(prepared, lowered)
+        self._programs = {name: units.regroup_buckets(programs) for name, programs in lowered.items()}
+        local = lower_ahead(prepared, replica_local=True) if self.plan.sync.is_replica_local else {}
         self._connections = open_connections(prepared, world, [*self._programs.values(), *local.values()], connect)
         self._transport = self._connections.transport
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
-        self._holding = LocalModel(
-            prepared,
-            world,
-            holders,
-            self._transport,
-            seed=seed,
-            same_weights=same_weights,
-            layout=layout,
-            gathers=self._connections.gather_transport,
-        )
+        self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
+        self._full_tensors = FullTensors(self._holding)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
-        codecs = {name: trainer.compressor for name, trainer in self._trainers.items()}
-        self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, codecs)
+        self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
         self._cache = CompileCache[BoundProgram](prepared, self._binding, example)
         # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if local else [False])
         self._rule = choose_sync(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
         self._stale = track_stale_weights(self._holding)
-        self._reports, self._spans = StepReports(), deque[tuple[Span, ...]](maxlen=STEPS_KEPT)
+        # Results whose all-reduce may be under way, and the spans of the last steps.
+        self._in_flight, self._spans = deque[StepResult](), deque[tuple[Span, ...]](maxlen=STEPS_KEPT)
         self._traffic = count_traffic(self._connections, self._rule, self._holding, self._programs)
 
     @property
     def slack(self) -> int:
         return self._rule.max_steps_in_flight
 
-    def lane(self, partition: Partition, programs: Sequence[Program], samples: int) -> BoundProgram:
-        """Bind a partition of a graph that was compiled ahead, with every worker's program, to this worker's tensors.
+    def lane(self, programs: Sequence[Program], samples: int) -> BoundProgram:
+        """Bind programs of the first objective's graph to this worker's tensors.
 
         Args:
-            partition: partition of a graph that was compiled ahead.
             programs: programs of all workers, by rank.
-            samples: number of samples of the batches that it is for.
+            samples: number of samples of the batches that they are for.
         """
-        return self._binding.fit_to_samples(
-            self._binding.bind_graph(self._prepared.graph_of(partition), programs), samples
-        )
+        return self._binding.fit_to_samples(self._binding.bind_graph(self._prepared.main, programs), samples)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -126,7 +113,7 @@ class TrainingRole:
         with allow_own_calls(), self._rule.blame_local_server():
             lane = self._cache.compiled_for(name, own, replica_local=self._rule.is_replica_local(name))
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
-            self._reports.limit_in_flight(self._rule.max_steps_in_flight)
+            self._limit_in_flight(self._rule.max_steps_in_flight)
             trainer.zero_grad()
             if lane.buffers:
                 self._holding.buffers.receive_updates(lane.buffers)
@@ -137,14 +124,19 @@ class TrainingRole:
                 )
             if lane.buffers:
                 self._holding.buffers.mark_updated(lane.buffers)
-            report = gather_report(
-                lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.loss_ranks
+            result = gather_result(
+                self._step, lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.loss_ranks
             )
         self._stale.record_step(self._rule.weights_differ)
-        self._reports.add_report(report)
+        self._in_flight.append(result)
         self._spans.append(tuple(state.spans))
         self._step += 1
-        return StepResult(self._step - 1, own.samples, report)
+        return result
+
+    def _limit_in_flight(self, most: int) -> None:
+        """Wait until fewer than ``most`` steps are in flight."""
+        while len(self._in_flight) >= most:
+            self._in_flight.popleft().wait_complete()
 
     def _own(self, batch: Any) -> Batch:
         """Return a batch as this worker has it, on its device."""
@@ -173,8 +165,6 @@ class TrainingRole:
     def _refuse_short(self, batch: Batch) -> None:
         """Refuse a batch if it, or a later one of its epoch, has fewer samples than the model can be trained on."""
         fewest = self._prepared.min_samples
-        if batch.shortest >= fewest.samples:
-            return
         what = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
         remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
         fewest.check(batch.shortest, what, remedy)
@@ -189,7 +179,7 @@ class TrainingRole:
             count = self._summed(state, together)[1]
             if count:
                 trainer.scale_gradients(state.samples_in_mean / count)
-        self._rule.update_weights(name, trainer, bool(state.shares))
+        self._rule.update_weights(name, trainer, bool(state.tables.shares))
         self._rule.after_step(name, lane.counted)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
@@ -245,7 +235,7 @@ class TrainingRole:
 
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
         self._rule.load_summed_gradients(name)
-        gradients = self._holding.full_gradients(self._trainers[name].parameter_order)
+        gradients = self._full_tensors.gradients(self._trainers[name].parameter_order)
         self._rule.broadcast_result(CollectiveCall.WHOLE_GRADIENTS, gradients)
         return gradients
 
@@ -260,14 +250,14 @@ class TrainingRole:
 
     def state_dict(self) -> dict[str, Tensor]:
         with self._rule.averaged_weights():
-            state = self._holding.state_dict()
+            state = self._full_tensors.state_dict()
             self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
         return state
 
     def save(self, path: Path) -> None:
         try:
             with self._rule.averaged_weights():
-                self._holding.save(path)
+                self._full_tensors.save(path)
         finally:
             # Also where the file could not be written: the servers wait for the end of the call, not for the file.
             self._rule.broadcast_result(CollectiveCall.SAVE, None)
@@ -287,13 +277,11 @@ class TrainingRole:
         return align_clocks([*self._spans][-steps:], self._ahead)
 
     def stepping(self) -> list[LocalOptimizer]:
-        trainer = next(iter(self._trainers.values()))
         elsewhere = self._rule.stepping_optimizers()
-        return (
-            [LocalOptimizer(trainer.optimizer, trainer.local_parameters, lambda: self._step)]
-            if elsewhere is None
-            else elsewhere
-        )
+        if elsewhere is not None:
+            return elsewhere
+        trainer = next(iter(self._trainers.values()))
+        return [LocalOptimizer(trainer.optimizer, trainer.local_parameters, lambda: self._step)]
 
     @property
     def staleness(self) -> int:
@@ -310,7 +298,7 @@ class TrainingRole:
     def close(self) -> None:
         """Wait for all messages of this worker, end its connections, and leave the other workers."""
         self._stale.close()
-        self._reports.wait_all()
+        self._limit_in_flight(1)
         self._rule.close()
         self._connections.close()
         self.world.leave()

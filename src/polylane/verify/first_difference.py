@@ -8,26 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.batch import clone_leaves, flatten, sample_count, sampled_leaves, split_bounds, take_samples
-from polylane.graph.capture.export import snapshot_model
 from polylane.graph.capture.functionalize import is_unfilled
 from polylane.graph.graph import Node
 from polylane.graph.rounding_noise import TRIES, nudge_values, rounding_floor
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import gradient_placement
 from polylane.plan.sync import SUM
-from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.sharding.layout import Layout, assemble_parts
-from polylane.verify.relative_error import error_scale, relative_error
-from polylane.verify.value_trace import BackwardGradients, ForwardValues, ValueTrace, trace_pass
+from polylane.verify.record import ComparedTraining
+from polylane.verify.rounding_floor import error_scale, relative_error
+from polylane.verify.value_trace import KeptValues, ValueTrace, trace_pass
 from polylane.verify.whole_graph import add_batch_counts, run_graph
 
 
@@ -56,29 +54,27 @@ class StepDifference:
     replica: int | None = None
 
 
-def find_first_difference(
-    prepared: CompiledTraining, batch: Any, seed: int, wrong: StepDifference, tolerance: float
-) -> str:
+def find_first_difference(training: ComparedTraining, wrong: StepDifference) -> str:
     """Run the passes of a step again on both sides, and describe the first node at which they differ.
 
     Args:
-        prepared: the training, whose model has the weights and buffers with which the step began.
-        batch: the whole batch of that step.
-        seed: of dropout and of all other random numbers.
+        training: the training, whose model has the weights and buffers with which the step began.
         wrong: the differences that were seen after the step.
-        tolerance: largest relative error that counts as rounding.
     """
     # Synchronization has no part in a single pass. Without it the trace needs no servers and no sharded weights.
+    prepared = training.prepared
     if not prepared.plan.sync.is_plain_sum:
         prepared = replace(prepared, plan=prepared.plan.model_copy(update={"sync": SUM}))
-    restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
-    for microbatch, node in find_differing_nodes(prepared, batch, seed, wrong.step, tolerance, backward=False):
-        return _describe_node(node, f"microbatch {microbatch}" + _describe_step(wrong))
+        training = replace(training, prepared=prepared)
+    restore = training.snapshot()
+    for microbatch, node in find_differing_nodes(training, wrong.step, backward=False):
+        step = f", step {wrong.step + 1}" if wrong.step else ""
+        return _describe_node(node, f"microbatch {microbatch}{step}")
     # (graph position, microbatch) of the last node whose value has a wrong gradient: the first one on the way back.
     at = -1, 0
     restore()
     if wrong.gradients and not wrong.buffers:
-        found = find_differing_nodes(prepared, batch, seed, wrong.step, tolerance, backward=True)
+        found = find_differing_nodes(training, wrong.step, backward=True)
         place = {node.name: number for number, node in enumerate(prepared.main_partition.graph.nodes)}
         at = max(((place[node.name], microbatch) for microbatch, node in found), default=at)
     return describe_later_difference(prepared, wrong, *at)
@@ -152,22 +148,15 @@ def _find_first_gradient(nodes: Sequence[Node], wrong: StepDifference, last: int
     return f"the value of {_describe_node(value, '')}, {read}, microbatch {microbatch}"
 
 
-def _describe_step(wrong: StepDifference) -> str:
-    return f", step {wrong.step + 1}" if wrong.step else ""
-
-
-def find_differing_nodes(
-    prepared: CompiledTraining, batch: Any, seed: int, step: int, tolerance: float, backward: bool
-) -> Iterator[tuple[int, Node]]:
+def find_differing_nodes(training: ComparedTraining, step: int, backward: bool) -> Iterator[tuple[int, Node]]:
     """Yield (microbatch, node) where the plan's value of the node, or its gradient, differs; in the order of the graph.
 
     The model's buffers change with the microbatches, as they do in a step.
     """
-    layouts, stage_of = prepared.layouts_of(prepared.main_partition), prepared.main_partition.stage_of
-    traces = fork_workers(
-        lambda context: trace_pass(prepared, World.join(), batch, seed, step, backward), prepared.plan.workers
-    )
-    for microbatch, seen, floors in _reference_values(prepared, batch, seed, step, backward):
+    prepared, tolerance = training.prepared, training.tolerance
+    layouts, stage_of = prepared.main.layouts, prepared.main_partition.stage_of
+    traces = fork_workers(lambda context: trace_pass(training, World.join(), step, backward), prepared.plan.workers)
+    for microbatch, seen, floors in _reference_values(training, step, backward):
         # Recomputable nodes (sizes, masks) are not compared: a size may be that of a replica's own samples.
         for node in (n for n in prepared.main_partition.graph.nodes if not n.recomputable):
             those = [t for t in traces if t.stage == stage_of[node.name]]
@@ -176,41 +165,35 @@ def find_differing_nodes(
                 continue
             if backward and any(t.weights[microbatch] for t in those if (microbatch, node.name) not in t.values):
                 continue  # an operator returned its own input: the gradient is kept for the node before
-            lies = _ValuePlacement(layouts[stage_of[node.name]], backward)
+            replicas = _assemble_replicas(parts, layouts[stage_of[node.name]], microbatch, node.name, backward)
             scale = error_scale(0.0, floors[node.name], tolerance)
-            if not _matches_reference(node, seen[node.name], parts, lies, microbatch, tolerance, scale):
+            if not _matches_reference(node, seen[node.name], replicas, microbatch, tolerance, scale):
                 yield microbatch, node
 
 
 def _reference_values(
-    prepared: CompiledTraining, batch: Any, seed: int, step: int, backward: bool
+    training: ComparedTraining, step: int, backward: bool
 ) -> Iterator[tuple[int, dict[str, Tensor], dict[str, float]]]:
     """Yield every value of one process's pass by node name, and its rounding floor, microbatch by microbatch.
 
     Args:
-        prepared: the training, whose model is run; its buffers change with the microbatches.
-        batch: the whole batch of the step.
-        seed: of dropout and of all other random numbers.
-        step: number of the step, for its random numbers.
+        training: the training, whose model is run; its buffers change with the microbatches.
+        step: number of the step, for its batch and its random numbers.
         backward: yield the gradients of the values instead.
     """
-    leaves, _ = flatten(batch)
+    prepared, tensors = training.prepared, training.tensors
+    leaves, _ = flatten(training.batches[step])
     samples = sample_count(leaves)
-    tensors = ModelTensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
-
     code = prepared.main_partition.graph.code
     filled = [(i, a, b) for i, (a, b) in enumerate(split_bounds(samples, prepared.plan.microbatches)) if a < b]
-    parts = [SampleSlice(b - a, a, samples, i, step, seed) for i, a, b in filled]
+    parts = [SampleSlice(b - a, a, samples, i, step, training.seed) for i, a, b in filled]
     counted = add_batch_counts(
         code, tensors, parts, [take_samples(leaves, a, b) for _, a, b in filled], sampled_leaves(leaves)
     )
     part_of = {part.microbatch: part for part in counted}
 
     def run(start: int, stop: int, microbatch: int) -> dict[str, Tensor]:
-        look, own = (
-            BackwardGradients() if backward else ForwardValues(),
-            take_samples(clone_leaves(leaves), start, stop),
-        )
+        look, own = KeptValues(backward), take_samples(clone_leaves(leaves), start, stop)
         with torch.set_grad_enabled(backward):
             loss = run_graph(code, tensors, own, part_of[microbatch], look)
         if backward and loss[0].requires_grad:
@@ -219,13 +202,11 @@ def _reference_values(
             torch.autograd.backward([loss[0]], [torch.full_like(loss[0], share)])
         return look.values
 
-    for microbatch, (start, stop) in enumerate(split_bounds(samples, prepared.plan.microbatches)):
-        if start == stop:
-            continue
+    for microbatch, start, stop in filled:
         # Floors first: the true pass comes last, since the next microbatch goes on from the buffers that it leaves.
         again = list[dict[str, Tensor]]()
         for attempt in range(TRIES):
-            restore = snapshot_model(prepared.model, *(o.loss for o in prepared.objectives.values()))
+            restore = training.snapshot()
             nudge_values(prepared.model.parameters(), attempt)
             again.append(run(start, stop, microbatch))
             restore()
@@ -241,29 +222,27 @@ def _describe_node(node: Node, where: str) -> str:
     return f"{node.name}{line}{', ' + where if where else ''}"
 
 
-@dataclass(frozen=True)
-class _ValuePlacement:
-    """Placements of a stage's values, or of their gradients, on the ranks of its mesh.
+def _assemble_value(
+    layout: Layout | None, name: str, values: Mapping[tuple[int, ...], Tensor], samples: int, is_gradient: bool
+) -> Tensor:
+    """Return a node's whole value from the ranks' parts, which are keyed by mesh coordinates.
 
-    Attributes:
-        layout: the stage's layout; None where no operator is split.
-        is_gradient: whether the values are gradients, which have the dual placements.
+    Args:
+        layout: placements of the stage's values; None where no operator is split.
+        name: name of the node.
+        values: the parts, each of them by the coordinates of its rank.
+        samples: number of samples of the value.
+        is_gradient: whether the value is a gradient, which has the dual placements.
     """
-
-    layout: Layout | None
-    is_gradient: bool
-
-    def assemble_value(self, name: str, values: Mapping[tuple[int, ...], Tensor], samples: int) -> Tensor:
-        """Return a node's whole value from the ranks' parts, which are keyed by mesh coordinates."""
-        if self.layout is None:
-            return next(iter(values.values()))
-        state = self.layout.state(name, samples)
-        degrees = tuple(split.degree for split in self.layout.splits.values())
-        return assemble_parts(values, tuple(map(gradient_placement, state)) if self.is_gradient else state, degrees)
+    if layout is None:
+        return next(iter(values.values()))
+    state = layout.state(name, samples)
+    degrees = tuple(split.degree for split in layout.splits.values())
+    return assemble_parts(values, tuple(map(gradient_placement, state)) if is_gradient else state, degrees)
 
 
 def _assemble_replicas(
-    traces: Sequence[ValueTrace], lies: _ValuePlacement, microbatch: int, name: str
+    traces: Sequence[ValueTrace], layout: Layout | None, microbatch: int, name: str, is_gradient: bool
 ) -> list[ValueTrace]:
     """Return one trace for each replica that computed something, with the node's value assembled from its mesh."""
     meshes: dict[int, dict[tuple[int, ...], ValueTrace]] = {}
@@ -275,7 +254,7 @@ def _assemble_replicas(
         mesh = meshes[replica]
         one = next(iter(mesh.values()))
         values = {at: each.values[microbatch, name] for at, each in mesh.items()}
-        own = {(microbatch, name): lies.assemble_value(name, values, one.samples[microbatch])}
+        own = {(microbatch, name): _assemble_value(layout, name, values, one.samples[microbatch], is_gradient)}
         result.append(ValueTrace(one.stage, replica, {}, own, one.weights, one.samples))
     return result
 
@@ -287,8 +266,7 @@ def _sort_values(value: Tensor) -> Tensor:
 def _matches_reference(
     node: Node,
     expected: Tensor,
-    traces: Sequence[ValueTrace],
-    lies: _ValuePlacement,
+    replicas: Sequence[ValueTrace],
     microbatch: int,
     tolerance: float,
     scale: float,
@@ -298,14 +276,12 @@ def _matches_reference(
     Args:
         node: node of the graph whose value it is.
         expected: the reference's value, of the whole microbatch.
-        traces: one for each rank of the node's stage, with the value.
-        lies: how the value is placed on the ranks of a mesh.
+        replicas: one trace for each replica that computed something, with the value assembled from its mesh.
         microbatch: number of the microbatch that was traced.
         tolerance: largest relative error that counts as rounding.
         scale: least denominator of the error, from the rounding floor.
     """
-    ordered = _assemble_replicas(traces, lies, microbatch, node.name)
-    values = [t.values[microbatch, node.name] for t in ordered]
+    values = [t.values[microbatch, node.name] for t in replicas]
     if node.batch_dim is not None:
         together = torch.cat(values, node.batch_dim) if expected.dim() else values[0]
         if together.shape != expected.shape:
@@ -320,7 +296,7 @@ def _matches_reference(
     # is wrong, a later node shows it.
     if any(v.shape != expected.shape or not v.is_floating_point() for v in values):
         return len(values) > 1
-    samples = [t.samples[microbatch] for t in ordered]
+    samples = [t.samples[microbatch] for t in replicas]
     mean = sum(v * n for v, n in zip(values, samples, strict=True)) / sum(samples)
     total = torch.stack(list(values)).sum(0)
     return any(relative_error(expected, torch.as_tensor(each), scale) <= tolerance for each in (mean, total))

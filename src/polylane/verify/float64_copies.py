@@ -56,11 +56,11 @@ def check_it_runs(prepared: CompiledTraining, batch: Any) -> None:
         PolylaneError: an operator of the graph raised.
     """
     leaves, _ = flatten(batch_in_float64(batch))
-    tensors = ModelTensors(prepared.model, [o.loss for o in prepared.objectives.values()], torch.device("cpu"))
+    tensors = ModelTensors(prepared.model, prepared.losses, torch.device("cpu"))
     samples = sample_count(leaves)
     # The run writes buffers such as running statistics.
     try:
-        with model_restored(prepared.model, *(o.loss for o in prepared.objectives.values())), torch.no_grad():
+        with model_restored(prepared.model, *prepared.losses), torch.no_grad():
             run_graph(prepared.main_partition.graph.code, tensors, leaves, SampleSlice(samples, batch=samples))
     except Exception as error:
         why = str(error).strip().partition("\n")[0]

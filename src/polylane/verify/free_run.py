@@ -15,25 +15,22 @@ from polylane.runtime.job import Job
 from polylane.runtime.parameters.broadcast import digest_tensor
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.verify.first_difference import StepDifference, describe_later_difference
-from polylane.verify.record import ReferenceRun, TrainingRecord
-from polylane.verify.relative_error import divide_by_scale, error_scale, is_determined, relative_error
-from polylane.verify.rounding_floor import MeasuredPass
-from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation, nan_last
+from polylane.verify.record import ComparedTraining, ReferenceRun, TrainingRecord
+from polylane.verify.rounding_floor import MeasuredPass, divide_by_scale, error_scale, is_determined, relative_error
+from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation
 
 LOSSES = ""  # key of the losses among parameters and buffers; no tensor of a model has this name
 
 
 @dataclass(frozen=True)
-class FreeRun:
-    """The results of a plan on one worker.
+class FreeRun(TrainingRecord):
+    """The results of a plan on one worker; gradients and state are those of rank 0 alone.
 
     Attributes:
-        record: losses, gradients and state; the latter two on rank 0 alone.
         held: a digest of every local weight and buffer, by name and part.
         updates: what each parameter server recorded; empty without servers.
     """
 
-    record: TrainingRecord
     held: dict[str, str]
     updates: tuple[tuple[ServerUpdate, ...], ...]
 
@@ -48,17 +45,13 @@ def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
             whole = job.whole_gradients()
             gradients = whole if job.world.rank == 0 else {}
     job.gathered(None)  # a barrier: servers must have made their last update before their weights are read
-    trains = job.world.rank < job.plan.workers
     # Replicas of asynchronous servers differ on purpose: their digests are compared within a replica only.
-    own = (
-        f" of replica {job.plan.stage_and_replica(job.world.rank)[1]}"
-        if job.plan.sync.is_replica_local and trains
-        else ""
-    )
+    differs = job.plan.sync.is_replica_local and job.world.rank < job.plan.workers
+    own = f" of replica {job.plan.stage_and_replica(job.world.rank)[1]}" if differs else ""
     held = {name + job.part_of(name) + own: digest_tensor(tensor) for name, tensor in job.held().items()}
     losses = _whole_losses(job, sums)
     state = job.state_dict()
-    return FreeRun(TrainingRecord(losses, gradients, state if job.world.rank == 0 else {}), held, job.updates())
+    return FreeRun(losses, gradients, state if job.world.rank == 0 else {}, held, job.updates())
 
 
 def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
@@ -75,9 +68,9 @@ def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:
 
 def compare_freely(reference: ReferenceRun, trained: FreeRun) -> FreeRunDeviation:
     """Return how far a free run ends from the reference."""
-    pairs = zip(reference.losses, trained.record.losses, strict=True)
-    loss_error = max(divide_by_scale(nan_last(abs(a - b)), abs(a)) for a, b in pairs)
-    errors = {name: relative_error(value, trained.record.state[name]) for name, value in reference.state.items()}
+    pairs = zip(reference.losses, trained.losses, strict=True)
+    loss_error = max(divide_by_scale(abs(a - b), abs(a)) for a, b in pairs)
+    errors = {name: relative_error(value, trained.state[name]) for name, value in reference.state.items()}
     name = max(errors, key=lambda each: errors[each], default="")
     worst = errors.get(name, 0.0)
     return FreeRunDeviation(loss_error, worst, name if worst else "")
@@ -89,23 +82,20 @@ def as_pass(run: TrainingRecord) -> MeasuredPass:
     return MeasuredPass(0.0, gradients, {**run.state, LOSSES: torch.tensor(run.losses, dtype=torch.float64)})
 
 
-def compare_runs(
-    reference: ReferenceRun, workers: Sequence[FreeRun], prepared: CompiledTraining, tolerance: float
-) -> Comparison:
+def compare_runs(training: ComparedTraining, reference: ReferenceRun, workers: Sequence[FreeRun]) -> Comparison:
     """Compare whole runs: the gradients of the first step, all losses, and the state after the last step.
 
     Args:
+        training: the training that is compared.
         reference: the replay of the servers' record, with the floors of the whole run.
         workers: the results of each worker that trains.
-        prepared: the training, compiled for the plan.
-        tolerance: largest relative error that counts as rounding.
     """
-    floors, first = reference.floors, workers[0].record
+    prepared, tolerance = training.prepared, training.tolerance
+    floors, first = reference.floors, workers[0]
     scales = [error_scale(abs(loss), floors.buffers.get(LOSSES, 0.0), tolerance) for loss in reference.losses]
-    pairs = [zip(reference.losses, worker.record.losses, scales, strict=True) for worker in workers]
+    pairs = [zip(reference.losses, worker.losses, scales, strict=True) for worker in workers]
     errors = [
-        max(each)
-        for each in zip(*([divide_by_scale(nan_last(abs(a - b)), s) for a, b, s in p] for p in pairs), strict=True)
+        max(each) for each in zip(*([divide_by_scale(abs(a - b), s) for a, b, s in p] for p in pairs), strict=True)
     ]
     loss_error = max(errors)
     # A tied weight appears once, and empty tensors have nothing to compare.

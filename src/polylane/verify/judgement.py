@@ -1,24 +1,20 @@
-"""Judgement of a plan's steps: every difference relative to its tensor's size and rounding, and which ones fail."""
+"""Judgement of a plan's steps: every difference relative to its tensor's size and rounding, and what of them fails."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from polylane.graph.rounding_noise import max_magnitude
-from polylane.verify.record import ReferenceRun, ReferenceStep
-from polylane.verify.relative_error import divide_by_scale, error_scale, is_determined
-from polylane.verify.rounding_floor import RoundingFloors
+from polylane.verify.first_difference import StepDifference
+from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
+from polylane.verify.rounding_floor import RoundingFloors, divide_by_scale, error_scale, is_determined
 from polylane.verify.stepwise import ComparedKind, Distances, What
 from polylane.verify.training_state import measure_memory_sizes
 
 # Computed by the optimizer, from the same gradient on both sides: no rounding floor applies to these.
-UPDATED = (
-    ComparedKind.UPDATE,
-    ComparedKind.MEMORY,
-)
+UPDATED = (ComparedKind.UPDATE, ComparedKind.MEMORY)
 
 Where = tuple[int, int]  # step from 0, and the replica of the reference
 
@@ -28,6 +24,7 @@ class Judgement:
     """Relative errors of a training by a plan.
 
     Attributes:
+        training: the training that was compared, with its tolerance.
         losses: relative error of the loss of each step.
         replicas: for each step and each replica of the reference (one where replicas share their weights): the largest
             error over the workers, by what was compared.
@@ -35,6 +32,7 @@ class Judgement:
         undetermined: gradients and buffers that the reference itself does not determine, in any step.
     """
 
+    training: ComparedTraining
     losses: list[float]
     replicas: list[list[dict[What, float]]]
     state: Mapping[str, float]
@@ -56,56 +54,103 @@ class Judgement:
         found = [e for errors in self.errors for what, e in errors.items() if what[:2] == (kind, name)]
         return max(found, default=None)
 
-    def first_wrong_step(self, tolerance: float) -> int | None:
+    def is_wrong(self, error: float) -> bool:
+        """Return whether an error is more than rounding; NaN is: hence "not <=" instead of ">"."""
+        return not error <= self.training.tolerance
+
+    def first_wrong_step(self) -> int | None:
         """Return the number of the first step in which anything differs, None where none does."""
         for step, errors in enumerate(self.errors):
-            # "not <=" and not ">": a NaN must count as wrong.
-            if not self.losses[step] <= tolerance or any(not error <= tolerance for error in errors.values()):
+            if any(map(self.is_wrong, (self.losses[step], *errors.values()))):
                 return step
         return None
 
+    def wrong_in_step(self, number: int, wrong: Collection[What] | None = None) -> StepDifference:
+        """Return what differs in a step, over all workers.
+
+        Args:
+            number: number of the step, from 0.
+            wrong: what differs on one replica; None: whatever differs on any of them.
+        """
+        if wrong is None:
+            wrong = self._select_wrong(self.errors[number])
+        values, parameters = _names_of(wrong, ComparedKind.VALUE), self.training.parameters
+        return StepDifference(
+            number,
+            _names_of(wrong, ComparedKind.GRADIENT),
+            values - parameters,
+            values & parameters,
+            {name: key for kind, name, key in wrong if kind is ComparedKind.MEMORY},
+            self.is_wrong(self.losses[number]),
+        )
+
+    def wrong_of_replica(self, number: int) -> StepDifference:
+        """Return what differs in a step where replicas have weights of their own, for the first one with a difference.
+
+        Weights that are right after the update and wrong after the step are wrong averages.
+        """
+        each = self.replicas[number]
+        differ = list(map(self._select_wrong, each))
+        replica = next((number for number, found in enumerate(differ) if found), None)
+        if replica is None:
+            return self.wrong_in_step(number)
+        found = self.wrong_in_step(number, differ[replica])
+        if not any(kind is ComparedKind.UPDATE for kind, *_ in each[replica]):
+            averaged = set[str]()
+        else:
+            updates = _names_of(differ[replica], ComparedKind.UPDATE)
+            averaged = {*found.updates} - updates
+            found = replace(found, updates=updates)
+        if averaged:  # buffers are averaged with the weights
+            found = replace(found, buffers=(), averaged={*averaged, *found.buffers})
+        return replace(found, replica=replica if len(each) > 1 else None)
+
+    def wrong_in_state(self) -> set[str]:
+        """Return the names of weights and buffers that differ after the last step."""
+        return {name for name, error in self.state.items() if self.is_wrong(error)}
+
+    def _select_wrong(self, errors: Mapping[What, float]) -> set[What]:
+        return {what for what, error in errors.items() if self.is_wrong(error)}
+
+
+def _names_of(compared: Collection[What], kind: ComparedKind) -> set[str]:
+    return {name for own, name, _ in compared if own is kind}
+
 
 def judge_differences(
+    training: ComparedTraining,
     reference: ReferenceRun,
     losses: Sequence[float],
     workers: Sequence[Distances],
-    parameters: Collection[str],
-    tolerance: float,
     more: Mapping[Where, RoundingFloors] | None = None,
 ) -> Judgement:
     """Return the differences relative to sizes and rounding floors.
 
     Args:
-        reference: the training that the workers were compared with.
+        training: the training that is compared.
+        reference: the run that the workers were compared with.
         losses: the plan's losses, one for each step.
         workers: the absolute differences that each worker found.
-        parameters: names of the weights; all others are buffers.
-        tolerance: largest relative error that counts as rounding.
         more: floors that were measured over more tries, by step and replica; None: none were.
     """
-    replicas, undetermined = list[list[dict[What, float]]](), set[tuple[ComparedKind, str]]()
-    for number in range(len(losses)):
+    loss_errors, undetermined = list[float](), set[tuple[ComparedKind, str]]()
+    replicas: list[list[dict[What, float]]] = []
+    for number, (a, b) in enumerate(zip(reference.losses, losses, strict=True)):
+        floors = _floors_of_replicas(reference, number, more or {})
+        # The loss of a step is one number over all replicas, and so it is judged by the largest of their floors.
+        scale = error_scale(abs(a), max(each.loss for each in floors), training.tolerance)
+        loss_errors.append(divide_by_scale(abs(a - b), scale))
         replicas.append([])
         for replica, each in _pair_with_reference(reference, number, workers):
-            step = reference.step_of(number, replica)
-            scales = _Scales(step, _floors_of_step(step, more, (number, replica)), parameters, tolerance)
+            scales = _Scales(training, reference.step_of(number, replica), floors[replica])
             undetermined |= scales.undetermined
             own = [
                 {w: divide_by_scale(distance, scales.scale_of(w)) for w, distance in x.steps[number].items()}
                 for x in each
             ]
             replicas[-1].append(_largest_errors(own))
-    # The loss of a step is one number over all replicas, and so it is judged by the largest of their floors.
-    pairs = enumerate(zip(reference.losses, losses, strict=True))
-    return Judgement(
-        [
-            divide_by_scale(_nan_as_infinity(abs(a - b)), _scale_of_loss(reference, n, a, more, tolerance))
-            for n, (a, b) in pairs
-        ],
-        replicas,
-        _errors_of_state(reference, workers[0].state, parameters, tolerance, more),
-        undetermined,
-    )
+    state = _errors_of_state(training, reference, workers[0].state, more or {})
+    return Judgement(training, loss_errors, replicas, state, undetermined)
 
 
 def _largest_errors(each: Iterable[Mapping[What, float]]) -> dict[What, float]:
@@ -115,17 +160,15 @@ def _largest_errors(each: Iterable[Mapping[What, float]]) -> dict[What, float]:
     return found
 
 
-def find_wrong_steps(
-    reference: ReferenceRun, workers: Sequence[Distances], judgement: Judgement, tolerance: float
-) -> set[Where]:
+def find_wrong_steps(reference: ReferenceRun, workers: Sequence[Distances], judgement: Judgement) -> set[Where]:
     """Return the steps and replicas in which a loss, a gradient or a buffer fails: there the rounding floors matter."""
     found = set[Where]()
     for number, errors in enumerate(judgement.errors):
-        rounded = (what for what, error in errors.items() if what[0] not in UPDATED and not error <= tolerance)
-        if any(rounded) or not judgement.losses[number] <= tolerance:
+        rounded = [error for what, error in errors.items() if what[0] not in UPDATED]
+        if any(map(judgement.is_wrong, (judgement.losses[number], *rounded))):
             found |= {(number, replica) for replica, _ in _pair_with_reference(reference, number, workers)}
     # The gathered state is compared after the last step, whose floors judge it.
-    if any(not error <= tolerance for error in judgement.state.values()):
+    if judgement.wrong_in_state():
         found.add((len(judgement.errors) - 1, 0))
     return found
 
@@ -147,23 +190,20 @@ class _Scales:
     change, and rounds like the larger of them. The same holds for running statistics.
     """
 
-    def __init__(
-        self, step: ReferenceStep, floors: RoundingFloors, parameters: Collection[str], tolerance: float
-    ) -> None:
-        self._step, self._floors, self._tolerance = step, floors, tolerance
-        self._parameters = parameters
+    def __init__(self, training: ComparedTraining, step: ReferenceStep, floors: RoundingFloors) -> None:
+        self._training, self._step, self._floors = training, step, floors
         self._memories = measure_memory_sizes(step.before, step.after)
-        gradients = {name: max_magnitude(gradient) for name, gradient in step.gradients.items()}
-        buffers = {n: max_magnitude(tensor) for n, tensor in step.after.tensors.items() if n not in parameters}
+        self._gradients = {name: max_magnitude(gradient) for name, gradient in step.gradients.items()}
+        buffers = {n: max_magnitude(x) for n, x in step.after.tensors.items() if n not in training.parameters}
         self.undetermined = {
-            *(
-                (ComparedKind.GRADIENT, n)
-                for n, s in gradients.items()
-                if not is_determined(s, floors.gradients.get(n, 0.0))
-            ),
-            *((ComparedKind.VALUE, n) for n, s in buffers.items() if not is_determined(s, floors.buffers.get(n, 0.0))),
+            (kind, name)
+            for kind, sizes, floor_of in (
+                (ComparedKind.GRADIENT, self._gradients, floors.gradients),
+                (ComparedKind.VALUE, buffers, floors.buffers),
+            )
+            for name, size in sizes.items()
+            if not is_determined(size, floor_of.get(name, 0.0))
         }
-        self._gradients = gradients
 
     def scale_of(self, what: What) -> float:
         """Return the denominator for one compared quantity."""
@@ -172,44 +212,38 @@ class _Scales:
             return self._memories.get((name, key), 0.0)
         if kind is ComparedKind.GRADIENT:
             floor = self._floors.gradients.get(name, 0.0)
-            return error_scale(self._gradients.get(name, 0.0), floor, self._tolerance)
+            return error_scale(self._gradients.get(name, 0.0), floor, self._training.tolerance)
         own = max(max_magnitude(state.tensors[name]) for state in (self._step.before, self._step.after))
-        floor = 0.0 if name in self._parameters else self._floors.buffers.get(name, 0.0)
-        return error_scale(own, floor, self._tolerance)
+        floor = 0.0 if name in self._training.parameters else self._floors.buffers.get(name, 0.0)
+        return error_scale(own, floor, self._training.tolerance)
 
 
-def _floors_of_step(step: ReferenceStep, more: Mapping[Where, RoundingFloors] | None, where: Where) -> RoundingFloors:
-    return step.floors.elementwise_max(more[where]) if more and where in more else step.floors
-
-
-def _scale_of_loss(
-    reference: ReferenceRun, number: int, loss: float, more: Mapping[Where, RoundingFloors] | None, tolerance: float
-) -> float:
-    each = [_floors_of_step(step, more, (number, replica)) for replica, step in enumerate(reference.steps[number])]
-    return error_scale(abs(loss), max(floors.loss for floors in each), tolerance)
+def _floors_of_replicas(
+    reference: ReferenceRun, number: int, more: Mapping[Where, RoundingFloors]
+) -> list[RoundingFloors]:
+    """Return the floors of a step, one for each replica of the reference; ``more`` has those of further tries."""
+    return [
+        step.floors.elementwise_max(more.get((number, replica), step.floors))
+        for replica, step in enumerate(reference.steps[number])
+    ]
 
 
 def _errors_of_state(
+    training: ComparedTraining,
     reference: ReferenceRun,
     distances: Mapping[str, float],
-    parameters: Collection[str],
-    tolerance: float,
-    more: Mapping[Where, RoundingFloors] | None,
+    more: Mapping[Where, RoundingFloors],
 ) -> dict[str, float]:
     """Return the errors of the whole weights and buffers after the last step, by name.
 
     Replicas with weights of their own have averaged them by then: the scale is the largest that any replica had.
     """
     last = reference.steps[-1]
-    floors = [_floors_of_step(step, more, (len(reference.steps) - 1, replica)) for replica, step in enumerate(last)]
+    floors = _floors_of_replicas(reference, len(reference.steps) - 1, more)
     found = {}
     for name, distance in distances.items():
         states = (state.tensors[name] for step in last for state in (step.before, step.after) if name in state.tensors)
         own = max((*map(max_magnitude, states), max_magnitude(reference.state[name])))
-        floor = 0.0 if name in parameters else max(each.buffers.get(name, 0.0) for each in floors)
-        found[name] = divide_by_scale(distance, error_scale(own, floor, tolerance))
+        floor = 0.0 if name in training.parameters else max(each.buffers.get(name, 0.0) for each in floors)
+        found[name] = divide_by_scale(distance, error_scale(own, floor, training.tolerance))
     return found
-
-
-def _nan_as_infinity(error: float) -> float:
-    return error if error == error else math.inf

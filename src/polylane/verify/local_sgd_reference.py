@@ -9,14 +9,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from polylane.compile.compiled_training import CompiledTraining
 from polylane.plan.sync import OuterOptimizer, SyncOptions
-from polylane.verify.record import ReferenceRun, ReferenceStep
+from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
 from polylane.verify.reference import ReferenceModel
 
 
@@ -24,21 +22,17 @@ class ReferenceReplica(ReferenceModel):
     """The model, optimizer and scheduler of one replica, separate from all others.
 
     Args:
-        prepared: the training, of whose model and loss the replica takes copies.
-        example: a batch in the form of those to come, of any size.
+        training: the training, of whose model and loss the replica takes copies.
         number: number of this replica, from 0.
         count: number of replicas that share each microbatch.
-        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
-        seed: of dropout and of all other random numbers.
     """
 
-    def __init__(
-        self, prepared: CompiledTraining, example: Any, number: int, count: int, clip_norm: float | None, seed: int
-    ) -> None:
+    def __init__(self, training: ComparedTraining, number: int, count: int) -> None:
+        prepared = training.prepared
         objective = next(iter(prepared.objectives.values()))
         self.model, loss = copy.deepcopy((prepared.model, objective.loss))
         own = replace(prepared, model=self.model, objectives={objective.name: replace(objective, loss=loss)})
-        super().__init__(own, example, clip_norm, seed, number, count)
+        super().__init__(replace(training, prepared=own), number, count)
 
     def averaged_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that replicas average: trained parameters and running statistics, by name."""
@@ -53,26 +47,21 @@ class ReferenceReplica(ReferenceModel):
             self.scheduler.load_state_dict(copy.deepcopy(other.scheduler.state_dict()))
 
 
-def train_local_sgd(
-    prepared: CompiledTraining, batches: Sequence[Any], *, clip_norm: float | None, seed: int, tolerance: float
-) -> ReferenceRun:
-    """Train by the rule of a plan's ``sync.every`` in this process; arguments as of :func:`train_reference`."""
-    plan = prepared.plan
-    replicas = [ReferenceReplica(prepared, batches[0], r, plan.data, clip_norm, seed) for r in range(plan.data)]
+def train_local_sgd(training: ComparedTraining) -> ReferenceRun:
+    """Train by the rule of a plan's ``sync.every`` in this process."""
+    plan = training.prepared.plan
+    replicas = [ReferenceReplica(training, number, plan.data) for number in range(plan.data)]
     average = _ReplicaAverage(plan.sync, replicas)
-    losses, steps, before = (
-        list[float](),
-        list[tuple[ReferenceStep, ...]](),
-        [replica.copy_state() for replica in replicas],
-    )
-    for number, batch in enumerate(batches):
+    losses, steps = list[float](), list[tuple[ReferenceStep, ...]]()
+    before = [replica.copy_state() for replica in replicas]
+    for number in range(len(training.batches)):
         # In a warm-up step gradients are summed over replicas: one replica computes it on the whole batch, and the
         # others copy the result.
         together = number < plan.sync.warmup
         passed = []
         for replica in replicas[:1] if together else replicas:
-            passed.append(replica.run_passes(batch, number, tolerance, together=together))
-            replica.update_weights(bool((replica.whole_loop if together else replica.loop).count_samples(batch)))
+            passed.append(replica.run_passes(number, together=together))
+            replica.update_weights(bool((replica.whole_loop if together else replica.loop).count_samples(number)))
         updated = [
             {n: p.detach().clone() for n, p in r.trained_parameters.items()} for r in ([] if together else replicas)
         ]
@@ -83,7 +72,7 @@ def train_local_sgd(
                 other.copy_from(replicas[0])
             average.reset_anchor()
         else:
-            average.record_step(batch, number)
+            average.record_step(number)
         after = [replica.copy_state() for replica in replicas]
         each = zip(passed, before, after, updated or [{}], strict=False)  # not strict: a warm-up step has one record
         steps.append(
@@ -112,10 +101,10 @@ class _ReplicaAverage:
         """Take the weights of replica 0, which all replicas share now, as those from which DiLoCo measures change."""
         self._anchor = {name: p.detach().clone() for name, p in self._replicas[0].trained_parameters.items()}
 
-    def record_step(self, batch: Any, step: int) -> None:
+    def record_step(self, step: int) -> None:
         """Count the samples of a local step, and average the weights after every ``every`` steps."""
         for number, replica in enumerate(self._replicas):
-            self._samples_seen[number] += replica.loop.count_samples(batch)
+            self._samples_seen[number] += replica.loop.count_samples(step)
         if (step + 1 - self._sync.warmup) % self._sync.every == 0:
             means = self._compute_means()
             if self._sync.outer is not None:

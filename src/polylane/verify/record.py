@@ -1,14 +1,59 @@
-"""Records of a training: its results, and the state with which each step of the reference began and ended."""
+"""The training that is compared, and records of it: its results, and the states of each step of the reference."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.objectives import named_parameters
+from polylane.graph.capture.export import snapshot_model
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.verify.rounding_floor import RoundingFloors
 from polylane.verify.training_state import TrainingState
+
+# Largest relative error that counts as rounding, in float64.
+TOLERANCE = 1e-9
+
+
+@dataclass(frozen=True)
+class ComparedTraining:
+    """A training that is run on both sides of a comparison: by the reference, and by the plan.
+
+    Attributes:
+        prepared: the training, compiled in float64 for the plan; its first objective counts.
+        batches: whole batches in float64, one for each step.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+        seed: of dropout and of all other random numbers.
+        tolerance: largest relative error that counts as rounding.
+    """
+
+    prepared: CompiledTraining
+    batches: Sequence[Any]
+    clip_norm: float | None = None
+    seed: int = 0
+    tolerance: float = TOLERANCE
+
+    @cached_property
+    def parameters(self) -> set[str]:
+        """Names of all parameters of the model and of its losses; other tensors are buffers."""
+        return {name for name, _ in named_parameters(self.prepared.model, self.prepared.losses)}
+
+    @property
+    def tensors(self) -> ModelTensors:
+        """Parameters and buffers of the model and of its losses, on this process's CPU."""
+        return ModelTensors(self.prepared.model, self.prepared.losses, torch.device("cpu"))
+
+    def snapshot(self) -> Callable[[], None]:
+        """Return a function that puts the model and its losses back into the state in which they are now."""
+        model, losses = self.prepared.model, self.prepared.losses
+        modules = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
+        return snapshot_model(nn.ModuleList(modules), *losses)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
 from polylane.errors import PolylaneError
 from polylane.graph.batch import (
@@ -27,64 +26,43 @@ from polylane.graph.rounding_noise import TRIES, nudge_values
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.samples.batch_statistics import needs_batch_counts
-from polylane.verify.record import ReferenceRun, ReferenceStep
+from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
 from polylane.verify.rounding_floor import TRIES_MORE, MeasuredPass, RoundingFloors, measure_floors
 from polylane.verify.training_state import TrainingState, read_state, write_tensors
 from polylane.verify.whole_graph import add_batch_counts, depends_on_split, run_graph
 
 
-def train_reference(
-    prepared: CompiledTraining, batches: Sequence[Any], *, clip_norm: float | None, seed: int, tolerance: float
-) -> ReferenceRun:
-    """Train the model of a compiled training in this process; the model itself is changed.
-
-    Args:
-        prepared: the training, compiled in float64; its first objective counts.
-        batches: whole batches in float64, one for each step.
-        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
-        seed: of dropout and of all other random numbers.
-        tolerance: largest relative error that counts as rounding, for the floors.
-    """
-    one = ReferenceModel(prepared, batches[0], clip_norm, seed)
+def train_reference(training: ComparedTraining) -> ReferenceRun:
+    """Train the model of a compiled training in this process; the model itself is changed."""
+    one = ReferenceModel(training)
     steps = list[tuple[ReferenceStep, ...]]()
     before = one.copy_state()
-    for number, batch in enumerate(batches):
-        (total, count), gradients, floors = one.run_passes(batch, number, tolerance)
+    for number in range(len(training.batches)):
+        (total, count), gradients, floors = one.run_passes(number)
         one.update_weights()
         steps.append((ReferenceStep(total / count, before, one.copy_state(), gradients, floors),))
         before = steps[-1][0].after
-    state = {name: value.detach().clone() for name, value in prepared.model.state_dict().items()}
+    state = {name: value.detach().clone() for name, value in training.prepared.model.state_dict().items()}
     losses = [step.loss for (step,) in steps]
     return ReferenceRun(losses, steps[0][0].gradients, state, steps, one.loop.is_eager)
 
 
 def remeasure_floors(
-    prepared: CompiledTraining,
-    batches: Sequence[Any],
-    reference: ReferenceRun,
-    where: Collection[tuple[int, int]],
-    *,
-    clip_norm: float | None,
-    seed: int,
-    tolerance: float,
+    training: ComparedTraining, reference: ReferenceRun, where: Collection[tuple[int, int]]
 ) -> dict[tuple[int, int], RoundingFloors]:
     """Return the floors of some steps of some replicas over more tries; the model of this process is changed.
 
     Args:
-        prepared: the training, compiled in float64.
-        batches: whole batches in float64, one for each step.
+        training: the training that is compared.
         reference: the run whose steps are repeated, each from its own state.
         where: (step, replica) of each step that is repeated.
-        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
-        seed: of dropout and of all other random numbers.
-        tolerance: largest relative error that counts as rounding.
     """
     found = {}
     for number, replica in where:
         step, apart = reference.step_of(number, replica), len(reference.steps[number])
-        one = ReferenceModel(prepared, batches[0], clip_norm, seed, replica if apart > 1 else 0, apart)
-        write_tensors(step.before, one.named_tensors(), lambda name, whole: whole)
-        found[number, replica] = one.run_passes(batches[number], number, tolerance, range(TRIES_MORE))[2]
+        one = ReferenceModel(training, replica if apart > 1 else 0, apart)
+        write_tensors(step.before.tensors, one.named_tensors(), lambda name, whole: whole)
+        found[number, replica] = one.run_passes(number, range(TRIES_MORE))[2]
     return found
 
 
@@ -92,23 +70,13 @@ class ReferenceModel:
     """A model and its optimizer on one device.
 
     Args:
-        prepared: the training, whose model is trained by its first objective.
-        example: a batch in the form of those to come, of any size.
-        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
-        seed: of dropout and of all other random numbers.
+        training: the training, whose model is trained by its first objective.
         replica: number of the replica whose samples of each microbatch are trained on.
         replicas: number of replicas that share the samples of each microbatch.
     """
 
-    def __init__(
-        self,
-        prepared: CompiledTraining,
-        example: Any,
-        clip_norm: float | None,
-        seed: int,
-        replica: int = 0,
-        replicas: int = 1,
-    ) -> None:
+    def __init__(self, training: ComparedTraining, replica: int = 0, replicas: int = 1) -> None:
+        prepared, self._training = training.prepared, training
         objective = next(iter(prepared.objectives.values()))
         named = named_parameters(prepared.model, [objective.loss])
         self.optimizer = objective.optimizer(list(named))
@@ -116,11 +84,9 @@ class ReferenceModel:
         # The user's optimizer may leave parameters out, which are then neither clipped nor compared.
         taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self.trained_parameters = {name: p for name, p in named if id(p) in taken}
-        self.loop = ReferenceLoop(prepared, example, self.trained_parameters, clip_norm, seed, replica, replicas)
+        self.loop = ReferenceLoop(training, self.trained_parameters, replica, replicas)
         # In the warm-up steps of local SGD replicas still share gradients: these steps take whole batches.
-        self.whole_loop = (
-            ReferenceLoop(prepared, example, self.trained_parameters, clip_norm, seed) if replicas > 1 else self.loop
-        )
+        self.whole_loop = ReferenceLoop(training, self.trained_parameters) if replicas > 1 else self.loop
         self._names = {id(p): name for name, p in named}
         self._model = ModelTensors(prepared.model, [objective.loss], torch.device("cpu"))
 
@@ -133,14 +99,12 @@ class ReferenceModel:
         return read_state(self.named_tensors(), self.optimizer, self._names)
 
     def run_passes(
-        self, batch: Any, step: int, tolerance: float, tries: Sequence[int] = range(TRIES), together: bool = False
+        self, step: int, tries: Sequence[int] = range(TRIES), together: bool = False
     ) -> tuple[tuple[float, float], dict[str, Tensor], RoundingFloors]:
         """Run the passes of a step and measure their rounding floors; the gradients stay in the parameters.
 
         Args:
-            batch: the whole batch of the step.
-            step: number of the step, for its random numbers.
-            tolerance: largest relative error that counts as rounding.
+            step: number of the step, for its batch and its random numbers.
             tries: numbers of the perturbed passes, which seed them.
             together: take the whole batch, and not one replica's samples.
 
@@ -149,7 +113,7 @@ class ReferenceModel:
         """
         loop = self.whole_loop if together else self.loop
         restore = snapshot_model(loop.modules, loop.loss)
-        total, count = loop.backward(batch, step)
+        total, count = loop.backward(step)
         once = self._build_pass(total, count, loop)
 
         def again(attempt: int, permuted: bool) -> MeasuredPass:
@@ -158,10 +122,11 @@ class ReferenceModel:
             restore()
             nudge_values(loop.modules.parameters(), attempt)
             try:
-                return self._build_pass(*loop.backward(batch, step, attempt if permuted else None), loop)
+                return self._build_pass(*loop.backward(step, attempt if permuted else None), loop)
             finally:
                 after()
 
+        tolerance = self._training.tolerance
         floors = measure_floors(once, again, tolerance, loop.can_permute, tries) if count else RoundingFloors()
         return (total, count), dict(once.gradients), floors
 
@@ -185,11 +150,8 @@ class ReferenceLoop:
     """Forward and backward passes of one process over whole batches, or over one replica's samples, by microbatches.
 
     Args:
-        prepared: the training, of which the model, the first objective's loss and the number of microbatches are used.
-        example: a batch in the form of those to come, of any size.
+        training: the training, of which the model, the first objective's loss and the microbatches are used.
         optimized: the parameters that the optimizer updates, by name.
-        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
-        seed: of dropout and of all other random numbers.
         replica: number of the replica whose samples of each microbatch are used.
         replicas: number of replicas that share the samples of each microbatch; gradients are of this one's mean.
 
@@ -201,19 +163,13 @@ class ReferenceLoop:
     """
 
     def __init__(
-        self,
-        prepared: CompiledTraining,
-        example: Any,
-        optimized: Mapping[str, nn.Parameter],
-        clip_norm: float | None,
-        seed: int,
-        replica: int = 0,
-        replicas: int = 1,
+        self, training: ComparedTraining, optimized: Mapping[str, nn.Parameter], replica: int = 0, replicas: int = 1
     ) -> None:
-        self._replica, self._replicas = replica, replicas
+        self._training, self._replica, self._replicas = training, replica, replicas
+        prepared, example = training.prepared, training.batches[0]
         self._graph, self._microbatches = prepared.main_partition.graph, prepared.plan.microbatches
         self._min_samples = prepared.min_samples.samples
-        self._optimized, self._clip_norm, self._seed = optimized, clip_norm, seed
+        self._optimized = optimized
         self._sampled = sampled_leaves(flatten(example)[0])
         self.loss = loss = next(iter(prepared.objectives.values())).loss
         self.modules = nn.ModuleList([prepared.model, *([loss] if isinstance(loss, nn.Module) else [])])
@@ -248,23 +204,23 @@ class ReferenceLoop:
         plain = _runs_in_float64(self.modules, loss, lambda: by_model(clone_leaves(leaves), part))
         return (by_model, True) if plain else (by_graph, False)
 
-    def backward(self, batch: Any, step: int, permuted: int | None = None) -> tuple[float, float]:
+    def backward(self, step: int, permuted: int | None = None) -> tuple[float, float]:
         """Leave the clipped gradients of the mean over a batch in the parameters; return the loss as (total, count).
 
         Args:
-            batch: the whole batch of a step.
-            step: number of the step, for its random numbers.
+            step: number of the step, for its batch and its random numbers.
             permuted: seed of a permutation of the samples within their microbatch; None: as they are.
         """
         self.modules.zero_grad()
-        sums = self._accumulate_gradients(batch, step, permuted)
-        if self._clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(list(self._optimized.values()), self._clip_norm)
+        sums = self._accumulate_gradients(step, permuted)
+        if self._training.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(self._optimized.values()), self._training.clip_norm)
         return sums
 
-    def count_samples(self, batch: Any) -> int:
-        """Return how many samples of a batch this replica trains on."""
-        return sum(stop - start for _, start, stop in self._local_ranges(sample_count(flatten(batch)[0])))
+    def count_samples(self, step: int) -> int:
+        """Return how many samples of a step's batch this replica trains on."""
+        leaves, _ = flatten(self._training.batches[step])
+        return sum(stop - start for _, start, stop in self._local_ranges(sample_count(leaves)))
 
     def _local_ranges(self, samples: int) -> list[tuple[int, int, int]]:
         """Return (microbatch, first, end) of this replica's samples, for every microbatch in which it has any."""
@@ -276,8 +232,8 @@ class ReferenceLoop:
             found.append((microbatch, begin + start, begin + stop))
         return [share for share in found if share[1] < share[2]]
 
-    def _accumulate_gradients(self, batch: Any, step: int, permuted: int | None) -> tuple[float, float]:
-        leaves = clone_leaves(flatten(batch)[0])  # a model may write into its batch
+    def _accumulate_gradients(self, step: int, permuted: int | None) -> tuple[float, float]:
+        leaves = clone_leaves(flatten(self._training.batches[step])[0])  # a model may write into its batch
         samples, sampled = sample_count(leaves), self._sampled if len(self._sampled) == len(leaves) else None
         shares = self._local_ranges(samples)
         own = sum(stop - start for _, start, stop in shares)
@@ -287,7 +243,7 @@ class ReferenceLoop:
             for _, start, stop in shares
         ]
         parts = [
-            SampleSlice(stop - start, start, samples, i, step, self._seed, loss_samples=own)
+            SampleSlice(stop - start, start, samples, i, step, self._training.seed, loss_samples=own)
             for i, start, stop in shares
         ]
         parts = add_batch_counts(self._graph.code, self._tensors, parts, each, sampled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,27 +13,17 @@ from polylane.compile.objectives import named_parameters
 from polylane.compile.server_assignment import assign_parameters
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.verify.local_sgd_reference import ReferenceReplica
-from polylane.verify.record import ReferenceRun
+from polylane.verify.record import ComparedTraining, ReferenceRun
 
 _Step = tuple[int, int]  # number of the replica, and of its step
 
 
-def replay_updates(
-    prepared: CompiledTraining,
-    batches: Sequence[Any],
-    orders: Sequence[Sequence[ServerUpdate]],
-    *,
-    clip_norm: float | None = None,
-    seed: int = 0,
-) -> ReferenceRun:
+def replay_updates(training: ComparedTraining, orders: Sequence[Sequence[ServerUpdate]]) -> ReferenceRun:
     """Train again as asynchronous servers did: from the same weights, each gradient at the weights that it had read.
 
     Args:
-        prepared: the training; its model is not changed.
-        batches: whole batches, one for each step.
+        training: the training that is compared; its model is not changed.
         orders: the updates of each server, as :meth:`polylane.runtime.job.Job.updates` returns them.
-        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
-        seed: of dropout and of all other random numbers.
 
     Returns:
         The loss of each step over all replicas, each at the weights that it had read; the gradients of the first
@@ -43,12 +32,13 @@ def replay_updates(
     Raises:
         ValueError: no training can have had this order.
     """
+    prepared, steps = training.prepared, range(len(training.batches))
     if len(prepared.objectives) > 1:
         raise ValueError("a replay knows one loss: several of them share servers' weights in turn")
     if not prepared.plan.sync.is_replica_local:
         raise ValueError("synchronous updates are those of one device: there is no order to replay")
     count = prepared.plan.data
-    replicas = [ReferenceReplica(prepared, batches[0], number, count, clip_norm, seed) for number in range(count)]
+    replicas = [ReferenceReplica(training, number, count) for number in range(count)]
     shares = assign_parameters(prepared.partitions, prepared.plan)
     reads = _versions_read(orders)
     servers = [
@@ -67,14 +57,14 @@ def replay_updates(
                 if key not in gradients:
                     if any(s.version < version for s, version in zip(servers, reads[key], strict=True)):
                         break  # another server is not yet where this replica read it
-                    losses[key], gradients[key] = _take_gradients(servers, replicas, reads[key], update, batches)
+                    losses[key], gradients[key] = _take_gradients(servers, replicas, reads[key], update)
                 server.apply_update(update, gradients[key])
         if sum(server.version for server in servers) == before:
             raise ValueError("each server's next update waits for another one's: no training has had this order")
-    parts = [[losses[r, step] for r in range(count) if (r, step) in losses] for step in range(len(batches))]
+    parts = [[losses[r, step] for r in range(count) if (r, step) in losses] for step in steps]
     means = [sum(total for total, _ in each) / sum(n for _, n in each) for each in parts]
     first, eager = gradients.get((0, 0), {}), replicas[0].loop.is_eager
-    return ReferenceRun(means, first, _assemble_state(prepared, replicas, servers, batches), [], eager)
+    return ReferenceRun(means, first, _assemble_state(prepared, replicas, servers, steps), [], eager)
 
 
 def _versions_read(orders: Sequence[Sequence[ServerUpdate]]) -> dict[_Step, list[int]]:
@@ -136,7 +126,6 @@ def _take_gradients(
     replicas: Sequence[ReferenceReplica],
     read: Sequence[int],
     update: ServerUpdate,
-    batches: Sequence[Any],
 ) -> tuple[tuple[float, float], dict[str, Tensor]]:
     """Return the loss and the gradients of one replica's step, at the weights that it had read."""
     replica = replicas[update.replica]
@@ -144,7 +133,7 @@ def _take_gradients(
         for server, version in zip(servers, read, strict=True):
             for name, value in server.kept_versions[version].items():
                 replica.trained_parameters[name].copy_(value)
-    sums = replica.loop.backward(batches[update.step], update.step)
+    sums = replica.loop.backward(update.step)
     return sums, {name: gradient.clone() for name, gradient in replica.loop.named_gradients().items()}
 
 
@@ -152,10 +141,10 @@ def _assemble_state(
     prepared: CompiledTraining,
     replicas: Sequence[ReferenceReplica],
     servers: Sequence[_ReplayedServer],
-    batches: Sequence[Any],
+    steps: range,
 ) -> dict[str, Tensor]:
     # Trained parameters are the servers'; running statistics are averaged by samples; the rest is replica 0's.
-    seen = [sum(replica.loop.count_samples(batch) for batch in batches) for replica in replicas]
+    seen = [sum(map(replica.loop.count_samples, steps)) for replica in replicas]
     every = [replica.model.state_dict() for replica in replicas]
     means = {
         name: sum((n / sum(seen) * state[name] for n, state in zip(seen, every, strict=True)), torch.zeros(()))

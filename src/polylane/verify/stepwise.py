@@ -9,7 +9,7 @@ equal weights by themselves.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -22,8 +22,8 @@ from polylane.graph.rounding_noise import max_difference
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.sync.gradient_sync import LocalOptimizer
-from polylane.verify.record import ReferenceRun, ReferenceStep
-from polylane.verify.training_state import memory_differences, tensor_differences, write_memory, write_tensors
+from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
+from polylane.verify.training_state import Cut, memory_differences, tensor_differences, write_memory, write_tensors
 
 
 class ComparedKind(StrEnum):
@@ -59,6 +59,13 @@ class Distances:
         seen = self.steps[step]
         seen[what] = max(seen.get(what, 0.0), distance)
 
+    def record_tensors(
+        self, step: int, kind: ComparedKind, expected: Mapping[str, Tensor], held: Mapping[str, Tensor], cut: Cut
+    ) -> None:
+        """Keep how far a worker's tensors are from the parts of the expected ones that ``cut`` gives."""
+        for name, distance in tensor_differences(expected, held, cut):
+            self.record_distance(step, (kind, name, ""), distance)
+
 
 class WorkerParts:
     """Which part of a whole tensor a worker holds: for its passes, and for its optimizer.
@@ -91,18 +98,18 @@ class WorkerParts:
         return self._job.shard_of(name, self._shard_spec.local_shard(name, whole))
 
 
-def train_stepwise(job: Job, prepared: CompiledTraining, batches: Sequence[Any], reference: ReferenceRun) -> Distances:
+def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun) -> Distances:
     """Train one worker's part, each step from the reference's state, and return its distances.
 
     Called on every process of the plan, parameter servers included, for the barriers in it are collective.
     """
-    plan, rank = prepared.plan, job.world.rank
+    plan, rank = job.plan, job.world.rank
     replica = plan.stage_and_replica(rank)[1] if rank < plan.workers else 0
-    parts, found = WorkerParts(job, prepared), Distances(replica)
+    parts, found = WorkerParts(job, training.prepared), Distances(replica)
     # Gradients can be compared only where they are complete, reduced and clipped: at the optimizer's step itself.
     for each in job.stepping():
         _compare_before_step(each, reference, parts, found)
-    for number, batch in enumerate(batches):
+    for number, batch in enumerate(training.batches):
         found.steps.append({})
         step = reference.step_of(number, replica)
         if number:
@@ -117,11 +124,10 @@ def train_stepwise(job: Job, prepared: CompiledTraining, batches: Sequence[Any],
         if rank == 0:
             for name, distance in _gradient_distances(reference.step_of(number, 0).gradients, gradients):
                 found.record_distance(number, (ComparedKind.GRADIENT, name, ""), distance)
-        for name, distance in tensor_differences(step.after, job.held(), parts.local_part):
-            found.record_distance(number, (ComparedKind.VALUE, name, ""), distance)
+        after = step.after.tensors
+        found.record_tensors(number, ComparedKind.VALUE, after, job.held(), parts.local_part)
         for each in job.stepping():
-            for name, distance in tensor_differences(step.after, each.parameters, parts.optimizer_part):
-                found.record_distance(number, (ComparedKind.VALUE, name, ""), distance)
+            found.record_tensors(number, ComparedKind.VALUE, after, each.parameters, parts.optimizer_part)
             for name, key, distance in memory_differences(
                 step.after, each.optimizer, each.parameters, parts.optimizer_part
             ):
@@ -133,9 +139,9 @@ def train_stepwise(job: Job, prepared: CompiledTraining, batches: Sequence[Any],
 
 
 def _load_reference_state(job: Job, step: ReferenceStep, parts: WorkerParts) -> None:
-    write_tensors(step.before, job.held(), parts.local_part)
+    write_tensors(step.before.tensors, job.held(), parts.local_part)
     for each in job.stepping():
-        write_tensors(step.before, each.parameters, parts.optimizer_part)
+        write_tensors(step.before.tensors, each.parameters, parts.optimizer_part)
         write_memory(step.before, each.optimizer, each.parameters, parts.optimizer_part)
 
 
@@ -161,48 +167,24 @@ def _compare_before_step(each: LocalOptimizer, reference: ReferenceRun, parts: W
     @functools.wraps(plain)
     def step(*args: Any, **kwargs: Any) -> Any:
         number = each.count_updates()
-        expected = reference.step_of(number, found.replica).gradients
-        for name, parameter in each.parameters.items():
-            cut = None if parameter.grad is None or name not in expected else parts.optimizer_part(name, expected[name])
-            if cut is not None and parameter.grad is not None:
-                found.record_distance(
-                    number,
-                    (ComparedKind.GRADIENT, name, ""),
-                    max_difference(cut.view(parameter.grad.shape), parameter.grad),
-                )
-        with _SubstituteGradients(
-            each, lambda name: parts.optimizer_part(name, expected[name]) if name in expected else None
-        ):
+        expected, cut = reference.step_of(number, found.replica), parts.optimizer_part
+        gradients = {
+            name: parameter.grad
+            for name, parameter in each.parameters.items()
+            if parameter.grad is not None and name in expected.gradients
+        }
+        found.record_tensors(number, ComparedKind.GRADIENT, expected.gradients, gradients, cut)
+        own = {name: gradient.clone() for name, gradient in gradients.items()}
+        # In place, since under ZeRO a gradient may be a view of a larger tensor.
+        write_tensors(expected.gradients, gradients, cut)
+        try:
             result = plain(*args, **kwargs)
-        updated = reference.step_of(number, found.replica).updated
-        for name, parameter in each.parameters.items():
-            cut = parts.optimizer_part(name, updated[name]) if name in updated else None
-            if cut is not None:
-                found.record_distance(
-                    number, (ComparedKind.UPDATE, name, ""), max_difference(cut.view(parameter.shape), parameter)
-                )
+        finally:
+            for name, gradient in gradients.items():
+                gradient.copy_(own[name])
+        updated = {name: parameter for name, parameter in each.parameters.items() if name in expected.updated}
+        found.record_tensors(number, ComparedKind.UPDATE, expected.updated, updated, cut)
         return result
 
     # Torch's step hooks would not do: an optimizer of the user's own need not call the base class that has them.
     each.optimizer.step = step  # type: ignore[method-assign]
-
-
-class _SubstituteGradients:
-    """Context manager: give an optimizer's parameters other gradients, where they have any, and restore their own."""
-
-    def __init__(self, each: LocalOptimizer, instead: Callable[[str], Tensor | None]) -> None:
-        self._each, self._instead = each, instead
-        self._own: list[tuple[Tensor, Tensor]] = []
-
-    def __enter__(self) -> None:
-        for name, parameter in self._each.parameters.items():
-            gradient = parameter.grad
-            other = None if gradient is None else self._instead(name)
-            if gradient is not None and other is not None:
-                # In place, since under ZeRO a gradient may be a view of a larger tensor.
-                self._own.append((gradient, gradient.clone()))
-                gradient.copy_(other.view(gradient.shape))
-
-    def __exit__(self, *_: Any) -> None:
-        for gradient, own in self._own:
-            gradient.copy_(own)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polylane.graph.batch import flatten
 from polylane.graph.rounding_noise import max_difference, max_magnitude
 
 # (name, whole tensor) -> the part that a worker has of this parameter or buffer; None where it has none of it.
@@ -91,25 +92,27 @@ def _copy_value(value: Any) -> Any:
     return value
 
 
-def write_tensors(state: TrainingState, held: Mapping[str, Tensor], cut: Cut) -> None:
-    """Copy a state into weights and buffers, in place, so that all that share their memory see it.
+def write_tensors(expected: Mapping[str, Tensor], held: Mapping[str, Tensor], cut: Cut) -> None:
+    """Copy whole tensors into a worker's parts of them, in place, so that all that share their memory see it.
 
     Args:
-        state: weights and buffers of the whole model.
-        held: this worker's weights and buffers, or its parts of them, by name.
+        expected: tensors of the whole model (weights, buffers, gradients), by name.
+        held: this worker's own tensors, or its parts of them, by name.
         cut: gives the part of a whole tensor that this worker has.
     """
     with torch.no_grad():
         for name, tensor in held.items():
-            own = cut(name, state.tensors[name])
+            own = cut(name, expected[name])
             if own is not None:
                 tensor.copy_(own.view(tensor.shape))
 
 
-def tensor_differences(state: TrainingState, held: Mapping[str, Tensor], cut: Cut) -> Iterator[tuple[str, float]]:
-    """Yield how far weights and buffers are from the expected ones: name, largest difference."""
+def tensor_differences(
+    expected: Mapping[str, Tensor], held: Mapping[str, Tensor], cut: Cut
+) -> Iterator[tuple[str, float]]:
+    """Yield how far a worker's parts of tensors are from the expected ones: name, largest difference."""
     for name, tensor in held.items():
-        own = cut(name, state.tensors[name])
+        own = cut(name, expected[name])
         if own is not None:
             yield name, max_difference(own.view(tensor.shape) if own.numel() == tensor.numel() else own, tensor)
 
@@ -220,10 +223,6 @@ def measure_memory_sizes(*states: TrainingState) -> dict[tuple[str, str], float]
 
 
 def _value_size(value: Any) -> float:
-    if isinstance(value, Tensor):
-        return max_magnitude(value)
-    if isinstance(value, (int, float)):
-        return abs(float(value))
-    if isinstance(value, dict):
-        return max(map(_value_size, value.values()), default=0.0)
-    return max(map(_value_size, value), default=0.0) if isinstance(value, (list, tuple)) else 0.0
+    """Return the largest number in an entry, which may be nested."""
+    leaves = [leaf for leaf in flatten(value)[0] if isinstance(leaf, (Tensor, int, float))]
+    return max((max_magnitude(leaf) if isinstance(leaf, Tensor) else abs(float(leaf)) for leaf in leaves), default=0.0)

@@ -7,18 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
+from polylane.graph.interpreter import ObservingInterpreter
 from polylane.graph.sample_slice import SampleSlice
-from polylane.program.lower import lower_evaluation
-from polylane.runtime.parameters.local_model import owning_stages
 from polylane.runtime.pipeline.bind_program import lower_programs
-from polylane.runtime.pipeline.stage_runner import LiveMicrobatch, StageRunner, run_node_by_node
+from polylane.runtime.pipeline.stage_runner import StageRunner
 from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.training_role import TrainingRole
 from polylane.runtime.workers.world import World
+from polylane.verify.record import ComparedTraining
 
 
 @dataclass
@@ -42,29 +41,25 @@ class ValueTrace:
     samples: dict[int, int] = field(default_factory=dict)
 
 
-class ForwardValues:
-    """Callback that keeps the values of a forward pass by node name."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, value: Tensor) -> None:
-        """Keep a copy of a value as it is now, since a later operator may write to it."""
-        self.values[name] = value.detach().clone()
-
-
-class BackwardGradients:
-    """Callback that keeps the gradients of a forward pass's values by node name.
+class KeptValues:
+    """Callback that keeps the values of a forward pass, or their gradients, by node name.
 
     Where an operator returns its own input, both nodes have one gradient, which is kept for the first.
+
+    Args:
+        gradients: whether gradients are kept, which come in the backward pass; else values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, gradients: bool) -> None:
         self.values: dict[str, Tensor] = {}
+        self._gradients = gradients
         self._watched_values: dict[int, Tensor] = {}  # by id, which nothing else gets while the tensor is kept here
 
     def __call__(self, name: str, value: Tensor) -> None:
-        """Register a hook for the gradient of a value."""
+        """Keep a copy of a value as it is now, since a later operator may write to it; or hook into its gradient."""
+        if not self._gradients:
+            self.values[name] = value.detach().clone()
+            return
         if not value.requires_grad or id(value) in self._watched_values:
             return
 
@@ -80,70 +75,56 @@ class _TracingRunner(StageRunner):
     """Stage runner that runs node by node and keeps every value, or in a backward pass every value's gradient."""
 
     trace: ValueTrace = field(kw_only=True)
-    backward_gradients: dict[int, BackwardGradients] = field(default_factory=dict)
+    kept_gradients: dict[int, KeptValues] = field(default_factory=dict)
 
-    def forward(
-        self, microbatch: int, values: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice
-    ) -> LiveMicrobatch:
-        self.trace.weights[microbatch], self.trace.samples[microbatch] = part.weight, part.samples
-        backward = torch.is_grad_enabled()
-        inputs = {
-            n: x.requires_grad_() if backward and n in self.differentiable_inputs else x for n, x in values.items()
-        }
-        look = BackwardGradients() if backward else ForwardValues()
-        result = run_node_by_node(self, inputs, leaves, part, look)
-        count = len(self.code.outputs)
-        live = LiveMicrobatch(inputs, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
-        if isinstance(look, BackwardGradients):
-            self.live_microbatches[microbatch], self.backward_gradients[microbatch] = live, look
+    def run_code(self, inputs: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice) -> tuple[Any, ...]:
+        self.trace.weights[part.microbatch], self.trace.samples[part.microbatch] = part.weight, part.samples
+        kept, code = KeptValues(torch.is_grad_enabled()), self.code_for(part.samples)
+        roles = iter(code.roles)
+
+        def observe(node: fx.Node, value: Any) -> None:
+            if isinstance(value, Tensor) and node.meta.get("stands", True):
+                kept(node.meta["name"], value)
+
+        interpreter = ObservingInterpreter(
+            code.graph, lambda node: self.resolve_argument(next(roles), inputs, leaves, part), observe
+        )
+        result = tuple(interpreter.run())
+        if torch.is_grad_enabled():
+            self.kept_gradients[part.microbatch] = kept
         else:
-            self._keep_values(microbatch, look.values)
-        return live
+            self._keep_values(part.microbatch, kept)
+        return result
 
     def backward(self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
         result = super().backward(microbatch, gradients, seed)
-        self._keep_values(microbatch, self.backward_gradients.pop(microbatch).values)
+        self._keep_values(microbatch, self.kept_gradients.pop(microbatch))
         return result
 
-    def _keep_values(self, microbatch: int, found: Mapping[str, Tensor]) -> None:
-        self.trace.values |= {(microbatch, name): value for name, value in found.items()}
+    def _keep_values(self, microbatch: int, kept: KeptValues) -> None:
+        self.trace.values |= {(microbatch, name): value for name, value in kept.values.items()}
 
 
-def trace_pass(
-    prepared: CompiledTraining, world: World, batch: Any, seed: int, step: int = 0, backward: bool = False
-) -> ValueTrace:
+def trace_pass(training: ComparedTraining, world: World, step: int, backward: bool) -> ValueTrace:
     """Run a pass in training mode over one whole batch and return this worker's values; called on every worker.
 
     Args:
-        prepared: the training, compiled for the plan.
+        training: the training that is compared, compiled for the plan.
         world: the process group of all workers.
-        batch: the whole batch of the step.
-        seed: of dropout and of all other random numbers.
-        step: number of the step, for its random numbers.
+        step: number of the step, for its batch and its random numbers.
         backward: keep the gradients of values instead of values; those of parameters are summed, and not used.
     """
-    role = TrainingRole(prepared, world, example=batch, seed=seed)
-    partition, plan = prepared.main_partition, prepared.plan
-    if backward:
-        programs = lower_programs(partition, plan, owning_stages(prepared), True, prepared.layouts_of(partition))
-    else:
-        programs = lower_evaluation(partition, plan)
+    prepared, batch = training.prepared, training.batches[step]
+    role = TrainingRole(prepared, world, example=batch, seed=training.seed)
+    programs = lower_programs(prepared, prepared.main, training=backward)
     whole = Batch.whole(batch)
-    worker = role.lane(partition, programs, whole.samples).executor
+    worker = role.lane(programs, whole.samples).executor
     runner = worker.runner
     replica = 0 if "data" in worker.mesh.axes else worker.program.replica
     own = ValueTrace(worker.program.stage, replica, worker.mesh.coordinates)
-    same = (
-        runner.code,
-        runner.tensors,
-        runner.differentiable_inputs,
-        runner.device,
-        runner.autocast,
-        runner.local_code,
-    )
     # The same stage code on the same tensors, so that what is traced is what training runs.
-    worker.runner = _TracingRunner(*same, codes=runner.codes, trace=own)
+    worker.runner = _TracingRunner(**vars(runner), trace=own)
     with torch.set_grad_enabled(backward), allow_own_calls():
-        worker.run(whole, step, seed, lambda state: None)
+        worker.run(whole, step, training.seed, lambda state: None)
     role.close()
     return own

@@ -29,7 +29,8 @@ class Deviation:
     @property
     def worst(self) -> float:
         """The largest of the three errors; NaN counts as infinity."""
-        return max(map(nan_last, (self.value, self.gradient or 0.0, self.memory or 0.0)))
+        errors = (self.value, self.gradient or 0.0, self.memory or 0.0)
+        return math.inf if any(map(math.isnan, errors)) else max(errors)
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,3 @@ class Comparison:
     culprit: str | None = None
     undetermined: tuple[str, ...] = ()
     free: FreeRunDeviation | None = None
-
-
-def nan_last(error: float) -> float:
-    """Return an error for use in ``max``: NaN, which compares with nothing, becomes infinity."""
-    return error if error == error else math.inf

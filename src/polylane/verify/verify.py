@@ -10,25 +10,24 @@ Both sides run in forked processes, so that the caller's model stays as it is. T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from polylane.compile.compiled_training import CompiledTraining, compile_training
-from polylane.compile.objectives import Init, Objective, named_parameters
+from polylane.compile.objectives import Init, Objective
+from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
-from polylane.graph.capture.export import snapshot_model
 from polylane.graph.precision import to_float64
 from polylane.graph.rounding_noise import nudge_values
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
-from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, threads_per_worker
 from polylane.runtime.workers.world import World
 from polylane.verify.first_difference import StepDifference, describe_later_difference, find_first_difference
@@ -36,7 +35,7 @@ from polylane.verify.float64_copies import batch_in_float64, check_it_runs, copi
 from polylane.verify.free_run import as_pass, compare_freely, compare_runs, train_freely
 from polylane.verify.judgement import Judgement, find_wrong_steps, judge_differences
 from polylane.verify.local_sgd_reference import train_local_sgd
-from polylane.verify.record import ReferenceRun
+from polylane.verify.record import TOLERANCE, ComparedTraining, ReferenceRun
 from polylane.verify.reference import remeasure_floors, train_reference
 from polylane.verify.rounding_floor import MeasuredPass, measure_floors
 from polylane.verify.server_replay import replay_updates
@@ -44,12 +43,8 @@ from polylane.verify.stepwise import ComparedKind, train_stepwise
 from polylane.verify.training_state import write_tensors
 from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation, Verdict
 from polylane.verify.whole_graph import depends_on_split
-from polylane.verify.wrong_step import wrong_in_state, wrong_in_step, wrong_of_replica
 
 __all__ = ["TOLERANCE", "Deviation", "FreeRunDeviation", "Verdict", "batch_in_float64", "verify", "verify_compiled"]
-
-# Largest relative error that counts as rounding, in float64.
-TOLERANCE = 1e-9
 
 _T = TypeVar("_T")
 
@@ -88,7 +83,7 @@ def verify(
         materialize(model, init, seed, torch.device("cpu"), lambda name, whole: whole)
     model = to_float64(model)
     example = batch_in_float64(batches[0])
-    prepared = compile_training(model, {objective.name: objective}, example, plan, in_float64=True)
+    prepared = compile_training(TrainingProblem(model, {objective.name: objective}, example, in_float64=True), plan)
     check_it_runs(prepared, batches[0])
     return verify_compiled(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
 
@@ -132,23 +127,8 @@ def verify_compiled(
     )
 
 
-@dataclass(frozen=True)
-class _Verification:
-    """A comparison of one compiled training: the reference and the plan, each run in forked processes.
-
-    Attributes:
-        prepared: the training, compiled in float64 for the plan.
-        batches: whole batches in float64, one for each step.
-        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
-        seed: of dropout and of all other random numbers.
-        tolerance: largest relative error that counts as rounding.
-    """
-
-    prepared: CompiledTraining
-    batches: Sequence[Any]
-    clip_norm: float | None
-    seed: int
-    tolerance: float
+class _Verification(ComparedTraining):
+    """A comparison of one compiled training: the reference and the plan, each run in forked processes."""
 
     def _run_in_one_process(self, run: Callable[[], _T]) -> _T:
         """Return the result of ``run`` in one forked process, which has as many threads as each of the plan's workers.
@@ -176,22 +156,19 @@ class _Verification:
 
     def compare_stepwise(self) -> Comparison:
         """Compare each step from the reference's state, which is judged, and a free run of all steps, which is not."""
-        prepared, batches, tolerance = self.prepared, self.batches, self.tolerance
-        how: dict[str, Any] = {"clip_norm": self.clip_norm, "seed": self.seed, "tolerance": tolerance}
-        run: Any = train_local_sgd if prepared.plan.sync.is_replica_local else train_reference
-        reference = self._run_in_one_process(lambda: run(prepared, batches, **how))
-        workers = self._run_on_workers(lambda job: train_stepwise(job, prepared, batches, reference))
+        run = train_local_sgd if self.prepared.plan.sync.is_replica_local else train_reference
+        reference = self._run_in_one_process(lambda: run(self))
+        workers = self._run_on_workers(lambda job: train_stepwise(job, self, reference))
         # Rank 0 has the loss over all replicas.
         losses = [total / count for total, count in workers[0].losses]
-        parameters = {name for name, _ in named_parameters(prepared.model, _loss_functions(prepared))}
-        judgement = judge_differences(reference, losses, workers, parameters, tolerance)
+        judgement = judge_differences(self, reference, losses, workers)
         # The first floors come from a few tries and may be too low. Before a step fails, its floors are measured again
         # over more tries: only a difference that these do not explain either is an error.
-        if where := find_wrong_steps(reference, workers, judgement, tolerance):
-            more = self._run_in_one_process(lambda: remeasure_floors(prepared, batches, reference, where, **how))
-            judgement = judge_differences(reference, losses, workers, parameters, tolerance, more)
+        if where := find_wrong_steps(reference, workers, judgement):
+            more = self._run_in_one_process(lambda: remeasure_floors(self, reference, where))
+            judgement = judge_differences(self, reference, losses, workers, more)
         # Judged only by its last state: tensors that several workers hold must be equal in every bit.
-        free = self._run_on_workers(lambda job: train_freely(job, batches))
+        free = self._run_on_workers(lambda job: train_freely(job, self.batches))
         names = [name for name in reference.state if reference.state[name].numel()]
         undetermined = [
             f"{'gradient of' if kind is ComparedKind.GRADIENT else 'buffer'} {name}"
@@ -203,42 +180,38 @@ class _Verification:
             reference,
             losses,
             max(judgement.losses),
-            _build_deviations(prepared, names, judgement),
+            _build_deviations(self.prepared, names, judgement),
             [worker.held for worker in free],
             judgement.worst,
-            self._find_difference(reference, judgement, parameters),
+            self._find_difference(reference, judgement),
             tuple(undetermined),
             compare_freely(reference, free[0]),
         )
 
-    def _find_difference(
-        self, reference: ReferenceRun, judgement: Judgement, parameters: Collection[str]
-    ) -> str | None:
+    def _find_difference(self, reference: ReferenceRun, judgement: Judgement) -> str | None:
         """Describe where plan and reference first differ, in the first step in which they do; None where they do not.
 
         Where replicas have weights of their own (local SGD), no value of theirs is one device's: the description then
         names the tensor that differs and not the first operator.
         """
-        prepared, tolerance = self.prepared, self.tolerance
-        number = judgement.first_wrong_step(tolerance)
-        if number is None and judgement.worst <= tolerance:
+        prepared, number = self.prepared, judgement.first_wrong_step()
+        if number is None and judgement.worst <= self.tolerance:
             return None
         if number is None:  # every step is right; the state that is gathered after the last one is not
             return describe_later_difference(
-                prepared, StepDifference(len(self.batches) - 1, averaged=wrong_in_state(judgement, tolerance))
+                prepared, StepDifference(len(self.batches) - 1, averaged=judgement.wrong_in_state())
             )
         if prepared.plan.sync.is_replica_local:
-            return describe_later_difference(prepared, wrong_of_replica(judgement, number, parameters, tolerance))
-        modules = [prepared.model, *(loss for loss in _loss_functions(prepared) if isinstance(loss, nn.Module))]
+            return describe_later_difference(prepared, judgement.wrong_of_replica(number))
         # The search runs the failing step's passes again, so that the model needs the weights with which that step
         # began.
-        restore = snapshot_model(nn.ModuleList(modules), *_loss_functions(prepared))
-        model = ModelTensors(prepared.model, _loss_functions(prepared), torch.device("cpu"))
+        restore, model = self.snapshot(), self.tensors
         write_tensors(
-            reference.step_of(number, 0).before, {**model.parameters(), **model.buffers()}, lambda name, whole: whole
+            reference.step_of(number, 0).before.tensors,
+            {**model.parameters(), **model.buffers()},
+            lambda name, whole: whole,
         )
-        wrong = wrong_in_step(judgement, number, parameters, tolerance)
-        culprit = find_first_difference(prepared, self.batches[number], self.seed, wrong, tolerance)
+        culprit = find_first_difference(self, judgement.wrong_in_step(number))
         restore()
         return culprit
 
@@ -248,10 +221,10 @@ class _Verification:
         workers = self._run_on_workers(lambda job: train_freely(job, batches))[: prepared.plan.workers]
 
         def run() -> ReferenceRun:
-            return replay_updates(prepared, batches, workers[0].updates, clip_norm=self.clip_norm, seed=self.seed)
+            return replay_updates(self, workers[0].updates)
 
         def again(attempt: int, permuted: bool) -> MeasuredPass:
-            restore = snapshot_model(prepared.model, *_loss_functions(prepared))
+            restore = self.snapshot()
             nudge_values(prepared.model.parameters(), attempt)
             try:
                 return as_pass(run())
@@ -262,7 +235,7 @@ class _Verification:
             once = run()
             return replace(once, floors=measure_floors(as_pass(once), again, self.tolerance, permutes=False))
 
-        return compare_runs(self._run_in_one_process(measured), workers, prepared, self.tolerance)
+        return compare_runs(self, self._run_in_one_process(measured), workers)
 
 
 def _build_deviations(prepared: CompiledTraining, names: Sequence[str], judgement: Judgement) -> tuple[Deviation, ...]:
@@ -279,10 +252,6 @@ def _build_deviations(prepared: CompiledTraining, names: Sequence[str], judgemen
         )
         for name in every
     )
-
-
-def _loss_functions(prepared: CompiledTraining) -> list[Any]:
-    return [objective.loss for objective in prepared.objectives.values()]
 
 
 def _refuse_lossy_sync(plan: Plan) -> None:

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from compiling import compile_training
 from playing import one_stage_memory
-from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.cost.memory.attention_cores import find_attention_cores
@@ -332,7 +333,7 @@ def predicted(prepared: CompiledTraining, samples: int, optimizer: Any) -> list[
     """Of every rank."""
     plan: Plan = prepared.plan
     (partition,) = prepared.partitions.values()
-    graph, layouts = partition.graph, prepared.layouts_of(partition)
+    graph, layouts = partition.graph, prepared.main.layouts
     state = probe_optimizer_state(graph, optimizer)
     programs, found = lower(partition, plan), []
     for rank in range(plan.workers):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 import polylane
-from polylane.compile.compiled_training import compile_training
+from compiling import compile_training
 from polylane.compile.objectives import Objective, build_objectives
 from polylane.errors import PolylaneError
 from polylane.runtime.data import loader as data

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from compiling import compile_training
 from local_transport import LocalTransport, run_local
-from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import Objective, build_objectives, optimized_names
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
-from polylane.runtime.parameters.optimizer import GradientClipper, build_optimizer
+from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh, build_optimizer
 from training import adamw, assert_same, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
@@ -203,9 +203,8 @@ def test_the_clipped_norm_is_torchs_to_the_last_bit(dtype: torch.dtype, stages: 
         if transport.rank == stages - 1 and "p0" not in names:
             names.append("p0")
         held = parameters(names)
-        GradientClipper(
-            0.7, list(grads), counted, held, CPU, lambda v: transport.all_reduce(v, range(stages)).wait()
-        ).clip_gradients()
+        sums = SumOverMesh(list(grads), counted, held, CPU, lambda v: transport.all_reduce(v, range(stages)).wait())
+        GradientClipper(0.7, sums).clip_gradients()
         return {name: parameter.grad for name, parameter in held.items()}
 
     for clipped in run_local(stages, worker):
@@ -237,14 +236,14 @@ def test_a_weight_that_two_stages_hold_counts_once_in_the_norm(plan: str) -> Non
 def test_gradients_within_the_bound_stay_as_they_are() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     parameter.grad = torch.tensor([0.1, 0.2, 0.2])
-    GradientClipper(1.0, ["p"], ["p"], {"p": parameter}, CPU, lambda v: v).clip_gradients()
+    GradientClipper(1.0, SumOverMesh(["p"], ["p"], {"p": parameter}, CPU, lambda v: v)).clip_gradients()
     assert parameter.grad.tolist() == torch.tensor([0.1, 0.2, 0.2]).tolist()
 
 
 def test_clipping_without_any_gradient() -> None:
     parameter = nn.Parameter(torch.zeros(3))
-    GradientClipper(1.0, ["p"], ["p"], {"p": parameter}, CPU, lambda v: v).clip_gradients()
-    GradientClipper(1.0, ["p"], [], {}, CPU, lambda v: v).clip_gradients()
+    GradientClipper(1.0, SumOverMesh(["p"], ["p"], {"p": parameter}, CPU, lambda v: v)).clip_gradients()
+    GradientClipper(1.0, SumOverMesh(["p"], [], {}, CPU, lambda v: v)).clip_gradients()
     assert parameter.grad is None
 
 

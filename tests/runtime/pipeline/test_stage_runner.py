@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from polylane.compile.reshard import value_specs
 from polylane.compile.sample_shares import Batch
-from polylane.compile.value_spec import value_specs
 from polylane.errors import ActionFailed
 from polylane.graph.capture.capture import capture
 from polylane.graph.partition import Partition, cut_positions
@@ -112,7 +112,7 @@ def test_a_value_of_another_shape_is_refused_before_it_travels() -> None:
         worker: Executor = job._role._cache.compiled_for("loss", Batch.whole(batch_of(8))).executor
         if job.world.rank == 0:
             send = next(a for a in worker.program.actions if a.kind is ActionKind.SEND)
-            share = worker.local_shares(8)[0]
+            share = job._role.shares(8)[0]
             wrong = {0: {str(send.value): torch.zeros(share.samples, 99)}}
             state = StepState(
                 {0: share}, {0: SampleSlice(share.samples)}, worker._tables, samples_in_mean=8, output_values=wrong

@@ -8,7 +8,6 @@ from typing import Any
 from torch.utils.data import Dataset
 
 from polylane.graph.python_state.random_generators import (
-    States,
     generator_states,
     restore_generators,
     seed_generators,
@@ -61,16 +60,6 @@ class SeededDataset(Dataset[Any]):
         return self._load_samples([index])[0]
 
 
-def seeded_states(*key: int) -> States:
-    """Return the generators' states right after seeding with ``key``; the current states are left as they were."""
-    before = generator_states()
-    seed_generators(*key)
-    try:
-        return generator_states()
-    finally:
-        restore_generators(before)
-
-
 class SeededStream:
     """Context manager that installs an iterable dataset's own random states, and saves them at its end.
 
@@ -82,7 +71,10 @@ class SeededStream:
     """
 
     def __init__(self, *key: int) -> None:
-        self._states = seeded_states(*key)
+        before = generator_states()
+        seed_generators(*key)
+        self._states = generator_states()
+        restore_generators(before)
 
     def __enter__(self) -> None:
         self._before = generator_states()

@@ -1,4 +1,4 @@
-"""Weight broadcast and checkpoint gathering: equal weights at the start, a full ``state_dict`` at the end."""
+"""Weight broadcast and weight files: equal weights at the start, a checked and complete file at the end."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import hashlib
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from polylane.errors import NotFinite, PolylaneError
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
@@ -53,43 +53,6 @@ def broadcast_from_owner(tensor: Tensor, owner: bool, transport: Transport, rank
     """Return the owner's tensor on every rank, by a sum to which the others add zeros; for tensors of any dtype."""
     own = tensor.detach().clone()
     return next(sum_over_ranks([own if owner else torch.zeros_like(own)], transport, ranks))
-
-
-def gather_full_state(
-    model: nn.Module,
-    mine: Mapping[str, bool],
-    tied: Mapping[str, str],
-    whole: Callable[[str, Tensor | None, Tensor], Tensor],
-    transport: Transport,
-    device: torch.device,
-) -> dict[str, Tensor]:
-    """Return the full model's ``state_dict`` on every rank, with the model's own names, on the CPU.
-
-    Args:
-        model: this worker's copy of the model, of which only its own parameters and buffers are up to date.
-        mine: canonical names of the parameters and buffers that training changes, each with whether this rank
-            contributes it, or a shard of it. All others never change: the local values are taken.
-        tied: further names of tied weights, each with its canonical name.
-        whole: (name, local shard or None, tensor with dtype and device) -> this rank's partial sum of the full tensor,
-            see ``ShardSpec.full_summand``.
-        transport: connects all training workers; every one of them must call this function.
-        device: device of the tensors that the transport carries.
-    """
-    state = {name: value.detach() for name, value in model.state_dict(keep_vars=True).items()}
-    # Tied weights are gathered once: each name of theirs gets a copy of the same value.
-    local: dict[str, Tensor] = {}
-    for name, value in state.items():
-        local.setdefault(tied.get(name, name), value)
-    gathered = [name for name in local if name in mine and transport.size > 1]
-
-    def summands() -> Iterator[Tensor]:
-        for name in gathered:
-            part = local[name].to(device) if mine[name] else None
-            yield whole(name, part, torch.empty(0, dtype=local[name].dtype, device=device))
-
-    sums = sum_over_ranks(summands(), transport, range(transport.size))
-    full = {**local, **{name: value.cpu() for name, value in zip(gathered, sums, strict=True)}}
-    return {name: full[tied.get(name, name)].cpu().clone() for name in state}
 
 
 def require_finite(state: Mapping[str, Tensor], trained: Collection[str], path: Path) -> None:

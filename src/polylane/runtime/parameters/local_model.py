@@ -1,9 +1,8 @@
-"""Local model: one worker's parameters and buffers, from initial values over shards to full weights and gradients."""
+"""Local model: one worker's parameters and buffers, from initial values to shards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,29 +11,15 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
 from polylane.program.program import Program
 from polylane.runtime.parameters import broadcast as weights
-from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.parameters.shared_buffers import SharedBuffers
-from polylane.runtime.pipeline.connections import column_ranks
+from polylane.runtime.pipeline.connections import Connections, column_ranks
 from polylane.runtime.sync.zero.flat_shards import Shards, empty_storage, flat_buffer_of
 from polylane.runtime.sync.zero.optimizer_parts import find_unshardable
 from polylane.runtime.sync.zero.units import WHOLE, ShardUnits, build_all_units, shard_group
-from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.workers.world import World
-
-Holders = Mapping[str, tuple[int, ...]]
-
-
-def owning_stages(prepared: CompiledTraining) -> dict[str, tuple[int, ...]]:
-    """Return by canonical name the stages that use a parameter in any objective: all of them keep it up to date."""
-    result: dict[str, set[int]] = {}
-    for partition in prepared.partitions.values():
-        for stage in range(partition.stages):
-            for name in partition.parameters(stage):
-                result.setdefault(name, set()).add(stage)
-    return {name: tuple(sorted(stages)) for name, stages in result.items()}
 
 
 def plan_shard_units(prepared: CompiledTraining, programs: Mapping[str, Sequence[Program]]) -> ShardUnits:
@@ -50,7 +35,7 @@ def plan_shard_units(prepared: CompiledTraining, programs: Mapping[str, Sequence
     plan, objectives = prepared.plan, prepared.objectives.values()
     if plan.sync.shard == "none":
         return WHOLE
-    named = named_parameters(prepared.model, [objective.loss for objective in objectives])
+    named = named_parameters(prepared.model, prepared.losses)
     whole = find_unshardable(named, [objective.optimizer for objective in objectives])
     infos = {name: info for each in prepared.partitions.values() for name, info in each.graph.parameters.items()}
     return build_all_units(plan, programs, infos, whole)
@@ -69,12 +54,10 @@ class LocalModel:
     Args:
         prepared: the compiled training, equal on every worker.
         world: this worker among all training workers.
-        holders: the stages that keep each parameter up to date, by canonical name.
-        transport: connects all training workers; collectives outside passes run over it.
+        connections: transports of this worker.
+        units: ZeRO shard units of all ranks.
         seed: seed of the initial values of a model on the meta device.
         same_weights: whether every worker's model has equal weights already, so that no broadcast is needed.
-        layout: ZeRO shard units of all ranks.
-        gathers: transport of the all-gathers during passes (ZeRO-3); None where parameters stay full.
 
     Attributes:
         prepared: the compiled training, equal on every worker.
@@ -86,7 +69,6 @@ class LocalModel:
         tensors: parameters and buffers of this worker's model copy, by name.
         shard_spec: tensor-parallel shards that this worker holds.
         buffers: brings buffers that several stages use up to date.
-        full_tensors: gathers full weights and gradients from the shards.
         shards: ZeRO shards of this worker; none until :meth:`shard_parameters`.
         was_on_meta: whether the model was built on the meta device, so that its full values never existed.
     """
@@ -95,18 +77,15 @@ class LocalModel:
         self,
         prepared: CompiledTraining,
         world: World,
-        holders: Holders,
-        transport: Transport,
-        *,
+        connections: Connections,
+        units: ShardUnits,
         seed: int,
         same_weights: bool,
-        layout: ShardUnits = WHOLE,
-        gathers: Transport | None = None,
     ) -> None:
-        plan, losses = prepared.plan, [o.loss for o in prepared.objectives.values()]
-        self.prepared, self.world, self.owning_stages, self.transport = prepared, world, holders, transport
+        plan, self.transport = prepared.plan, connections.transport
+        self.prepared, self.world, self.owning_stages = prepared, world, prepared.owning_stages
         self.stage, replica = plan.stage_and_replica(world.rank)
-        self.tensors = ModelTensors(prepared.model, losses, world.device)
+        self.tensors = ModelTensors(prepared.model, prepared.losses, world.device)
         self.shard_spec = ShardSpec(prepared, self.stage, plan.coordinates(world.rank))
         self.buffers = SharedBuffers(
             self.stage,
@@ -115,18 +94,17 @@ class LocalModel:
             not plan.resplits_batch or replica == 0,
             self.tensors.buffers,
             world.device,
-            transport,
+            self.transport,
             None if plan.is_uniform else self.shard_spec,
         )
-        self.full_tensors = FullTensors(prepared, world, self.tensors, self.shard_spec, transport, self.local_names())
-        self.shard_units, self.shards, self._gather_transport = layout, Shards(), gathers
+        self.shard_units, self.shards, self._gather_transport = units, Shards(), connections.gather_transport
         self._materialized_parts: dict[str, Tensor] = {}
         self.was_on_meta = self._materialize(seed)
         self.tensors.move_to_device(self.local_names())
         if not (same_weights or self.was_on_meta) and world.size > 1:
             # Tensors of other stages too: the user's own code may read any of them between steps.
             every = {**self.tensors.parameters(), **self.tensors.buffers()}
-            weights.broadcast_weights(every, transport, world.device)
+            weights.broadcast_weights(every, self.transport, world.device)
 
     def local_names(self) -> set[str]:
         """Return names of the parameters and buffers that this worker keeps up to date."""
@@ -178,7 +156,7 @@ class LocalModel:
         optimizers = list(optimizers)
         for built in optimizers:
             self.shard_spec.shard_optimizer_state(built, self.tensors.parameters())
-        self.shards = self.full_tensors.shards = self._build_shards()
+        self.shards = self._build_shards()
         self.shards.install_parts(optimizers)
 
     def _build_shards(self) -> Shards:
@@ -189,11 +167,8 @@ class LocalModel:
         flats = []
         for unit in self.shard_units.units[rank]:
             # A model from the meta device was cut while it was initialized: its full values do not exist here.
-            kept = (
-                {name: self._materialized_parts.pop(name) for name in unit.parameters}
-                if self._materialized_parts
-                else None
-            )
+            materialized = self._materialized_parts
+            kept = {name: materialized.pop(name) for name in unit.parameters} if materialized else None
             flats.append(flat_buffer_of(unit, group, rank, parameters, hidden, kept))
         # In sums over all workers each shard counts once: where its group has a worker of replica 0.
         counts = any(plan.stage_and_replica(each)[1] == 0 for each in group)
@@ -209,25 +184,3 @@ class LocalModel:
     def shard_label(self, name: str) -> str:
         """Return a label of the shard that this worker holds of a parameter or buffer; equal shards, equal labels."""
         return self.shard_spec.shard_label(name) + self.shards.shard_label(name)
-
-    def full_gradients(self, names: Iterable[str]) -> dict[str, Tensor | None]:
-        """Return full gradients of parameters on every worker's CPU; None for a parameter without a gradient."""
-        return self.full_tensors.full_gradients(names, self.owning_stages)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the full model's weights and buffers, with its own names, on every worker's CPU."""
-        with self.shards.full_parameters():
-            return self.full_tensors.state_dict(self.owning_stages, self.buffers.owning_stage)
-
-    def save(self, path: Path) -> None:
-        """Write the full model's weights as safetensors; a collective of all workers, rank 0 writes.
-
-        Raises:
-            NotFinite: a weight is NaN or infinite, raised on every worker; an earlier file is unchanged.
-        """
-        state = self.state_dict()
-        # Checked on every worker before anybody writes: all raise, and nobody is left waiting at the barrier.
-        weights.require_finite(state, self.tensors.parameters(), path)
-        if self.world.rank == 0:
-            weights.save_safetensors(state, path)
-        self.transport.barrier()

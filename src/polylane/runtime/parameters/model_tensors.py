@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polylane.compile.objectives import named_parameters
+
 
 @dataclass
 class ModelTensors:
@@ -26,17 +28,14 @@ class ModelTensors:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return all parameters by canonical name."""
-        return dict(self._named_tensors("parameters"))
+        return dict(named_parameters(self.model, self.losses))
 
     def buffers(self) -> dict[str, Tensor]:
         """Return all buffers by canonical name."""
-        return dict(self._named_tensors("buffers"))
-
-    def _named_tensors(self, what: str) -> list[tuple[str, Any]]:
-        named = list(getattr(self.model, f"named_{what}")())
+        named = dict(self.model.named_buffers())
         for loss in self.losses:
             if isinstance(loss, nn.Module):
-                named += [(f"loss.{name}", tensor) for name, tensor in getattr(loss, f"named_{what}")()]
+                named |= {f"loss.{name}": buffer for name, buffer in loss.named_buffers()}
         return named
 
     def move_to_device(self, names: Collection[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from polylane.errors import PolylaneError
 
 def build_optimizer(
     objective: Objective, held: Sequence[tuple[str, nn.Parameter]], every: Sequence[tuple[str, nn.Parameter]]
-) -> Any:
+) -> torch.optim.Optimizer:
     """Return the user's optimizer over this worker's parameters.
 
     The factory sees all parameters, so that groups chosen by name, position or count come out as on one device; the
@@ -59,33 +61,34 @@ def build_scheduler(factory: SchedulerFactory | None, optimizer: torch.optim.Opt
     return scheduler
 
 
+@dataclass
 class SumOverMesh:
     """Sums of per-parameter values over all shards, for optimizers that need them (``SumOverHolders``).
 
     Every worker contributes one table with a row for each parameter of the model, so that one all-reduce of fixed shape
     serves all workers, whichever parameters they hold.
 
-    Args:
-        order: canonical names of all parameters that an optimizer of any worker may name, in the model's order.
+    Attributes:
+        order: canonical names of all parameters that any worker may have a value of, in the model's order.
         counted: names whose shard this worker contributes; each distinct shard has one contributor in a replica.
         held: this worker's parameters or shards, by canonical name.
         device: device on which this worker computes and sums.
         sum_replica: all-reduces a tensor over the workers of this replica.
     """
 
-    def __init__(
-        self,
-        order: Sequence[str],
-        counted: Sequence[str],
-        held: Mapping[str, nn.Parameter],
-        device: torch.device,
-        sum_replica: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._row_of = {id(held[name]): row for row, name in enumerate(order) if name in held}
-        self._is_counted = {id(held[name]) for name in counted}
-        self._row_count = len(order)
-        self._device = device
-        self._sum_replica = sum_replica
+    order: Sequence[str]
+    counted: Sequence[str]
+    held: Mapping[str, nn.Parameter]
+    device: torch.device
+    sum_replica: Callable[[Tensor], Tensor]
+
+    @cached_property
+    def _row_of(self) -> dict[int, int]:
+        return {id(self.held[name]): row for row, name in enumerate(self.order) if name in self.held}
+
+    @cached_property
+    def _counted_ids(self) -> set[int]:
+        return {id(self.held[name]) for name in self.counted}
 
     def __call__(self, parameters: Sequence[Tensor], values: Tensor) -> Tensor:
         """Return for each parameter the sums over all of its shards.
@@ -94,10 +97,10 @@ class SumOverMesh:
             parameters: this worker's parameters or shards, as the optimizer has them.
             values: [len(parameters), 2], this worker's sums over each of its shards.
         """
-        table = torch.zeros(self._row_count, 2, dtype=torch.float64, device=self._device)
-        counted = [i for i, parameter in enumerate(parameters) if id(parameter) in self._is_counted]
-        table[[self._row_of[id(parameters[i])] for i in counted]] = values[counted].to(self._device)
-        return self._sum_replica(table)[[self._row_of[id(parameter)] for parameter in parameters]]
+        table = torch.zeros(len(self.order), 2, dtype=torch.float64, device=self.device)
+        counted = [i for i, parameter in enumerate(parameters) if id(parameter) in self._counted_ids]
+        table[[self._row_of[id(parameters[i])] for i in counted]] = values[counted].to(self.device)
+        return self.sum_replica(table)[[self._row_of[id(parameter)] for parameter in parameters]]
 
 
 class GradientClipper:
@@ -108,43 +111,25 @@ class GradientClipper:
 
     Args:
         max_norm: upper bound on the 2-norm of all gradients.
-        order: canonical names of all parameters that get a gradient, in the model's order.
-        counted: names of which this worker contributes the norm, or that of its shard; each distinct shard has one
-            contributor in a replica.
-        held: this worker's parameters or shards, by canonical name.
-        device: device on which this worker computes and sums.
-        sum_replica: all-reduces a vector over the workers of this replica.
+        sums: sums over all shards of the parameters that get a gradient.
     """
 
-    def __init__(
-        self,
-        max_norm: float,
-        order: Sequence[str],
-        counted: Sequence[str],
-        held: Mapping[str, nn.Parameter],
-        device: torch.device,
-        sum_replica: Callable[[Tensor], Tensor],
-    ) -> None:
-        self._max_norm = max_norm
-        self._position = {name: i for i, name in enumerate(order)}
-        self._counted_names = counted
-        self._local_parameters = held
-        self._device = device
-        self._sum_replica = sum_replica
+    def __init__(self, max_norm: float, sums: SumOverMesh) -> None:
+        self._max_norm, self._sums = max_norm, sums
+        self._position = {name: i for i, name in enumerate(sums.order)}
 
     def clip_gradients(self) -> None:
         """Scale the gradients of this worker's parameters in place; a collective of the replica."""
-        grads = [p.grad for p in self._local_parameters.values() if p.grad is not None]
-        counted = [(self._position[name], self._local_parameters[name].grad) for name in self._counted_names]
+        sums, held = self._sums, list(self._sums.held.values())
+        counted = [(self._position[name], sums.held[name].grad) for name in sums.counted]
         present = [(i, grad) for i, grad in counted if grad is not None]
-        like = next(iter(self._local_parameters.values()), None)
-        dtype = torch.float64 if like is None else torch.promote_types(like.dtype, torch.float32)
-        squares = torch.zeros(len(self._position), dtype=torch.float64, device=self._device)
+        dtype = torch.promote_types(held[0].dtype, torch.float32) if held else torch.float64
+        squares = torch.zeros(len(self._position), dtype=torch.float64, device=sums.device)
         if present:
             own = torch._foreach_norm([grad for _, grad in present], 2.0)
             # Squared in float64, and the root taken there, a norm of single precision comes back as it was.
             squares[[i for i, _ in present]] = torch.stack(own).double().square()
         # A norm per parameter first, then the norm of these: the same two steps as clip_grad_norm_ on one device.
-        total = torch.linalg.vector_norm(self._sum_replica(squares).sqrt().to(dtype))
-        if grads:
-            torch.nn.utils.clip_grads_with_norm_(list(self._local_parameters.values()), self._max_norm, total)
+        total = torch.linalg.vector_norm(sums.sum_replica(squares).sqrt().to(dtype))
+        if any(parameter.grad is not None for parameter in held):
+            torch.nn.utils.clip_grads_with_norm_(held, self._max_norm, total)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.placement.placement import Placement, Shard
+from polylane.placement.placement import Shard
 from polylane.sharding.layout import local_part, write_local_part
 
 
@@ -27,35 +27,28 @@ class ShardSpec:
     def __init__(self, prepared: CompiledTraining, stage: int, coordinates: Mapping[str, int]) -> None:
         self._coordinates = coordinates
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._placements: dict[tuple[str, str], dict[str, Placement]] = {}
-        for partition in prepared.partitions.values():
-            graph, layout = partition.graph, prepared.layouts_of(partition)[stage]
+        # By name, the axes along which the tensor is cut; a replicated one has none.
+        self._cuts: dict[str, dict[str, Shard]] = {}
+        for compiled in prepared.graphs.values():
+            graph, layout = compiled.partition.graph, compiled.layouts[stage]
             for kind, table in (("parameter", graph.parameters), ("buffer", graph.buffers)):
-                for key, info in table.items():
-                    self.shapes[key] = info.shape
-                    if layout is not None and (f"{kind}:{key}", 0) in layout.view.sources:
-                        self._placements.setdefault((kind, key), layout.source_placements(kind, key))
+                for name, info in table.items():
+                    self.shapes[name] = info.shape
+                    if layout is not None and (f"{kind}:{name}", 0) in layout.view.sources and name not in self._cuts:
+                        placements = layout.source_placements(kind, name)
+                        self._cuts[name] = {axis: p for axis, p in placements.items() if isinstance(p, Shard)}
 
-    def _shard_placements(self, kind: str, name: str) -> dict[str, Shard]:
-        placements = self._placements.get((kind, name), {})
-        return {axis: p for axis, p in placements.items() if isinstance(p, Shard)}
-
-    def is_sharded(self, kind: str, name: str) -> bool:
+    def is_sharded(self, name: str) -> bool:
         """Return whether this worker holds only a shard of a parameter or buffer."""
-        return bool(self._shard_placements(kind, name))
-
-    def kind_of(self, name: str) -> str:
-        """Return ``"parameter"`` or ``"buffer"`` for a canonical name."""
-        return "buffer" if ("buffer", name) in self._placements else "parameter"
+        return bool(self._cuts.get(name))
 
     def local_shards(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this worker's shards of full parameters and buffers; names that are not sharded are left out."""
-        cuts = {name: self._shard_placements(self.kind_of(name), name) for name in tensors}
         return {
-            name: local_part(tensor.detach(), cuts[name], self._coordinates)
+            name: local_part(tensor.detach(), self._cuts[name], self._coordinates)
             for name, tensor in tensors.items()
             # Another shape than the full one: the tensor is a shard already.
-            if cuts[name] and tuple(tensor.shape) == self.shapes[name]
+            if self.is_sharded(name) and tuple(tensor.shape) == self.shapes[name]
         }
 
     def local_shard(self, name: str, whole: Tensor) -> Tensor:
@@ -79,22 +72,22 @@ class ShardSpec:
             parameters: this worker's parameters by canonical name, the keys of the states.
         """
         for name, parameter in parameters.items():
-            cuts = self._shard_placements("parameter", name)
+            cuts = self._cuts.get(name)
             for key, value in optimizer.state.get(parameter, {}).items():
                 if cuts and isinstance(value, Tensor) and tuple(value.shape) == self.shapes[name]:
                     optimizer.state[parameter][key] = local_part(value, cuts, self._coordinates)
 
-    def is_counted(self, kind: str, name: str) -> bool:
+    def is_counted(self, name: str) -> bool:
         """Return whether this worker's shard counts in a sum over the mesh: a replicated shard counts once."""
-        cuts = self._shard_placements(kind, name)
+        cuts = self._cuts.get(name, {})
         # Along an axis that does not cut the tensor all workers hold the same shard: only index 0 counts.
         return not any(index for axis, index in self._coordinates.items() if axis not in cuts)
 
-    def pad_to_full(self, kind: str, name: str, part: Tensor) -> Tensor:
+    def pad_to_full(self, name: str, part: Tensor) -> Tensor:
         """Return this worker's shard padded with zeros to the full shape; all zeros if the shard is not counted."""
         whole = part.new_zeros(self.shapes[name])
-        if self.is_counted(kind, name):
-            write_local_part(whole, part.detach(), self._shard_placements(kind, name), self._coordinates)
+        if self.is_counted(name):
+            write_local_part(whole, part.detach(), self._cuts.get(name, {}), self._coordinates)
         return whole
 
     def full_summand(self, name: str, part: Tensor | None, like: Tensor) -> Tensor:
@@ -107,9 +100,8 @@ class ShardSpec:
         """
         if part is None:
             return like.new_zeros(self.shapes[name])
-        return self.pad_to_full(self.kind_of(name), name, part)
+        return self.pad_to_full(name, part)
 
     def shard_label(self, name: str) -> str:
         """Return a label of the shard that this worker holds, as ``"[tensor 1]"``; equal shards have equal labels."""
-        cuts = self._shard_placements(self.kind_of(name), name)
-        return "".join(f"[{axis} {self._coordinates[axis]}]" for axis in cuts)
+        return "".join(f"[{axis} {self._coordinates[axis]}]" for axis in self._cuts.get(name, ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,13 +14,14 @@ from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.transport.protocol import Transport
 
 
+@dataclass
 class SharedBuffers:
     """Tracks the stages that have the current value of every buffer, and broadcasts it before another stage reads it.
 
     Within one graph a buffer that is written is on one stage. Another graph of the same model (a GAN's other loss, say,
     which runs its generator first instead of last; or evaluation) may have it on another stage.
 
-    Args:
+    Attributes:
         stage: index of this worker's pipeline stage.
         stages: number of pipeline stages of the plan.
         column: ranks that take part in a broadcast: one of each stage, all with the same shards, or all ranks.
@@ -30,25 +32,16 @@ class SharedBuffers:
         pieces: shards of this worker, where ranks of the column hold different ones; else None.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        stages: int,
-        column: Sequence[int],
-        speaks: bool,
-        tensors: Callable[[], Mapping[str, Tensor]],
-        device: torch.device,
-        transport: Transport,
-        pieces: ShardSpec | None = None,
-    ) -> None:
-        self._stage, self._stages = stage, stages
-        self._column, self._is_source = tuple(column), speaks
-        self._shard_spec = pieces
-        self._tensors = tensors
-        self._device = device
-        self._transport = transport
-        # By buffer, the stages that have its current value; no entry: all of them, as before the first step.
-        self._current_stages: dict[str, frozenset[int]] = {}
+    stage: int
+    stages: int
+    column: Sequence[int]
+    speaks: bool
+    tensors: Callable[[], Mapping[str, Tensor]]
+    device: torch.device
+    transport: Transport
+    pieces: ShardSpec | None = None
+    # By buffer, the stages that have its current value; no entry: all of them, as before the first step.
+    _current_stages: dict[str, frozenset[int]] = field(default_factory=dict)
 
     def receive_updates(self, used: Mapping[str, Collection[int]]) -> None:
         """Bring the buffers of a graph up to date on every stage that uses them; a collective of all workers.
@@ -62,24 +55,24 @@ class SharedBuffers:
             current = self._current_stages.get(name)
             if current is not None and not current.issuperset(stages):
                 # All workers track the same stages, so all find here alike that a broadcast is due.
-                tensor = self._tensors()[name]
-                owns = self._is_source and self._stage == min(current)
+                tensor = self.tensors()[name]
+                owns = self.speaks and self.stage == min(current)
                 with torch.no_grad():
-                    tensor.copy_(self._broadcast_buffer(name, tensor.to(self._device), owns))
-                self._current_stages[name] = frozenset(range(self._stages))
+                    tensor.copy_(self._broadcast_buffer(name, tensor.to(self.device), owns))
+                self._current_stages[name] = frozenset(range(self.stages))
 
     def mark_updated(self, used: Mapping[str, frozenset[int]]) -> None:
         """Record that a graph ran in training: only the stages that used a buffer have its new value."""
-        if self._stages > 1:
+        if self.stages > 1:
             self._current_stages |= used
 
     def _broadcast_buffer(self, name: str, own: Tensor, owns: bool) -> Tensor:
-        if self._shard_spec is None:
-            return broadcast_from_owner(own, owns, self._transport, self._column)
+        if self.pieces is None:
+            return broadcast_from_owner(own, owns, self.transport, self.column)
         # Ranks of other stages may cut the buffer otherwise: sum the full value, and let each cut its own shard.
-        part = self._shard_spec.full_summand(name, own if owns else None, own)
-        whole = broadcast_from_owner(part, True, self._transport, self._column)
-        return self._shard_spec.local_shard(name, whole)
+        part = self.pieces.full_summand(name, own if owns else None, own)
+        whole = broadcast_from_owner(part, True, self.transport, self.column)
+        return self.pieces.local_shard(name, whole)
 
     def owning_stage(self, name: str) -> int:
         """Return the lowest stage that has a buffer's current value."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from polylane.compile.objectives import named_parameters
 from polylane.optim.trust import set_sum_over_holders
 from polylane.program.program import Program
-from polylane.runtime.parameters import optimizer as optimizer
 from polylane.runtime.parameters.local_model import LocalModel
-from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh, build_scheduler
+from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh, build_optimizer, build_scheduler
 from polylane.runtime.pipeline.connections import replica_ranks
 from polylane.runtime.sync.compression.choose import choose_compressor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
@@ -89,17 +88,15 @@ def trainers_of(
             says.
     """
     # Order matters: optimizers on full parameters, then sharding, then what refers to the shards.
-    optimizers = {name: _optimizer_of(holding, name) for name in programs}
+    every = named_parameters(holding.prepared.model, holding.tensors.losses)
+    optimizers = {
+        name: build_optimizer(
+            holding.prepared.objectives[name], list(_optimized_parameters(holding, name)[1].items()), every
+        )
+        for name in programs
+    }
     holding.shard_parameters(optimizers.values())
     return {name: _trainer_of(holding, name, optimizers[name], each, clip_norm) for name, each in programs.items()}
-
-
-def _optimizer_of(holding: LocalModel, name: str) -> torch.optim.Optimizer:
-    """Return the user's optimizer of an objective on this worker's parameters."""
-    prepared = holding.prepared
-    _, held = _optimized_parameters(holding, name)
-    every = named_parameters(prepared.model, holding.tensors.losses)
-    return optimizer.build_optimizer(prepared.objectives[name], list(held.items()), every)  # type: ignore[no-any-return]
 
 
 def _trainer_of(
@@ -111,9 +108,18 @@ def _trainer_of(
 ) -> ObjectiveUpdate:
     order, whole = _optimized_parameters(holding, name)
     held = holding.shards.updated_parameters(whole)
+    counted = _counted_names(holding, held)
+    sums = SumOverMesh(order, counted, held, holding.world.device, _make_replica_sum(holding))
     if holding.prepared.layouts or holding.shard_units.units:
-        set_sum_over_holders(built, _build_part_sums(holding, order, held))
-    clipper = None if clip_norm is None else _build_clipper(holding, order, held, programs, clip_norm)
+        set_sum_over_holders(built, sums)
+    clipper = None
+    if clip_norm is not None:
+        # A parameter in no bucket gets no gradient in any program: it has no norm.
+        reduced = {p for program in programs for bucket in program.buckets for p in bucket.parameters}
+        with_norm = replace(
+            sums, order=[n for n in order if n in reduced], counted=[n for n in counted if n in reduced]
+        )
+        clipper = GradientClipper(clip_norm, with_norm)
     scheduler = build_scheduler(holding.prepared.objectives[name].scheduler, built)
     codec = choose_compressor(holding.prepared.plan.sync, whole)
     return ObjectiveUpdate(built, scheduler, order, held, clipper, holding.shards, whole, codec)
@@ -128,29 +134,6 @@ def _optimized_parameters(holding: LocalModel, name: str) -> tuple[list[str], di
     return order, {n: parameters[n] for n in order if holding.stage in holding.owning_stages[n]}
 
 
-def _build_clipper(
-    holding: LocalModel,
-    order: Sequence[str],
-    held: dict[str, nn.Parameter],
-    programs: Sequence[Program],
-    clip_norm: float,
-) -> GradientClipper:
-    # A parameter in no bucket gets no gradient in any program: it has no norm.
-    reduced = {p for program in programs for bucket in program.buckets for p in bucket.parameters}
-    return GradientClipper(
-        clip_norm,
-        [n for n in order if n in reduced],
-        [n for n in _counted_names(holding, held) if n in reduced],
-        held,
-        holding.world.device,
-        _make_replica_sum(holding),
-    )
-
-
-def _build_part_sums(holding: LocalModel, order: Sequence[str], held: dict[str, nn.Parameter]) -> SumOverMesh:
-    return SumOverMesh(order, _counted_names(holding, held), held, holding.world.device, _make_replica_sum(holding))
-
-
 def _counted_names(holding: LocalModel, held: Iterable[str]) -> list[str]:
     """Return names whose local shard counts in the sums of :func:`_make_replica_sum`: each distinct shard once."""
     plan, shards = holding.prepared.plan, holding.shards
@@ -159,9 +142,7 @@ def _counted_names(holding: LocalModel, held: Iterable[str]) -> list[str]:
         first = True  # the sum is over one replica; otherwise it is over all, and only replica 0 counts
     mine = [n for n in held if holding.stage == min(holding.owning_stages[n])]
     return [
-        n
-        for n in mine
-        if holding.shard_spec.is_counted("parameter", n) and (shards.is_counted if n in shards.buffer_of else first)
+        n for n in mine if holding.shard_spec.is_counted(n) and (shards.is_counted if n in shards.buffer_of else first)
     ]
 
 

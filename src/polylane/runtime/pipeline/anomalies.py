@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.graph import Graph, Node
+from polylane.graph.graph import Node
 from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.sample_slice import SampleSlice
+from polylane.program.program import Program
 from polylane.runtime.pipeline.stage_runner import LiveMicrobatch, StageHooks, StageRunner
 from polylane.runtime.transport.serialization import serializable
 
@@ -50,8 +51,7 @@ class AnomalyDetector:
     def check_forward(
         self,
         runner: StageRunner,
-        graph: Graph,
-        stage: int,
+        program: Program,
         values: Mapping[str, Tensor],
         leaves: Sequence[Any],
         part: SampleSlice,
@@ -61,8 +61,7 @@ class AnomalyDetector:
 
         Args:
             runner: runner that has run the pass.
-            graph: captured graph of the whole model.
-            stage: number of this worker's stage.
+            program: this worker's program, for its stage and the captured graph.
             values, leaves, part: inputs of the pass, see
                 :meth:`polylane.runtime.pipeline.stage_runner.StageRunner.forward`.
             live: outputs and loss of the pass.
@@ -75,12 +74,15 @@ class AnomalyDetector:
         ):
             return
         # A second pass is possible only where it needs no collective: the other workers do not take part in it.
+        graph = program.partition.graph
         alone = runner.local_code is None and type(runner.hooks) is StageHooks
         if not alone or (part.sum_replicas is not None and graph.code.has_batch_statistics):
             said = "the operator is not looked for where workers share one (split operators, batch statistics, shards)"
         else:
             said = _describe_first_fault(runner, {node.name: node for node in graph.nodes}, values, leaves, part)
-        self.fault = NonFiniteValue((part.step, part.microbatch, stage), f"{said}, in microbatch {part.microbatch}")
+        self.fault = NonFiniteValue(
+            (part.step, part.microbatch, program.stage), f"{said}, in microbatch {part.microbatch}"
+        )
 
 
 def earliest_fault(faults: Sequence[NonFiniteValue | None]) -> NonFiniteValue | None:
@@ -144,7 +146,7 @@ def _find_origin(output: fx.Node | None, results: Mapping[fx.Node, Any]) -> fx.N
     leaving = [node for node in output.all_input_nodes if node in results]
     nan = any(_has_nan(results[node]) for node in leaving)
     # A NaN is followed back over NaNs only: an infinity before it may be a mask's. Without NaNs it is an infinite loss.
-    wrong = _has_nan if nan else _is_non_finite_number
+    wrong = _has_nan if nan else _has_non_finite
     order = {node: position for position, node in enumerate(results)}
     todo, seen, first = [node for node in leaving if wrong(results[node])], set[fx.Node](), list[fx.Node]()
     while todo:
@@ -157,10 +159,6 @@ def _find_origin(output: fx.Node | None, results: Mapping[fx.Node, Any]) -> fx.N
         if not before:
             first.append(node)
     return min(first, key=order.__getitem__, default=None)
-
-
-def _is_non_finite_number(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and _has_non_finite(value)
 
 
 def _describe_node(nodes: Mapping[str, Node], name: str) -> str:

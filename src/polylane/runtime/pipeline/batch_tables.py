@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from polylane.compile.reshard import Resharder
 from polylane.compile.sample_shares import SampleShare
-from polylane.compile.value_spec import ValueSpec
 from polylane.graph.batch import split_bounds
 from polylane.program.boxes import IndexBox, box_shape
 from polylane.program.program import Program
@@ -59,7 +58,6 @@ class BatchTables:
 def build_tables(
     program: Program,
     relays: Resharder,
-    wires: Mapping[str, ValueSpec],
     samples: int,
     shares: Mapping[int, SampleShare],
     batch_is_sharded: bool,
@@ -68,8 +66,7 @@ def build_tables(
 
     Args:
         program: program of this worker, whose actions are looked at.
-        relays: resharder, which computes the boxes of messages.
-        wires: dtype and shape of each crossing value, by name.
+        relays: resharder, which knows the crossing values and computes the boxes of messages.
         samples: samples of a batch, over all replicas.
         shares: by microbatch, the samples that this worker computes on.
         batch_is_sharded: whether replicas shard operators along the batch, so that each sees the whole microbatch.
@@ -91,7 +88,9 @@ def build_tables(
             box = relays.box_to_send(*about) if sends else relays.box_to_receive(*about)
             if box is not None:
                 routes[action] = Route(box, box_shape(box), relays.send_factor(*about) if sends else 1.0)
-    shapes = {(name, count): wire.shape(count) for name, wire in wires.items() for count in set(held.values())}
+    shapes = {
+        (name, count): wire.shape(count) for name, wire in relays.value_specs.items() for count in set(held.values())
+    }
     return BatchTables(samples, shares, whole, held, routes, shapes, last_backward)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from polylane.runtime.transport.protocol import TransportCounters
 
@@ -12,10 +13,11 @@ from polylane.runtime.transport.protocol import TransportCounters
 AGREEMENT, STAGES, OPERATORS, STATISTICS = "agreement", "stages", "operators", "statistics"
 
 
+@dataclass
 class ByteCounters:
     """Counts the bytes that one worker sends in its steps.
 
-    Args:
+    Attributes:
         main: counters of the transport for gradients and for values between stages.
         others: counters of further transports, by purpose.
         theory: returns the bytes for sync that the worker should send, given an objective's name, the number of its
@@ -24,29 +26,24 @@ class ByteCounters:
             are counted from now on, between steps as well.
         settle: waits until every worker has received what was sent to it in its steps; collective.
         cycle: the step from which on ``theory`` is periodic, and its period in steps.
-
-    Attributes:
         steps_counted: number of counted steps, by objective.
         bytes_sent: bytes over all counted steps, by purpose; without those of ``served``.
         expected_bytes: bytes for sync over all counted steps, by theory.
     """
 
-    def __init__(
-        self,
-        main: TransportCounters,
-        others: Mapping[str, Sequence[TransportCounters]],
-        theory: Callable[[str, int, int], float],
-        served: Sequence[TransportCounters] = (),
-        settle: Callable[[], None] = lambda: None,
-        cycle: tuple[int, int] = (0, 1),
-    ) -> None:
-        self._main, self._others, self._expected_step_bytes = main, others, theory
-        self._served, self._wait_settled, self._cycle = tuple(served), settle, cycle
+    main: TransportCounters
+    others: Mapping[str, Sequence[TransportCounters]]
+    theory: Callable[[str, int, int], float]
+    served: Sequence[TransportCounters] = ()
+    settle: Callable[[], None] = lambda: None
+    cycle: tuple[int, int] = (0, 1)
+    steps_counted: Counter[str] = field(default_factory=Counter)
+    bytes_sent: Counter[str] = field(default_factory=Counter)
+    expected_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
         self._in_theory: dict[tuple[str, int, int], float] = {}  # by objective, step of the cycle, microbatches
-        self._served_before = sum(each.sent for each in self._served)
-        self.expected_bytes = 0.0
-        self.steps_counted: Counter[str] = Counter()
-        self.bytes_sent: Counter[str] = Counter()
+        self._served_before = sum(each.sent for each in self.served)
 
     @contextmanager
     def count_step(self, objective: str, microbatches: int) -> Iterator[None]:
@@ -58,26 +55,26 @@ class ByteCounters:
         self.steps_counted[objective] += 1
 
     def _step_in_theory(self, objective: str, microbatches: int) -> float:
-        (begin, period), step = self._cycle, self.steps_counted[objective]
+        (begin, period), step = self.cycle, self.steps_counted[objective]
         key = objective, step if step < begin else begin + (step - begin) % period, microbatches
         # The closed form walks all parameters: it is evaluated once for each step of the cycle.
         if key not in self._in_theory:
-            self._in_theory[key] = self._expected_step_bytes(*key)
+            self._in_theory[key] = self.theory(*key)
         return self._in_theory[key]
 
     def _current_bytes(self) -> Counter[str]:
         # On the main transport point-to-point messages are values between stages; its collectives are sync.
-        between = self._main.wire["send"]
-        found = Counter({STAGES: between, AGREEMENT: self._main.sent - between})
-        for purpose, counters in self._others.items():
+        between = self.main.wire["send"]
+        found = Counter({STAGES: between, AGREEMENT: self.main.sent - between})
+        for purpose, counters in self.others.items():
             found[purpose] += sum(each.sent for each in counters)
         return found
 
     def mean_bytes(self) -> dict[str, float]:
         """Return the mean bytes of a step by purpose, and ``"theory"``; collective."""
-        self._wait_settled()
+        self.settle()
         steps, sent = max(self.steps_counted.total(), 1), Counter(self.bytes_sent)
-        sent[AGREEMENT] += sum(each.sent for each in self._served) - self._served_before
+        sent[AGREEMENT] += sum(each.sent for each in self.served) - self._served_before
         return {purpose: sent[purpose] / steps for purpose in (AGREEMENT, STAGES, OPERATORS, STATISTICS)} | {
             "theory": self.expected_bytes / steps
         }

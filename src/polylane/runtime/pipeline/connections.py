@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.errors import PolylaneError
 from polylane.graph.operators.whole_batch_counts import statistics_of
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
@@ -60,16 +59,6 @@ class Connections:
             transport.close()
 
 
-def check_world_size(plan: Plan, world: World) -> None:
-    """Refuse a number of workers that is not the plan's.
-
-    Raises:
-        PolylaneError: the world has more or fewer workers than the plan takes.
-    """
-    if world.size != plan.processes:
-        raise PolylaneError(f"the plan takes {plan.processes} workers ({plan.spec}), there are {world.size}")
-
-
 def open_connections(
     prepared: CompiledTraining, world: World, programs: Collection[Sequence[Program]], connect: Connect | None = None
 ) -> Connections:
@@ -98,7 +87,9 @@ def open_connections(
     columns = {column_ranks(plan, rank) for rank in ranks}
     shards = all_shard_groups(plan, programs)
     transport = connect(world, pairs, sorted({*columns, *buckets, *replicas, *whole, *shards, tuple(ranks)}))
-    mesh, inner = _open_mesh(world, plan, connect, [prepared.axes(stage) for stage in range(plan.pipeline)])
+    mesh, inner = _open_mesh(
+        world, plan, connect, [prepared.main.layouts.axes(stage) for stage in range(plan.pipeline)]
+    )
     apart = {} if inner is None else {OPERATORS: inner}
     if plan.sync.shard == "parameters":
         groups = sorted({shard_group(plan, rank) for rank in ranks})

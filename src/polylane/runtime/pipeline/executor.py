@@ -6,14 +6,13 @@ import copy
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from polylane.compile.reshard import Resharder, extract_box, write_box
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
-from polylane.compile.value_spec import ValueSpec
 from polylane.errors import ActionFailed, PeerLost
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
@@ -35,68 +34,51 @@ from polylane.schedule.action import Action, ActionKind
 LOOKAHEAD = 2
 
 
+@dataclass
 class Executor:
     """Runs one program, step after step; it is first fitted to the size of a batch, see :meth:`fit_to_samples`.
 
-    Args:
+    Attributes:
         program: actions of this worker in a step.
         runner: the stage's code on this worker's tensors.
-        wires: dtype and shape of each crossing value, by name.
-        relays: resharder, which computes the boxes of messages.
+        resharder: knows the crossing values, and computes the boxes of messages.
         transport: carries values and gradients; opened with the program's channels and groups.
-        statistics: sums statistics and counts of the batch over the replicas, on a transport of its own.
+        sum_statistics: sums statistics and counts of the batch over the replicas, on a transport of its own.
         reducer: sums gradients over the ranks of each bucket.
         mesh: axes along which operators are sharded; the loss of its first worker counts, the others compute the same.
-        alone: whether the replica takes steps of its own: gradients are those of the mean over its own samples.
-        slow: makes this rank a straggler; None: it is not slowed down.
-        counts: statistics of the whole batch that this stage's operators need; None: there are none.
+        is_replica_local: whether the replica takes steps of its own: gradients are those of its own samples' mean.
+        straggler: makes this rank slower than it is; None: it is not slowed down.
+        batch_statistics: statistics of the whole batch that this stage's operators need; None: there are none.
         per_sample: modules that treat each sample by itself, as the plan says; their calls are checked.
+        anomalies: checks forward passes in training; None: they are not checked.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        runner: StageRunner,
-        wires: Mapping[str, ValueSpec],
-        relays: Resharder,
-        transport: Transport,
-        statistics: Callable[[Tensor], Tensor] | None,
-        reducer: AllReducer,
-        mesh: WorkerMesh,
-        alone: bool = False,
-        slow: Straggler | None = None,
-        counts: BatchStatistics | None = None,
-        per_sample: Sequence[str] = (),
-    ) -> None:
-        self.program = program
-        self.runner = runner
-        self.value_specs = wires
-        self.resharder = relays
-        self.transport = transport
-        self.sum_statistics = statistics
-        self.reducer = reducer
-        self.mesh = mesh
-        self.is_replica_local = alone
-        self.anomalies: AnomalyDetector | None = None  # checks forward passes in training
-        self._straggler, self._slowness = slow, 1.0
-        self._batch_statistics, self._per_sample = counts or None, per_sample
-        self._receive_horizon = _receive_horizons(program.actions)
-        self.microbatches = count_microbatches(program)
-        self._reduces = any(len(bucket.ranks) > 1 for bucket in program.buckets)
-        self._speaks = mesh.is_first  # one of all that compute the same whole loss
-        self._tables: BatchTables | None = None
+    program: Program
+    runner: StageRunner
+    resharder: Resharder
+    transport: Transport
+    sum_statistics: Callable[[Tensor], Tensor] | None
+    reducer: AllReducer
+    mesh: WorkerMesh
+    is_replica_local: bool
+    straggler: Straggler | None
+    batch_statistics: BatchStatistics | None
+    per_sample: Sequence[str]
+    anomalies: AnomalyDetector | None = None
 
-    def local_shares(self, batch: int) -> tuple[SampleShare, ...]:
-        """Return this worker's shares of a batch."""
-        return compute_shares(batch, self.microbatches, len(self.program.replicas), self.program.replica)
+    def __post_init__(self) -> None:
+        self._slowness = 1.0
+        self._receive_horizon = _receive_horizons(self.program.actions)
+        self.microbatches = count_microbatches(self.program)
+        self._reduces = any(len(bucket.ranks) > 1 for bucket in self.program.buckets)
+        self._tables: BatchTables | None = None
 
     def fit_to_samples(self, samples: int) -> Executor:
         """Return this executor fitted to batches of one size: with its tables, and the code for its shares' sizes."""
-        fitted, own = (
-            copy.copy(self),
-            {s.microbatch: s for s in self.local_shares(samples) if s.weight or not self.is_replica_local},
-        )
-        tables = build_tables(self.program, self.resharder, self.value_specs, samples, own, self._batch_is_sharded)
+        fitted, program = copy.copy(self), self.program
+        shares = compute_shares(samples, self.microbatches, len(program.replicas), program.replica)
+        own = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
+        tables = build_tables(self.program, self.resharder, samples, own, self._batch_is_sharded)
         fitted._tables, fitted.runner = tables, self.runner.fit_to_sizes(set(tables.held.values()))
         return fitted
 
@@ -109,10 +91,11 @@ class Executor:
         tables = self._tables
         assert tables is not None and tables.samples == batch.samples, "a worker runs batches of the size it is fit for"
         own, last_backward = tables.shares, tables.last_backward
-        parts = self._add_batch_counts(batch, own, self._sample_slices(tables, step, seed))
-        self._slowness = 1.0 if self._straggler is None else self._straggler.factor_at(step, self.program.rank)
-        counted = sum(s.samples for s in own.values()) if self.is_replica_local else batch.samples
-        state = StepState(own, parts, tables, counted)
+        averaged = sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples
+        slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in own.items()}
+        parts = self._add_batch_counts(batch, own, slices)
+        self._slowness = 1.0 if self.straggler is None else self.straggler.factor_at(step, self.program.rank)
+        state = StepState(parts, tables, averaged)
         watch = self.runner.code.watch
         watch.records = [] if self._has_witness(step, len(own)) else None
         posted = 0
@@ -145,27 +128,19 @@ class Executor:
             state.wait_sent(key)
         return state
 
-    def _sample_slices(self, tables: BatchTables, step: int, seed: int) -> dict[int, SampleSlice]:
-        """Describe the local samples for the operators, by microbatch."""
-        own, batch = tables.shares, tables.samples
-        averaged = sum(share.samples for share in own.values()) if self.is_replica_local else batch
-        return {
-            i: replace(self._sample_slice(share, tables, step, seed), loss_samples=averaged) for i, share in own.items()
-        }
-
     def _add_batch_counts(
         self, batch: Batch, own: Mapping[int, SampleShare], parts: dict[int, SampleSlice]
     ) -> dict[int, SampleSlice]:
         """Add to the slices the statistics that must be summed over the whole batch before any pass."""
         replicas = self.program.replicas
         apart = self.is_replica_local or self._batch_is_sharded or len(replicas) == 1
-        if self._batch_statistics is None or (apart and len(parts) < 2):  # the part is the whole
+        if self.batch_statistics is None or (apart and len(parts) < 2):  # the part is the whole
             return parts
         ordered = [parts[i] for i in sorted(parts)]
         leaves = [batch.leaves_of(own[i]) for i in sorted(parts)]
         others = None if apart else CountingReplicas(self._add_replicas, self.program.replica, len(replicas))
         try:
-            found = self._batch_statistics.compute_statistics(ordered, leaves, self.runner.tensors, others)
+            found = self.batch_statistics.compute_statistics(ordered, leaves, self.runner.tensors, others)
         except PeerLost:
             raise
         except Exception as error:
@@ -177,13 +152,13 @@ class Executor:
         """Return whether calls of per-sample modules are compared with the whole batch in this step."""
         one = microbatches < 2 and (self.is_replica_local or len(self.program.replicas) == 1)
         trains = any(action.kind is ActionKind.STEP for action in self.program.actions)
-        return bool(self._per_sample) and trains and is_witnessed_step(step) and not (one or self._batch_is_sharded)
+        return bool(self.per_sample) and trains and is_witnessed_step(step) and not (one or self._batch_is_sharded)
 
     def _check_witnessed_calls(self) -> None:
         records = self.runner.code.watch.records
         if records:
             graph = self.program.partition.graph
-            named = "+".join(self._per_sample)
+            named = "+".join(self.per_sample)
             check_calls(graph.code.fx, records, self._gather_replicas, graph.loss_is_mean or not graph.is_opaque, named)
         self.runner.code.watch.records = None
 
@@ -201,20 +176,33 @@ class Executor:
             return self.sum_statistics(tensor)
         return self.transport.all_reduce(tensor, self.program.replicas).wait()
 
-    def _sample_slice(self, share: SampleShare, tables: BatchTables, step: int, seed: int) -> SampleSlice:
-        """Describe the local samples of one microbatch, for operators that depend on more than their inputs."""
+    def _sample_slice(
+        self, share: SampleShare, tables: BatchTables, step: int, seed: int, averaged: int
+    ) -> SampleSlice:
+        """Describe the local samples of one microbatch, for operators that depend on more than their inputs.
+
+        Args:
+            share: this worker's samples of the microbatch.
+            tables: tables for batches of this size.
+            step: number of the step, from 0.
+            seed: seed of all random numbers.
+            averaged: number of samples over which the loss is a mean.
+        """
+        start, stop, weight = share.start, share.stop, share.weight
+        sums = None if self.sum_statistics is None else self._sum_replicas
         if self._batch_is_sharded:  # operators see the whole microbatch, of which each replica holds its rows
-            begin, end = split_bounds(tables.samples, self.microbatches)[share.microbatch]
-            return SampleSlice(end - begin, begin, tables.samples, share.microbatch, step, seed)
+            start, stop = split_bounds(tables.samples, self.microbatches)[share.microbatch]
+            weight, sums = 1, None
         return SampleSlice(
-            samples=share.samples,
-            first=share.start,
+            samples=stop - start,
+            first=start,
             batch=tables.samples,
             microbatch=share.microbatch,
             step=step,
             seed=seed,
-            weight=share.weight,
-            sum_replicas=self._sum_replicas if self.sum_statistics is not None else None,
+            weight=weight,
+            sum_replicas=sums,
+            loss_samples=averaged,
         )
 
     @property
@@ -225,7 +213,7 @@ class Executor:
     def _post_receive(self, action: Action, state: StepState) -> None:
         if action.kind is ActionKind.RECEIVE and (route := state.tables.routes.get(action)) is not None:
             assert action.value is not None and action.peer is not None
-            dtype = self.value_specs[action.value].dtype
+            dtype = self.resharder.value_specs[action.value].dtype
             state.pending_receives[action] = self.transport.receive(route.shape, dtype, action.peer)
 
     def _sum_replicas(self, tensor: Tensor) -> Tensor:
@@ -270,7 +258,7 @@ class Executor:
     def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
         i = action.microbatch
         assert i is not None
-        share, part = state.shares[i], state.sample_slices[i]
+        share, part = state.tables.shares[i], state.sample_slices[i]
         leaves = batch.leaves_of(share, rows=share.weight * share.samples if self._batch_is_sharded else None)
         values = state.values.pop(i, {})
         for crossing in self.program.receives:
@@ -278,13 +266,10 @@ class Executor:
                 values[crossing.value] = self._zero_value(crossing.value, part.samples, state)
         live = self.runner.forward(i, values, leaves, part)
         if self.anomalies is not None and share.weight and torch.is_grad_enabled():
-            program = self.program
-            self.anomalies.check_forward(
-                self.runner, program.partition.graph, program.stage, values, leaves, part, live
-            )
+            self.anomalies.check_forward(self.runner, self.program, values, leaves, part, live)
         state.output_values[i] = live.outputs
         # Padding samples are excluded from the loss, even if it is NaN.
-        if live.loss and share.weight and self._speaks:
+        if live.loss and share.weight and self.mesh.is_first:
             total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
             # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
             mean = len(live.loss) == 1
@@ -320,7 +305,7 @@ class Executor:
         i, name = action.microbatch, action.value
         assert i is not None and name is not None and action.peer is not None
         value = (state.input_gradients if action.gradient else state.output_values)[i][name]
-        dtype, shape = self.value_specs[name].dtype, state.tables.shapes[name, state.sample_slices[i].samples]
+        dtype, shape = self.resharder.value_specs[name].dtype, state.tables.shapes[name, state.sample_slices[i].samples]
         if tuple(value.shape) != shape or value.dtype != dtype:
             # Checked here because gloo ends the process when sizes disagree.
             raise RuntimeError(
@@ -354,7 +339,7 @@ class Executor:
 
     def _zero_value(self, name: str, samples: int, state: StepState) -> Tensor:
         shape = state.tables.shapes[name, samples]
-        return torch.zeros(shape, dtype=self.value_specs[name].dtype, device=self.runner.device)
+        return torch.zeros(shape, dtype=self.resharder.value_specs[name].dtype, device=self.runner.device)
 
 
 _SEND_OR_RECEIVE = (ActionKind.SEND, ActionKind.RECEIVE)

@@ -105,7 +105,7 @@ def _matches_whole_batch(node: fx.Node, records: Sequence[WitnessedCall], gather
         own = [_promote_tensors(r.tensors)[number] for r in counting]
         like = _promote_tensors(records[0].tensors)[number]
         whole_inputs.append(like if dim is None else _gather_rows(own, like, dim, gather))
-    samples = int(sum(_gather_numbers(torch.tensor([float(sum(r.part.samples for r in counting))]), gather)))
+    samples = int(sum(map(float, gather(torch.tensor([float(sum(r.part.samples for r in counting))])))))
     first = replace(records[0].part, first=0, samples=samples, weight=1, sum_replicas=None, whole=None)
     whole = _run_copy(target, first, whole_inputs)
     vals = [node.meta["val"]] if isinstance(node.meta["val"], Tensor) else list(node.meta["val"])
@@ -137,10 +137,6 @@ def _run_copy(target: Any, part: SampleSlice, tensors: Sequence[Tensor]) -> list
 
 def _promote_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.to(PROMOTED.get(t.dtype, t.dtype), copy=True) for t in tensors]
-
-
-def _gather_numbers(value: Tensor, gather: Gather) -> list[float]:
-    return [float(each) for each in gather(value)]
 
 
 def _gather_rows(own: Sequence[Tensor], like: Tensor, dim: int, gather: Gather) -> Tensor:

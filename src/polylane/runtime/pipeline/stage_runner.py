@@ -20,7 +20,6 @@ from polylane.errors import PolylaneError
 from polylane.graph.capture.export import format_line
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Node
-from polylane.graph.interpreter import ObservingInterpreter
 from polylane.graph.partition import Partition
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.sample_slice import SampleSlice
@@ -44,22 +43,29 @@ class PythonCallWatch:
         self.current_node: Node | None = None
         self.records: list[WitnessedCall] | None = None  # calls in the forward passes of a step that is checked
 
-    def begin_hook(self, node: Node) -> Callable[[Any], None]:
-        """Return the hook to call before the backward pass of ``node``."""
+    def watch_backward(self, node: Node, result: Any, arguments: Any) -> None:
+        """Register hooks by which ``node`` is the current one from the gradient of its result to its arguments'."""
 
-        def hook(_: Any) -> None:
+        def begin(_: Any) -> None:
             self.current_node = node
 
-        return hook
-
-    def end_hook(self, node: Node) -> Callable[[Any], None]:
-        """Return the hook to call before the backward pass of the inputs of ``node``."""
-
-        def hook(_: Any) -> None:
+        def end(_: Any) -> None:
             if self.current_node is node:
                 self.current_node = None
 
-        return hook
+        _register_prehooks(result, begin)
+        _register_prehooks(arguments, end)
+
+
+def _register_prehooks(values: Any, hook: Callable[[Any], None]) -> None:
+    """Have a hook called before the backward pass of each tensor in nested values."""
+
+    def register(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.grad_fn.register_prehook(hook)
+        return value
+
+    fx.node.map_aggregate(values, register)
 
 
 class WatchedCall:
@@ -99,18 +105,8 @@ class WatchedCall:
         result = self.target(*args, **kwargs)
         if before != [buffer._version for buffer in tensors[self.buffers]]:
             self._refuse_write(part)
-        fx.node.map_aggregate(result, self._hook_registrar(self.watch.begin_hook(self.node)))
-        fx.node.map_aggregate((args, kwargs), self._hook_registrar(self.watch.end_hook(self.node)))
+        self.watch.watch_backward(self.node, result, (args, kwargs))
         return result
-
-    @staticmethod
-    def _hook_registrar(hook: Callable[[Any], None]) -> Callable[[Any], Any]:
-        def register(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                value.grad_fn.register_prehook(hook)
-            return value
-
-        return register
 
 
 @dataclass(frozen=True)
@@ -333,16 +329,19 @@ class StageRunner:
             name: value.requires_grad_() if name in self.differentiable_inputs and torch.is_grad_enabled() else value
             for name, value in values.items()
         }
-        code = self.code_for(part.samples)
-        arguments = [self.resolve_argument(role, inputs, leaves, part) for role in code.roles]
         context = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
         with context, self.hooks.forward():
-            result = code.run(*arguments)
+            result = self.run_code(inputs, leaves, part)
         count = len(self.code.outputs)
         live = LiveMicrobatch(inputs, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
         if torch.is_grad_enabled():
             self.live_microbatches[microbatch] = live
         return live
+
+    def run_code(self, inputs: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice) -> tuple[Any, ...]:
+        """Run the stage's code on one microbatch; return the outgoing values, then the parts of the loss."""
+        code = self.code_for(part.samples)
+        return code.run(*[self.resolve_argument(role, inputs, leaves, part) for role in code.roles])
 
     def resolve_argument(
         self, role: tuple[str, Any], values: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice
@@ -374,24 +373,3 @@ class StageRunner:
         self.code.watch.current_node = None
         inputs = {name: live.inputs[name] for name in self.differentiable_inputs if name in live.inputs}
         return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
-
-
-def run_node_by_node(
-    runner: StageRunner,
-    values: Mapping[str, Tensor],
-    leaves: Sequence[Any],
-    part: SampleSlice,
-    look: Callable[[str, Tensor], None],
-) -> tuple[Any, ...]:
-    """Run a stage's forward pass node by node; ``look`` is called with the name and value of each tensor."""
-    code = runner.code_for(part.samples)
-    roles = iter(code.roles)
-
-    def observe(node: fx.Node, value: Any) -> None:
-        if isinstance(value, Tensor) and node.meta.get("stands", True):
-            look(node.meta["name"], value)
-
-    interpreter = ObservingInterpreter(
-        code.graph, lambda node: runner.resolve_argument(next(roles), values, leaves, part), observe
-    )
-    return tuple(interpreter.run())

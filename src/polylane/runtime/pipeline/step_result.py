@@ -6,7 +6,6 @@ actions and leaves zeros elsewhere, so that the sum is a gather; an action that 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -34,6 +33,7 @@ for _kind in (ActionKind, Action, Span):
     serializable(_kind)
 
 
+@dataclass(eq=False, repr=False)
 class StepResult:
     """The result of a step, the same on every worker; it is complete a little after the step, and reading it waits.
 
@@ -45,113 +45,74 @@ class StepResult:
         samples: samples of the batch, over all replicas.
     """
 
-    def __init__(self, step: int, samples: int, report: StepReport) -> None:
-        self.step = step
-        self.samples = samples
-        self._report = report
+    step: int
+    samples: int
+    # This worker's numbers, then the sum over workers; see the module for the layout.
+    _vector: Tensor
+    # The all-reduce under way; None once it is complete, or where there is none.
+    _pending: PendingTransfer | None = None
+    # Programs of all workers, by rank, in the order of the vector; and this worker's spans, where none are gathered.
+    _programs: Sequence[Program] = ()
+    _local_spans: Sequence[Span] = ()
 
     @property
     def loss(self) -> float:
         """The loss of the whole batch, before the step changed the weights."""
-        return self._report.loss()
+        total, count = self.sums
+        return total / count if count else float("nan")
 
     @property
     def sums(self) -> tuple[float, float]:
         """The loss as (total, count), for means over several batches: sum of the totals over sum of the counts."""
-        return self._report.sums()
+        self.wait_complete()
+        total, count = self._vector[:2].tolist()
+        return total, count
 
     @property
     def timeline(self) -> Timeline:
         """The spans of every worker, in seconds from the step's start."""
-        return self._report.timeline()
-
-
-@dataclass
-class StepReport:
-    """Loss and spans of one step, as one vector whose all-reduce may be under way.
-
-    Attributes:
-        pending: the all-reduce under way; None once it is complete, or where there is none.
-        vector: this worker's numbers, then the sum; see the module for its layout.
-        programs: programs of all workers, by rank, in the order of the vector.
-        local_spans: spans of this worker, shown where spans are not gathered.
-    """
-
-    pending: PendingTransfer | None
-    vector: Tensor
-    programs: Sequence[Program]
-    local_spans: Sequence[Span]
-
-    def wait_complete(self) -> None:
-        """Wait until the all-reduce is complete."""
-        if self.pending is not None:
-            self.vector = self.pending.wait()
-            self.pending = None
-
-    def sums(self) -> tuple[float, float]:
-        self.wait_complete()
-        total, count = self.vector[:2].tolist()
-        return total, count
-
-    def loss(self) -> float:
-        total, count = self.sums()
-        return total / count if count else float("nan")
-
-    def timeline(self) -> Timeline:
         self.wait_complete()
         spans: list[Span] = []
-        numbers = self.vector[2:].tolist()
+        numbers = self._vector[2:].tolist()
         if not numbers:
-            return Timeline(tuple(self.local_spans), len(self.programs), title="measured (this worker)").from_zero()
+            title = "measured (this worker)"
+            return Timeline(tuple(self._local_spans), len(self._programs), title=title).from_zero()
         at = 0
-        for program in self.programs:
+        for program in self._programs:
             for action in program.actions:
                 start, end, waited, size = numbers[at : at + NUMBERS]
                 at += NUMBERS
                 if end > 0:  # zeros: an action that was skipped, or a worker that is not in the group
                     spans.append(Span(program.rank, action, start, end, waited, round(size)))
-        return Timeline(tuple(spans), len(self.programs), title="measured").from_zero()
+        return Timeline(tuple(spans), len(self._programs), title="measured").from_zero()
+
+    def wait_complete(self) -> None:
+        """Wait until the all-reduce is complete."""
+        if self._pending is not None:
+            self._vector = self._pending.wait()
+            self._pending = None
 
 
-class StepReports:
-    """The reports whose all-reduce is under way: bounds the number of steps in flight."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[StepReport] = deque()
-
-    def limit_in_flight(self, most: int) -> None:
-        """Wait, before a step, until fewer than ``most`` steps are in flight."""
-        while len(self._waiting) >= most:
-            self._waiting.popleft().wait_complete()
-
-    def add_report(self, report: StepReport) -> None:
-        """Add the report of a step that was just taken."""
-        self._waiting.append(report)
-
-    def wait_all(self) -> None:
-        """Wait for all reports."""
-        while self._waiting:
-            self._waiting.popleft().wait_complete()
-
-
-def gather_report(
+def gather_result(
+    step: int,
     programs: Sequence[Program],
     state: StepState,
     ahead: float,
     transport: Transport,
     device: torch.device,
-    ranks: Sequence[int] | None = None,
-) -> StepReport:
+    ranks: Sequence[int] | None,
+) -> StepResult:
     """Start the all-reduce of a step's loss and spans.
 
     Args:
+        step: number of the step, from 0.
         programs: programs of all workers, by rank.
         state: loss and spans of this worker in the step.
         ahead: seconds that this worker's clock is ahead of rank 0's.
         transport: transport between all workers.
         device: device of the vector, as the transport's backend needs it.
-        ranks: ranks whose loss and spans are summed, this worker's among them, by default all; the lanes of others
-            stay empty.
+        ranks: ranks whose loss and spans are summed, this worker's among them; the lanes of others stay empty. None:
+            all.
     """
     ranks = range(transport.size) if ranks is None else ranks
     gather = transport.size <= TIMELINE_WORKERS
@@ -165,7 +126,7 @@ def gather_report(
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
     vector = torch.tensor([*state.sums(), *numbers], dtype=torch.float64, device=device)
     pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
-    return StepReport(pending, vector, programs, state.spans)
+    return StepResult(step, state.tables.samples, vector, pending, programs, state.spans)
 
 
 def align_clocks(steps: Sequence[Sequence[Span]], ahead: float) -> list[Span]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from polylane.compile.sample_shares import SampleShare
 from polylane.graph.sample_slice import SampleSlice
 from polylane.observe.timeline import Span
 from polylane.runtime.pipeline.batch_tables import BatchTables
@@ -23,9 +21,8 @@ class StepState:
     """The state of one worker in one step; most of it is by number of the microbatch, then by name of the value.
 
     Attributes:
-        shares: this worker's samples of each microbatch.
-        sample_slices: description of these samples for the operators.
-        tables: message boxes and shapes for batches of this size.
+        sample_slices: description of this worker's samples of each microbatch for the operators.
+        tables: shares, message boxes and shapes for batches of this size.
         samples_in_mean: number of samples over which gradients are means.
         values: received values, until their forward pass.
         gradients: received gradients of outgoing values, until their backward pass.
@@ -38,7 +35,6 @@ class StepState:
         spans: start, end and bytes of every action so far.
     """
 
-    shares: Mapping[int, SampleShare]
     sample_slices: dict[int, SampleSlice]
     tables: BatchTables
     samples_in_mean: int
@@ -59,6 +55,4 @@ class StepState:
 
     def sums(self) -> tuple[float, float]:
         """Return the loss that this worker computed, as (total, count)."""
-        return float(sum(float(total) for total in self.loss_totals)), float(
-            sum(float(count) for count in self.loss_counts)
-        )
+        return float(sum(map(float, self.loss_totals))), float(sum(map(float, self.loss_counts)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 import signal
 import traceback
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed
 
@@ -41,10 +42,7 @@ class Failure:
         traceback: formatted traceback of the exception; empty without one.
         is_echo: whether it is only the consequence of another worker's failure.
         bad_input: the pickled PolylaneError, if the user's input caused the failure; else None.
-        stage: index of the pipeline stage that failed, or None if unknown.
-        microbatch: index of the microbatch that failed, or None if unknown.
-        module: path of the module that failed, or None if unknown.
-        source: source line that failed, or None if unknown.
+        place: stage, microbatch, module and source line that failed, as far as they are known; each may be None.
     """
 
     rank: int
@@ -53,10 +51,7 @@ class Failure:
     traceback: str = ""
     is_echo: bool = False
     bad_input: bytes | None = None
-    stage: int | None = None
-    microbatch: int | None = None
-    module: str | None = None
-    source: str | None = None
+    place: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of_exception(cls, rank: int, error: BaseException, skip_frames: int = 0) -> Failure:
@@ -68,8 +63,9 @@ class Failure:
             skip_frames: number of outermost frames of the launcher, which the traceback leaves out.
         """
         # Cleaning up after a failed action often fails as well: report the failure of the action.
-        place = next((link for link in reversed(_exception_chain(error)) if isinstance(link, ActionFailed)), None)
-        root = error if place is None else place.__cause__ or place
+        failed = next((link for link in reversed(_exception_chain(error)) if isinstance(link, ActionFailed)), None)
+        root = error if failed is None else failed.__cause__ or failed
+        known = () if failed is None else ("stage", "microbatch", "module", "source")
         return cls(
             rank=rank,
             error_type=type(root).__name__,
@@ -77,10 +73,7 @@ class Failure:
             traceback=_format_traceback(root, skip_frames if root is error else 0),
             is_echo=is_peer_loss(root),
             bad_input=_pickle_error(root) if isinstance(root, PolylaneError) else None,
-            stage=None if place is None else place.stage,
-            microbatch=None if place is None else place.microbatch,
-            module=None if place is None else place.module,
-            source=None if place is None else place.source,
+            place={name: getattr(failed, name) for name in known},
         )
 
     @classmethod
@@ -101,16 +94,7 @@ class Failure:
             error = pickle.loads(self.bad_input)
             assert isinstance(error, PolylaneError)
             return error
-        return WorkerFailed(
-            self.rank,
-            self.error_type,
-            self.error_message,
-            self.traceback,
-            stage=self.stage,
-            microbatch=self.microbatch,
-            module=self.module,
-            source=self.source,
-        )
+        return WorkerFailed(self.rank, self.error_type, self.error_message, self.traceback, **self.place)
 
 
 def find_root_cause(failures: Iterable[Failure]) -> Failure | None:

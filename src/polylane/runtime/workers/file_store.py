@@ -75,16 +75,15 @@ class FileStore:
     """Object collectives and a c10d store over the file of a :class:`MeetingPlace`.
 
     Args:
-        file: path of the store's file, see :class:`MeetingPlace`.
-        secret: secret of the job, see :class:`MeetingPlace`.
+        place: rendezvous of the job, with its secret.
         rank: rank of this worker, from 0.
         size: number of workers of the job.
         timeout: longest wait for another worker's value.
     """
 
-    def __init__(self, file: str, secret: bytes, rank: int, size: int, timeout: timedelta) -> None:
-        self.secret = secret
-        self.store = dist.FileStore(file, -1)  # type: ignore[attr-defined]
+    def __init__(self, place: MeetingPlace, rank: int, size: int, timeout: timedelta) -> None:
+        self.secret = place.secret
+        self.store = dist.FileStore(place.file, -1)  # type: ignore[attr-defined]
         self.store.set_timeout(timeout)
         self._rank, self._size, self._rounds = rank, size, 0
         self._timeout = timeout

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import connection
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from typing import Any, Generic, TypeVar
 
@@ -156,7 +157,7 @@ class WorkerPipe(Generic[T]):
     """
 
     rank: int
-    reports: connection.Connection
+    reports: Connection
     result: list[T] = field(default_factory=list)
     failure: Failure | None = None
 
@@ -274,7 +275,7 @@ class _WorkerTeam(Generic[T]):
             self.place.remove_files()
 
 
-def _enlarge_pipe(pipe: connection.Connection) -> None:
+def _enlarge_pipe(pipe: Connection) -> None:
     """Enlarge the buffer of a pipe, if the system supports it."""
     if hasattr(fcntl, "F_SETPIPE_SZ"):
         with suppress(OSError):  # the system limits the total by user
@@ -312,7 +313,7 @@ class _ChildProcess:
     workers: int
     place: MeetingPlace
     threads: int
-    reports: connection.Connection
+    reports: Connection
     lifeline: int
     inherited_descriptors: list[int]
 
@@ -334,7 +335,7 @@ class _ChildProcess:
         for name in _OTHERS_MEETING:
             os.environ.pop(name, None)
         torch.set_num_threads(self.threads)
-        if run_worker(worker, self.rank, self.workers, self.place.file, self.place.secret, self.reports) is not None:
+        if run_worker(worker, self.rank, self.workers, self.place, self.reports) is not None:
             sys.exit(1)
 
     def _watch_parent(self) -> None:
@@ -355,12 +356,7 @@ def tie_to_parent(parent: int) -> None:
 
 
 def run_worker(
-    worker: Callable[[WorkerContext], object],
-    rank: int,
-    workers: int,
-    file: str,
-    secret: bytes,
-    reports: connection.Connection,
+    worker: Callable[[WorkerContext], object], rank: int, workers: int, place: MeetingPlace, reports: Connection
 ) -> Failure | None:
     """Join the world, run a worker's function, report its result or failure, and leave; return the failure or None.
 
@@ -368,8 +364,7 @@ def run_worker(
         worker: the worker's function, called with its context.
         rank: rank of this worker, from 0.
         workers: number of workers of the job.
-        file: path of the store's file, see :class:`.file_store.MeetingPlace`.
-        secret: secret of the job, see :class:`.file_store.MeetingPlace`.
+        place: rendezvous of the job, with its secret.
         reports: connection to the parent, for messages, result and failure.
     """
     sending = threading.Lock()  # a report is two writes, and the function may send messages from several threads
@@ -380,7 +375,7 @@ def run_worker(
             reports.send_bytes(content)
 
     try:
-        world = World.of_started_worker(FileStore(file, secret, rank, workers, TIMEOUT), rank, workers)
+        world = World.of_started_worker(FileStore(place, rank, workers, TIMEOUT), rank, workers)
         value = _call_worker(worker, WorkerContext(world, send))
         content = io.BytesIO()
         torch.save(value, content)

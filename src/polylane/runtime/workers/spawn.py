@@ -80,7 +80,7 @@ def spawn_workers(worker: Callable[[WorkerContext], T], workers: int, on_message
     )
     place = MeetingPlace.in_folder()
     office: _ReportServer[T] = _ReportServer(place, on_message)
-    arguments = (worker, office.address, place.file, place.secret, os.getpid(), threads_per_worker(workers))
+    arguments = (worker, office.address, place, os.getpid(), threads_per_worker(workers))
     try:
         with _restoring_handlers():
             elastic_launch(config, _run_process)(*arguments)
@@ -104,8 +104,8 @@ class _SingleAgentRendezvous(RendezvousHandler):
 
     name = "polylane"
 
-    def __init__(self, run: str) -> None:
-        self._run, self._store = run, dist.HashStore()  # type: ignore[attr-defined]
+    def __init__(self, parameters: RendezvousParameters) -> None:
+        self._run, self._store = parameters.run_id, dist.HashStore()  # type: ignore[attr-defined]
 
     def get_backend(self) -> str:
         return self.name
@@ -134,11 +134,7 @@ class _SingleAgentRendezvous(RendezvousHandler):
         return True
 
 
-def _make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
-    return _SingleAgentRendezvous(parameters.run_id)
-
-
-rendezvous_handler_registry.register(_SingleAgentRendezvous.name, _make_rendezvous)
+rendezvous_handler_registry.register(_SingleAgentRendezvous.name, _SingleAgentRendezvous)
 
 
 class _ReportServer(Generic[T]):
@@ -232,7 +228,7 @@ def _set_read_timeout(connected: socket.socket, seconds: float) -> None:
 
 
 def _run_process(
-    worker: Callable[[WorkerContext], object], address: str, file: str, secret: bytes, parent: int, threads: int
+    worker: Callable[[WorkerContext], object], address: str, place: MeetingPlace, parent: int, threads: int
 ) -> None:
     """Run a new process: connect to the report server, introduce itself, run the worker's function."""
     tie_to_parent(parent)
@@ -241,9 +237,9 @@ def _run_process(
     office = socket.socket(socket.AF_UNIX)
     office.connect(address)
     reports = connection.Connection(office.detach())
-    reports.send_bytes(secret)
+    reports.send_bytes(place.secret)
     reports.send_bytes(str(rank).encode())
-    failure = run_worker(worker, rank, int(os.environ["WORLD_SIZE"]), file, secret, reports)
+    failure = run_worker(worker, rank, int(os.environ["WORLD_SIZE"]), place, reports)
     if failure is not None:
         if failure.is_echo:
             # The agent ends all workers as soon as one exits: the one that caused the echo must report first.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
 import covering
-from polylane.compile.compiled_training import compile_training
+from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.peak import TrainedBytes, peak_memory

@@ -48,7 +48,7 @@ class GradientSum:
     def _add_to_sum(self, parts: Mapping[str, Tensor], pieces: ShardSpec) -> None:
         for name, part in parts.items():
             # Shards are padded with zeros to full shapes: the sum over a replica's workers joins them.
-            whole = pieces.pad_to_full("parameter", name, part) if pieces.is_sharded("parameter", name) else part
+            whole = pieces.pad_to_full(name, part) if pieces.is_sharded(name) else part
             self.gradients[name] = self.gradients[name].add_(whole) if name in self.gradients else whole
 
     def take_sums(self) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from polylane.compile.objectives import named_parameters
 from polylane.compile.server_assignment import assign_parameters, server_rank
 from polylane.errors import PeerLost
 from polylane.program.lower import differentiable_parameters
-from polylane.runtime.parameters.optimizer import GradientClipper
+from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.messages import Channel, RemoteChannel, open_local_channel
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards
@@ -263,7 +263,7 @@ def _build_weights(
         for name, course in weights.objectives.items():
             # The order of the model, not of this server: all servers sum one vector of norms.
             order = [n for n in model if n in trained[name]]
-            course.clipper = GradientClipper(
-                clip_norm, order, list(course.parameters), course.parameters, device, server.sum_over_servers
-            )
+            own = course.parameters
+            sums = SumOverMesh(order, list(own), own, device, server.sum_over_servers)
+            course.clipper = GradientClipper(clip_norm, sums)
     return weights

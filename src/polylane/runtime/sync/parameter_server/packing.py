@@ -77,7 +77,7 @@ def plan_server_shards(
         pieces = ShardSpec(prepared, stage, plan.coordinates(rank))
         # Both ends build these packings from the same plan: no names or shapes are sent.
         held = {n: PackedTensor(n, pieces.local_shape(n), parameters[n].dtype) for n in order if stage in holders[n]}
-        speaks = [n for n in held if stage == min(holders[n]) and pieces.is_counted("parameter", n)]
+        speaks = [n for n in held if stage == min(holders[n]) and pieces.is_counted(n)]
         if not held:
             continue
         gives = {o: FlatPacking(held[n] for n in speaks if n in names) for o, names in trained.items()}
