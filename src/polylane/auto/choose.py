@@ -16,7 +16,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, take_first_samples
 from polylane.graph.graph import Graph
 from polylane.plan.plan import Plan
-from polylane.planner import problem as setup
+from polylane.planner.problem import build_cost_model
 from polylane.planner.search import SearchRequest, SearchResult, search
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
@@ -66,19 +66,17 @@ def choose(
         profile = measure(graph, problem, most if copies else 1)
     # Where the loss couples samples, replicas and microbatches are not allowed, only splits of operators and stages.
     meets = _samples_meet(graph)
-    captured = problem.captured(graph, profile=profile)
-    basis = setup.build_cost_model(captured, cluster, TrainingOptions())
+    basis = build_cost_model(problem.captured(graph, profile=profile), cluster, TrainingOptions())
     # Any device may get any stage, so that the smallest memory bounds all.
     limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
-    wish = SearchRequest(batch, tuple(sorted(workers)), most, (TrainingOptions(),), limit, batch_is_indivisible=meets)
-    estimates = CurveCache(basis, batch, _staying(graph))
+    wish = SearchRequest(tuple(sorted(workers)), most, limit, batch_is_indivisible=meets)
 
     def keep(candidate: RatedPlan) -> bool:
         return candidate.workers in workers and _enough(batch, candidate, fewest)
 
-    answer = search(estimates, setup.build_search_bound(captured, cluster), wish, keep=keep)
+    answer = search(CurveCache(basis, batch, _staying(graph)), wish, keep=keep)
     if not answer.ranked_plans:
-        raise PolylaneError(f"plan auto: {_nothing(answer, wish)}")
+        raise PolylaneError(f"plan auto: {_nothing(answer)}")
     return answer
 
 
@@ -87,14 +85,14 @@ def _enough(batch: int, candidate: RatedPlan, fewest: MinSamples) -> bool:
     return count_parts(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
 
 
-def _nothing(answer: SearchResult, wish: SearchRequest) -> str:
+def _nothing(answer: SearchResult) -> str:
     """Describe why no plan was found."""
-    count = wish.workers[-1]
+    wish, count, batch = answer.wish, answer.wish.workers[-1], answer.estimates.batch
     workers = f"{count} worker{'s' if count != 1 else ''}"
     if not answer.too_large_candidates and wish.batch_is_indivisible:
         return f"there is no plan for {workers} that keeps a batch whole, whose samples meet in the loss: give one"
     if not answer.too_large_candidates:
-        return f"there is no plan for {workers} and batches of {wish.batch}: the model or the batch is too small"
+        return f"there is no plan for {workers} and batches of {batch}: the model or the batch is too small"
     least = min(candidate.peak_bytes for candidate in answer.too_large_candidates)
     return (
         f"nothing fits on {workers} with {wish.memory_limit / 1e9:.3g} GB each, the leanest plan needs "

@@ -133,7 +133,7 @@ def find_fastest(problem: CapturedProblem, cluster: Cluster, batch: int, method:
     """
     from polylane.auto.choose import announced
 
-    return announced(search_for(problem, cluster, batch, method).answer)
+    return announced(search_for(problem, cluster, batch, method))
 
 
 def slow_down_cluster(cluster: Cluster, options: Sequence[str]) -> Cluster:

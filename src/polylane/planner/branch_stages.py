@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import predict
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
@@ -97,9 +96,7 @@ def _branch_nodes(
     return tuple(tuple(nodes) for name, nodes in found.items() if work[name] > 0)
 
 
-def plan_branches(
-    estimates: CurveCache, workers: int, methods: Sequence[TrainingOptions], limit: float
-) -> list[RatedPlan]:
+def plan_branches(estimates: CurveCache, workers: int, limit: float) -> list[RatedPlan]:
     """Return plans that run branches on up to ``workers`` workers, one per stage, rated by exact prediction."""
     graph = estimates.basis.stages.graph
     if graph.is_opaque or workers < 2:
@@ -116,7 +113,7 @@ def plan_branches(
             if partition is None or (partition.cuts, partition.stage_of_piece) in seen:
                 continue
             seen.add((partition.cuts, partition.stage_of_piece))
-            found += _rate_partition(estimates, partition, methods, limit)
+            found += _rate_partition(estimates, partition, limit)
     return found
 
 
@@ -152,26 +149,11 @@ def place_branches(graph: Graph, fork: Fork, seconds: Array, stages: int) -> Par
     return partition
 
 
-def _rate_partition(
-    estimates: CurveCache, partition: Partition, methods: Sequence[TrainingOptions], limit: float
-) -> Iterator[RatedPlan]:
-    meshes = (Degrees(),) * partition.stages
-    for method in methods:
-        basis = replace(estimates.basis, method=method)
-        for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
-            plan = fit.plan_from_partition(
-                partition, Spec.of_meshes(meshes, "1f1b", microbatches, "float32"), microbatches
-            )
-            prediction = predict(basis, partition, plan, estimates.batch, exact=False)
-            most = max(stage.memory.total for stage in prediction.stages)
-            yield RatedPlan(
-                meshes,
-                partition.cuts,
-                "1f1b",
-                microbatches,
-                method,
-                prediction.seconds,
-                float(most),
-                limit,
-                partition.stage_of_piece,
-            )
+def _rate_partition(estimates: CurveCache, partition: Partition, limit: float) -> Iterator[RatedPlan]:
+    meshes, pieces = (Degrees(),) * partition.stages, partition.stage_of_piece
+    for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
+        spec = Spec.of_meshes(meshes, "1f1b", microbatches, "float32")
+        plan = fit.plan_from_partition(partition, spec, microbatches)
+        prediction = predict(estimates.basis, partition, plan, estimates.batch, exact=False)
+        most = float(max(stage.memory.total for stage in prediction.stages))
+        yield RatedPlan(meshes, partition.cuts, "1f1b", microbatches, prediction.seconds, most, limit, pieces)

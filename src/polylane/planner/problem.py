@@ -17,7 +17,6 @@ from polylane.cost.cost_table import Clock, ShardedGraphCost
 from polylane.cost.memory.optimizer_state import OptimizerState, probe_optimizer_state
 from polylane.cost.memory.peak import MARGINS
 from polylane.cost.memory.saved_tensors import BackendSetting
-from polylane.cost.memory.search_bound import Footprint
 from polylane.cost.network import collectives as network
 from polylane.cost.operators import roofline
 from polylane.cost.operators.profile import Profile, ProfileClock
@@ -144,18 +143,6 @@ def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Call
         return count * each / (device.bandwidth * device.speed) + device.overhead
 
     return seconds
-
-
-def build_search_bound(problem: CapturedProblem, cluster: Cluster) -> Footprint:
-    """Build the memory bound of workers from the mean state bytes and item size of the parameters."""
-    device = cluster.device(0)
-    kind = device.type
-    states = probe_optimizer_state(problem.graph, problem.optimizer, kind)
-    trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
-    elements = sum(math.prod(info.shape) for _, info in trained) or 1
-    kept = sum(states.bytes(name, info.shape) for name, info in trained) / elements
-    item = sum(info.bytes for _, info in trained) // elements or 4
-    return Footprint(kept, item, MARGINS[kind].share, MARGINS[kind].fixed_bytes)
 
 
 def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition, Plan]:

@@ -5,17 +5,19 @@ The figures are those of `polylane.cost`, but a pipeline's time comes from a for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polylane.cluster.cluster import ranks_along
+from polylane.cluster.cluster import Cluster, ranks_along
 from polylane.cluster.rank_span import Ranks
 from polylane.cost.cost_table import CostTable
+from polylane.cost.memory.search_bound import Footprint
 from polylane.cost.network import collectives as network
-from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import CostModel
 from polylane.cost.shard_traffic import EXPOSED
 from polylane.cost.stage_cost import add_recomputation
@@ -98,6 +100,21 @@ class CurveCache:
         """Most stages into which the graph can be cut."""
         return len(self.positions) - 1
 
+    def on_cluster(self, cluster: Cluster) -> CurveCache:
+        """Return the curves of the same training on other devices or links."""
+        basis = replace(self.basis, cluster=cluster, stages=self.basis.stages.without_prices())
+        return CurveCache(basis, self.batch)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """Memory bound of a worker, with the mean state bytes and item size of the trained parameters."""
+        basis = self.basis
+        trained = [(name, info) for name, info in basis.stages.graph.parameters.items() if info.trainable]
+        elements = sum(math.prod(info.shape) for _, info in trained) or 1
+        kept = sum(basis.optimizer.bytes(name, info.shape) for name, info in trained) / elements
+        item = sum(info.bytes for _, info in trained) // elements or 4
+        return Footprint(kept, item, basis.margin, basis.method)
+
     def table(self, mesh: Degrees, samples: int) -> CostTable:
         """Return the cost of every node on the slowest device of the cluster."""
         basis = self.basis
@@ -117,13 +134,13 @@ class CurveCache:
         """Return how many replicas sum batch statistics inside their passes; 1 for graphs without."""
         return mesh.data if self.basis.stages.graph.code.has_batch_statistics else 1
 
-    def curves(self, mesh: Degrees, samples: int, method: TrainingOptions, replicas: Ranks = (0,)) -> StageCurves:
+    def curves(self, mesh: Degrees, samples: int, replicas: Ranks) -> StageCurves:
         """Return the curves of a rank with ``samples`` local samples; ``replicas`` are the ranks of its data group."""
         # The key leaves out what does not change the curves: the data degree, unless parameters are sharded
         # or statistics are shared.
-        parts = method.gathers_parameters(len(replicas))
+        parts = self.basis.method.gathers_parameters(len(replicas))
         where = self.basis.cluster.span(replicas) if parts else None
-        key = (mesh.sequence, mesh.tensor, samples, method.recompute, self._statistics_replicas(mesh), where)
+        key = (mesh.sequence, mesh.tensor, samples, self._statistics_replicas(mesh), where)
         if key not in self._curves:
             # Zeros broadcast to any length where nothing is gathered.
             beside = (
@@ -131,20 +148,18 @@ class CurveCache:
                 if parts
                 else [np.zeros(1)] * 2
             )
-            self._curves[key] = self._build_curves(mesh, samples, method, *beside)
+            self._curves[key] = self._build_curves(mesh, samples, *beside)
         return self._curves[key]
 
-    def _build_curves(
-        self, mesh: Degrees, samples: int, method: TrainingOptions, gathers: Array, scatters: Array
-    ) -> StageCurves:
-        stages, at = self.basis.stages, self.positions
-        table = add_recomputation(self.table(mesh, samples), stages.recompute_counts(method.recompute))
+    def _build_curves(self, mesh: Degrees, samples: int, gathers: Array, scatters: Array) -> StageCurves:
+        stages, recompute, at = self.basis.stages, self.basis.method.recompute, self.positions
+        table = add_recomputation(self.table(mesh, samples), stages.recompute_counts(recompute))
         forward = table.forward + table.waits + EXPOSED * gathers
         backward = table.backward + table.backward_waits + EXPOSED * (gathers + scatters)
-        if method.recompute == "full":
+        if recompute == "full":
             held = stages.block_input_bytes(mesh) * samples
         else:
-            held = self._activation_bytes(mesh, method.recompute == "selective") * samples
+            held = self._activation_bytes(mesh, recompute == "selective") * samples
         return StageCurves(
             forward[at],
             backward[at],
@@ -181,8 +196,9 @@ class CurveCache:
             self._counts_cache[key] = sizes
         return self._counts_cache[key]
 
-    def closing_seconds(self, method: TrainingOptions, elements: float, replicas: Ranks) -> tuple[float, float]:
+    def closing_seconds(self, elements: float, replicas: Ranks) -> tuple[float, float]:
         """Return the seconds of the gradient and of the parameter collective over replicas, for trained elements."""
+        method = self.basis.method
         size, cluster = elements * min(4, method.float_itemsize), self.basis.cluster
         summed = network.collective_seconds(cluster, method.gradient_collective, size, replicas, None)
         return summed, network.collective_seconds(cluster, method.parameter_collective, size, replicas, None)
