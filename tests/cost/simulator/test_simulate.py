@@ -152,12 +152,10 @@ def test_buckets_leave_in_the_course_of_the_last_backward_pass() -> None:
         assert times(timeline, rank)[-1] == ("step", 9, 9)
 
 
-def test_reductions_of_a_lane_run_one_after_another_but_for_other_channels() -> None:
+def test_reductions_of_a_lane_run_one_after_another() -> None:
     first = reduce("a", 5, (0,), overlapped=True)
     second = reduce("b", 5, (0,), overlapped=True)
-    other = reduce("b", 5, (0,), overlapped=True, channel="tensor")
     assert simulate_tasks([[first, second, step()]]).makespan() == 10
-    assert simulate_tasks([[first, other, step()]]).makespan() == 5
 
 
 def test_a_reduction_waits_for_its_channel_in_every_lane() -> None:
