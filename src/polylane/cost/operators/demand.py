@@ -109,6 +109,10 @@ class LocalCall:
     outputs: Sequence[Shape]
     float_itemsize: int | None
 
+    def operation(self, kind: Kind, forward: PassDemand, backward: PassDemand, key_length: int = 0) -> Operation:
+        """Return the operation with this demand; without its backward pass where no gradient flows."""
+        return Operation(kind, forward, backward if self.has_backward else NOTHING, self.first_itemsize, key_length)
+
     def shape(self, name: str) -> Shape | None:
         """Return the local shape of a tensor argument; None if it is absent or no tensor."""
         value = self.call.arguments.get(name)
