@@ -12,8 +12,7 @@ import numpy as np
 from polylane.cost.cost_table import Array, Clock, CollectiveClock, CostTable, ShardedGraphCost
 from polylane.cost.memory.attention_cores import find_attention_cores
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
-from polylane.cost.memory.rank_activations import saved_on_rank
-from polylane.cost.memory.saved_by_operators import trace_saved_tensors
+from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.training_options import Recompute

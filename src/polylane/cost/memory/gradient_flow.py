@@ -38,7 +38,7 @@ class GradientFlow:
         touched += given.values()
         for key in saved.output_keys:
             self._drop_gradient(key)
-        for key, spec in zip(saved.input_keys, saved.gradient_origins, strict=False):
+        for key, spec in zip(saved.input_keys, saved.trial.gradient_origins, strict=False):
             if spec is None:
                 continue
             # "output": the operator passes an output's gradient on (a view, an addition); "new": it

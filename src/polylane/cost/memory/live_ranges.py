@@ -187,9 +187,9 @@ class LiveRanges:
                     if self._recompute_group(piece) == group:
                         dropped.setdefault(group, {}).setdefault(piece, i)
                 lost.setdefault(group, []).append((i, each.own_bytes))
-            made = sum(spec[1] for spec in each.gradient_origins if spec is not None and spec[0] == "new")
-            self._forward[i] = max(self._forward[i], each.forward_peak)
-            self._backward[i] = max(self._backward[i], each.backward - made)
+            made = sum(spec[1] for spec in each.trial.gradient_origins if spec is not None and spec[0] == "new")
+            self._forward[i] = max(self._forward[i], each.trial.forward_peak)
+            self._backward[i] = max(self._backward[i], each.trial.backward - made)
         for i, node in enumerate(nodes):
             again = self._again.get(node.name)
             if again is not None:  # recomputation restores all of it at the start
