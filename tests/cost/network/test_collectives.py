@@ -10,7 +10,13 @@ from polylane.cluster.link import Link
 from polylane.cluster.rank_span import Ranks
 from polylane.cluster.spec import parse
 from polylane.cost.network.alpha_beta import bytes_per_rank
-from polylane.cost.network.collectives import collective_seconds, fastest, fit_rank_speed, message_seconds
+from polylane.cost.network.collectives import (
+    collective_curves,
+    collective_seconds,
+    fastest,
+    fit_rank_speed,
+    message_seconds,
+)
 
 GB = 1e9
 DEVICE = Device(kind="device", memory=80 * 10**9, flops={"bfloat16": 3e14}, achieved={"bfloat16": 2e14}, bandwidth=2e12)
@@ -23,7 +29,7 @@ def boxes(hosts: int, devices: int, inside: Link | None = INSIDE, outside: Link 
 
 
 def ring(cluster: Cluster, kind: str, size: float, ranks: Ranks, groups: int | None = 1) -> float:
-    return collective_seconds(cluster, kind, size, ranks, groups, ("ring",))
+    return collective_curves(cluster.span(ranks), kind, groups)[0].seconds(size)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
