@@ -49,7 +49,7 @@ def test_no_plan_takes_less_than_its_floor(method: TrainingOptions) -> None:
 def test_estimates_are_near_predictions(method: TrainingOptions, data: int, stages: int) -> None:
     graph = graph_for(method)
     found = jobs.estimates(graph, CLUSTER, 64, method)
-    candidate = rate_uniform_plan(found, UniformPlan(data, stages, 1, 1, 4, "1f1b"), np.inf)
+    candidate = rate_uniform_plan(found, UniformPlan(data, stages, 1, 1, 4), np.inf)
     assert candidate is not None
     exact = realize_plan(found, candidate).prediction
     assert candidate.seconds == pytest.approx(exact.seconds, rel=0.1), (candidate.seconds, exact.seconds)
@@ -60,7 +60,7 @@ def test_ways_to_share_are_ranked_as_they_are_predicted() -> None:
     for shard in ("none", "optimizer", "gradients", "parameters"):
         method = TrainingOptions(shard=shard)  # type: ignore[arg-type]
         found = jobs.estimates(graph, CLUSTER, 64, method)
-        candidate = rate_uniform_plan(found, UniformPlan(8, 1, 1, 1, 2, "1f1b"), np.inf)
+        candidate = rate_uniform_plan(found, UniformPlan(8, 1, 1, 1, 2), np.inf)
         basis = jobs.basis(graph, CLUSTER, method)
         exact = predict(basis, *setup.fit_plan(basis, spec_of("data=8,microbatches=2"), 64), 64)
         assert candidate is not None
@@ -136,7 +136,7 @@ def test_what_does_not_fit_whole_fits_in_parts() -> None:
         method = TrainingOptions(shard=shard)  # type: ignore[arg-type]
         found = jobs.estimates(graph, CLUSTER, 64, method)
         limit = found.footprint.margin.fixed_bytes + 2.5 * weights
-        candidate = rate_uniform_plan(found, UniformPlan(8, 1, 1, 1, 1, "1f1b"), limit)
+        candidate = rate_uniform_plan(found, UniformPlan(8, 1, 1, 1, 1), limit)
         assert candidate is not None
         fits[shard] = candidate.fits
     assert fits == {"none": False, "parameters": True}

@@ -31,7 +31,7 @@ class InterleavedWorkers(PlanCost):
     """
 
     def __init__(self, basis: CostModel, partition: Partition, plan: Plan, batch: int, exact: bool = True) -> None:
-        check(plan)
+        check_interleaved(plan)
         super().__init__(basis, deal_stages(partition, plan.pipeline), plan, batch, exact)
         virtual = tuple(plan.stages[stage % plan.pipeline] for stage in range(partition.stages))
         # This plan is for pricing only: its stages share devices, so it could not be run.
@@ -89,7 +89,7 @@ class InterleavedTaskBuilder(TaskBuilder):
         return [set(partition.parameters(stage)) for stage in range(partition.stages)]
 
 
-def check(plan: Spec | Plan) -> None:
+def check_interleaved(plan: Spec | Plan) -> None:
     """Check that a plan can be interleaved.
 
     Raises:

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
+from polylane.cluster.rank_span import Ranks
 from polylane.cost.cost_table import Clock, CostTable, ShardedGraphCost
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.optimizer_state import OptimizerState
@@ -58,6 +59,25 @@ class CostModel:
     optimizer: OptimizerState
     margin: MemoryMargin
     host_overhead: float = 0.0
+
+    def slowest_device(self, ranks: Ranks) -> Device:
+        """Return the slowest device of a group: all others wait for it in collectives."""
+        return min(self.cluster.devices(ranks), key=lambda device: device.speed * max(device.achieved.values()))
+
+    def table(
+        self, mesh: Degrees, samples: int, device: Device, memory: float, groups: Mapping[str, Ranks], where: object
+    ) -> CostTable:
+        """Return the cost of every node on a rank of a mesh.
+
+        Args:
+            mesh, samples: degrees of the mesh, and local samples for each microbatch.
+            device: the rank's device.
+            memory: bytes per second of the rank's own memory, for redistributions that only copy locally.
+            groups: by axis, ranks of one group; has "data" if replicas sum the statistics of batch normalization.
+            where: cache key of the device and the groups.
+        """
+        exchange = {axis: network.make_collective_clock(self.cluster, group) for axis, group in groups.items()}
+        return self.stages.table(mesh, samples, where, self.make_clock(device), exchange, memory)
 
 
 @dataclass(frozen=True)
@@ -150,19 +170,12 @@ class PlanCost:
         # "data" is priced too: batch normalization sums its statistics over replicas inside the passes.
         axes = ("data", *self.plan.axes_of(stage)) if mesh.data > 1 else self.plan.axes_of(stage)
         groups = {axis: self.plan.ranks_along(rank, axis) for axis in axes}
-        device = self.slowest_device(stage)
-        exchange = {axis: network.make_collective_clock(self.basis.cluster, ranks) for axis, ranks in groups.items()}
-        # Cache key of the prices: stages with equal devices and equally spanned groups share one table.
-        where = (device.kind, device.speed, tuple((a, self.basis.cluster.span(r)) for a, r in groups.items()))
-        rates = network.fit_rank_speed(self.basis.cluster, self.plan.stages[stage].devices[:2], self.basis.method.dtype)
-        return self.basis.stages.table(
-            mesh, self.local_samples(stage), where, self.basis.make_clock(device), exchange, rates
-        )
-
-    def slowest_device(self, stage: int) -> Device:
-        """Return the slowest device of a stage: all others wait for it in collectives."""
-        found = self.basis.cluster.devices(self.plan.stages[stage].devices)
-        return min(found, key=lambda device: device.speed * max(device.achieved.values()))
+        # Stages with equal devices and equally spanned groups share one table.
+        ranks, cluster = self.plan.stages[stage].devices, self.basis.cluster
+        device = self.basis.slowest_device(ranks)
+        where = (device.kind, device.speed, tuple((axis, cluster.span(group)) for axis, group in groups.items()))
+        memory = min(each.stream for each in cluster.devices(ranks[:2]))
+        return self.basis.table(mesh, self.local_samples(stage), device, memory, groups, where)
 
     def partial_gradient_axes(self, stage: int) -> Mapping[str, tuple[str, ...]]:
         """Return the parameters whose gradients are partial sums on axes of a stage's mesh, with these axes."""
@@ -174,8 +187,9 @@ class PlanCost:
             table, pieces, mesh = self.table(stage), self.node_ranges(stage), self.plan.degrees(stage)
             own = sum_passes(table, pieces)
             weights = self.basis.stages.weights(mesh, pieces)
+            device = self.basis.slowest_device(self.plan.stages[stage].devices)
             trained = self.basis.method.count_updated(weights.trained_elements, mesh.data)
-            update = self.basis.update_seconds(self.slowest_device(stage), trained, weights.trained_tensors)
+            update = self.basis.update_seconds(device, trained, weights.trained_tensors)
             memory, sharing = self.peak_memory(stage), self._shard_traffic(stage, own)
             self._priced[stage] = StagePrediction(
                 mesh, self.local_samples(stage), own, weights, update, memory, sharing

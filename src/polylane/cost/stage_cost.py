@@ -14,7 +14,6 @@ from polylane.cost.memory.attention_cores import find_attention_cores
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
-from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.training_options import Recompute
 from polylane.graph.cut_points import crossing_bytes, narrow_positions
 from polylane.graph.graph import Graph
@@ -44,7 +43,6 @@ class MeshSplit(Protocol):
 
 
 Lay = Callable[[Degrees], MeshSplit]
-MakeSheet = Callable[[Mapping[str, AxisSplit], OperatorView | None], ShardedGraphCost]
 
 
 @dataclass(frozen=True)
@@ -90,13 +88,12 @@ class StageCosts:
     Args:
         graph: the captured graph, before any sharding.
         lay: mesh degrees -> sharding of the graph's operators.
-        sheet: (splits by axis, operator view or None) -> :class:`polylane.cost.cost_table.ShardedGraphCost` of the
-            graph.
+        float_itemsize: bytes per floating-point element at most, where passes run in a lower precision than the graph.
         setting: device, dtype and kernels that decide which tensors autograd saves.
     """
 
-    def __init__(self, graph: Graph, lay: Lay, sheet: MakeSheet, setting: BackendSetting) -> None:
-        self.graph, self._lay, self._make, self.setting = graph, lay, sheet, setting
+    def __init__(self, graph: Graph, lay: Lay, float_itemsize: int | None, setting: BackendSetting) -> None:
+        self.graph, self._lay, self._float_itemsize, self.setting = graph, lay, float_itemsize, setting
         # Caches. Keys begin with the degrees (sequence, tensor): the data degree changes only the local
         # samples.
         self._keepings: dict[tuple[int, int, int], SavedTensors] = {}
@@ -110,7 +107,7 @@ class StageCosts:
 
     def without_prices(self) -> StageCosts:
         """Return a copy that shares layouts and memory traces, but no prices: for other devices or links."""
-        other = StageCosts(self.graph, self._lay, self._make, self.setting)
+        other = StageCosts(self.graph, self._lay, self._float_itemsize, self.setting)
         other._laid, other._sheets = self._laid, self._sheets
         other._keepings, other._residences = self._keepings, self._residences
         return other
@@ -121,8 +118,9 @@ class StageCosts:
         if key not in self._sheets:
             if key != (1, 1):
                 self._laid[key] = self._lay(mesh)
-            laid = self._laid.get(key)
-            self._sheets[key] = self._make({}, None) if laid is None else self._make(laid.splits, laid.view)
+            laid, samples = self._laid.get(key), self.graph.samples
+            splits, view = ({}, None) if laid is None else (laid.splits, laid.view)
+            self._sheets[key] = ShardedGraphCost(self.graph, splits, samples, self._float_itemsize, view)
         return self._sheets[key]
 
     def table(
@@ -132,13 +130,13 @@ class StageCosts:
         where: object,
         clock: Clock,
         exchange: Mapping[str, CollectiveClock],
-        rates: RankSpeed | None = None,
+        memory: float,
     ) -> CostTable:
         """Return the cost of every node; ``where`` is the cache key of ``clock`` and ``exchange``."""
         key = (mesh.sequence, mesh.tensor, samples, where)
         if key not in self._tables:
             self._tables[key] = limit_by_host(
-                self.sharded_graph(mesh).table(samples, clock, exchange, rates), self.block_positions
+                self.sharded_graph(mesh).table(samples, clock, exchange, memory), self.block_positions
             )
         return self._tables[key]
 

@@ -156,4 +156,4 @@ def _rate_partition(estimates: CurveCache, partition: Partition, limit: float) -
         plan = fit.plan_from_partition(partition, spec, microbatches)
         prediction = predict(estimates.basis, partition, plan, estimates.batch, exact=False)
         most = float(max(stage.memory.total for stage in prediction.stages))
-        yield RatedPlan(meshes, partition.cuts, "1f1b", microbatches, prediction.seconds, most, limit, pieces)
+        yield RatedPlan(meshes, partition.cuts, microbatches, prediction.seconds, most, limit, pieces)

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from polylane.cluster.cluster import Cluster, ranks_along
 from polylane.cluster.rank_span import Ranks
 from polylane.cost.cost_table import CostTable
-from polylane.cost.memory.search_bound import Footprint
+from polylane.cost.memory.peak import MemoryMargin, TrainedBytes, shard_trained_bytes
 from polylane.cost.network import collectives as network
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import CostModel
 from polylane.cost.shard_traffic import EXPOSED
 from polylane.cost.stage_cost import add_recomputation
@@ -70,6 +71,43 @@ class StageCurves:
         return np.maximum(forward, gathers), np.maximum(backward, gathers + own(self.scatter_seconds))
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """Memory bound of a worker, from its trained elements and saved activations.
+
+    Attributes:
+        state_bytes: bytes of optimizer states for each trained element.
+        itemsize: bytes per parameter element in the model.
+        margin: memory that a worker takes beyond its tensors.
+        method: precision and sharding of the training.
+    """
+
+    state_bytes: float
+    itemsize: int
+    margin: MemoryMargin
+    method: TrainingOptions
+
+    def __call__(self, elements: Array, held: Array, data: int) -> Array:
+        """Return the bytes of workers, one for each stage of the arrays.
+
+        Args:
+            elements: trained elements of one rank.
+            held: activation bytes of all microbatches in flight.
+            data: number of replicas of the stage.
+        """
+        tensors = elements * self.bytes_per_element(data) + held
+        return tensors * (1 + self.margin.share) + self.margin.fixed_bytes
+
+    def available_bytes(self, limit: float) -> float:
+        """Return the bytes that parameters, gradients, states and activations may take on a worker with this memory."""
+        return (limit - self.margin.fixed_bytes) / (1 + self.margin.share)
+
+    def bytes_per_element(self, data: int) -> float:
+        """Return the bytes of parameters, gradients and optimizer states per trained element of a rank."""
+        own = shard_trained_bytes(TrainedBytes(self.itemsize, self.itemsize, self.state_bytes), self.method, data)
+        return own.parameters + own.gradients + own.states
+
+
 class CurveCache:
     """Cache of the curves of one graph on one cluster.
 
@@ -117,18 +155,12 @@ class CurveCache:
 
     def table(self, mesh: Degrees, samples: int) -> CostTable:
         """Return the cost of every node on the slowest device of the cluster."""
-        basis = self.basis
-        device = min(
-            basis.cluster.devices(range(basis.cluster.count)), key=lambda d: d.speed * max(d.achieved.values())
-        )
-        axes = [axis for axis in ("sequence", "tensor") if getattr(mesh, axis) > 1]
-        axes += ["data"] if self._statistics_replicas(mesh) > 1 else []
+        cluster, replicas = self.basis.cluster, self._statistics_replicas(mesh)
         degrees = {"data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}
-        exchange = {axis: network.make_collective_clock(basis.cluster, ranks_along(degrees, axis)) for axis in axes}
-        rates = network.fit_rank_speed(basis.cluster, range(1), basis.method.dtype)
-        return basis.stages.table(
-            mesh, samples, ("estimate", self._statistics_replicas(mesh)), basis.make_clock(device), exchange, rates
-        )
+        axes = [axis for axis in ("sequence", "tensor") if degrees[axis] > 1] + ["data"] * (replicas > 1)
+        groups = {axis: ranks_along(degrees, axis) for axis in axes}
+        device, memory = self.basis.slowest_device(range(cluster.count)), cluster.device(0).stream
+        return self.basis.table(mesh, samples, device, memory, groups, ("estimate", replicas))
 
     def _statistics_replicas(self, mesh: Degrees) -> int:
         """Return how many replicas sum batch statistics inside their passes; 1 for graphs without."""

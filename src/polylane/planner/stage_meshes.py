@@ -99,7 +99,7 @@ class StageMeshSearch:
         )
         meshes = tuple(option.mesh for _, _, option in chosen)
         cuts = tuple(int(positions[self.places[a]]) for a, _, _ in chosen[1:])
-        return [RatedPlan(meshes, cuts, "1f1b", self.microbatches, seconds, most, self.limit)]
+        return [RatedPlan(meshes, cuts, self.microbatches, seconds, most, self.limit)]
 
     def step_seconds(self, chosen: Chosen) -> float:
         """Return the seconds of a step: sum of the stages, (m - 1) times the slowest, and the end of the step."""

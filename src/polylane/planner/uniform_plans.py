@@ -25,7 +25,7 @@ class RatedPlan:
         cuts: positions of the graph at which all stages but the first begin.
         stage_of_piece: stage of every piece of the graph, if stages have several pieces; else empty (see
             :class:`polylane.graph.partition.Partition`).
-        schedule, microbatches: name of the schedule, number of microbatches.
+        microbatches: number of microbatches, which 1F1B schedules.
         seconds: estimated seconds of a step.
         peak_bytes: bytes of the worker that needs the most memory.
         memory_limit: bytes that a worker may have.
@@ -33,7 +33,6 @@ class RatedPlan:
 
     meshes: tuple[Degrees, ...]
     cuts: tuple[int, ...]
-    schedule: str
     microbatches: int
     seconds: float
     peak_bytes: float
@@ -57,7 +56,7 @@ class UniformPlan:
 
     Attributes:
         data, stages, sequence, tensor: number of ranks along each axis.
-        microbatches, schedule: number of microbatches, name of the schedule.
+        microbatches: number of microbatches, which 1F1B schedules.
     """
 
     data: int
@@ -65,7 +64,6 @@ class UniformPlan:
     sequence: int
     tensor: int
     microbatches: int
-    schedule: str
 
     @property
     def mesh(self) -> Degrees:
@@ -95,7 +93,7 @@ def rate_uniform_plan(estimates: CurveCache, uniform: UniformPlan, limit: float)
     seconds = _step_seconds(estimates, uniform, curves, ends)
     cuts = tuple(int(estimates.positions[i]) for i in ends[1:-1])
     meshes = (uniform.mesh,) * uniform.stages
-    return RatedPlan(meshes, cuts, uniform.schedule, uniform.microbatches, seconds, most, limit)
+    return RatedPlan(meshes, cuts, uniform.microbatches, seconds, most, limit)
 
 
 def stage_curves_of(estimates: CurveCache, uniform: UniformPlan) -> StageCurves | None:
@@ -124,7 +122,7 @@ def _stage_bounds(estimates: CurveCache, uniform: UniformPlan, limit: float) -> 
     # Parameters, gradients and states per trained element.
     weight = estimates.footprint.bytes_per_element(uniform.data)
     # With at least as many microbatches as stages, 1F1B's memory does not depend on their number: cuts are shared.
-    filled = uniform.schedule == "1f1b" and uniform.microbatches >= uniform.stages
+    filled = uniform.microbatches >= uniform.stages
 
     def memory(last: int) -> Array:
         live = last if filled else _live_microbatches(uniform, uniform.stages - last)
@@ -132,7 +130,7 @@ def _stage_bounds(estimates: CurveCache, uniform: UniformPlan, limit: float) -> 
 
     room = estimates.footprint.available_bytes(limit)
     # The cache keeps the curves alive, so that their id() is not reused.
-    key = (id(curves), weight, room, uniform.schedule, None if filled else uniform.microbatches)
+    key = (id(curves), weight, room, None if filled else uniform.microbatches)
     found = estimates.cuts_cache.get(key)
     if found is None:
         found = estimates.cuts_cache[key] = BalancedCuts(curves.pass_seconds, memory, room)
@@ -141,9 +139,7 @@ def _stage_bounds(estimates: CurveCache, uniform: UniformPlan, limit: float) -> 
 
 def _live_microbatches(uniform: UniformPlan, stage: int) -> int:
     """Return how many microbatches a stage holds at the same time."""
-    if uniform.schedule == "1f1b":
-        return min(uniform.microbatches, uniform.stages - stage)
-    return uniform.microbatches
+    return min(uniform.microbatches, uniform.stages - stage)
 
 
 def _max_stage_bytes(estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]) -> float:
@@ -211,7 +207,7 @@ def enumerate_uniform_plans(workers: int, inner: int, batch: int, pieces: int) -
                 if data > batch:
                     continue
                 for microbatches in _microbatch_counts(batch // data, stages):
-                    yield UniformPlan(data, stages, sequence, tensor, microbatches, "1f1b")
+                    yield UniformPlan(data, stages, sequence, tensor, microbatches)
 
 
 def _microbatch_counts(samples: int, stages: int) -> list[int]:

@@ -10,7 +10,8 @@ from benchmarks.closed_form import sharded
 import jobs
 from polylane.cost.network import collectives as network
 from polylane.cost.operators.training_options import TrainingOptions
-from polylane.cost.predict import Prediction, predict, table_of
+from polylane.cost.plan_cost import PlanCost
+from polylane.cost.predict import Prediction, predict
 from polylane.cost.shard_traffic import EXPOSED, ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import StageCosts
 from polylane.graph.graph import Graph
@@ -62,7 +63,7 @@ def test_selective_recomputation_runs_attention_once_more() -> None:
     core = {name for each in found.stages.attention_cores for name in each}
     assert len(found.stages.attention_cores) == 3
     for stage, (plain, again) in enumerate(zip(none.stages, selective.stages, strict=True)):
-        table = table_of(found, partition, plan, 16, stage)
+        table = PlanCost(found, partition, plan, 16).table(stage)
         own = [i for a, b, s in partition.pieces if s == stage for i in range(a, b) if graph.nodes[i].name in core]
         forward = sum(table.between("forward", i, i + 1) for i in own)
         assert own and again.passes.backward == pytest.approx(plain.passes.backward + forward)
