@@ -178,7 +178,7 @@ def train(
       torchrun --nproc-per-node 4 -m -- polylane train examples/digits.py
     """
     from polylane.commands import train as command
-    from polylane.commands.learning_rates import learning_rate_options
+    from polylane.commands.learning_rates import LearningRateOptions
 
     request = TrainRequest(
         recipe=recipe,
@@ -194,7 +194,7 @@ def train(
         run_folder=run,
         on_nan="stop" if stop_on_nan else on_nan,
         drop_last=drop_last,
-        rates=learning_rate_options(batch, optimizer, lr, scale_lr, base_batch, warmup),
+        rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup),
     )
     command.run(request)
 

@@ -244,19 +244,24 @@ def _describe_import_error(error: BaseException, path: Path) -> str:
     """Describe, in one sentence, the user's own line at which the import failed, and what was raised there."""
     kind = type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_shorten_path(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
+        return f"{shorten_path(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
     message = " ".join(str(error).split()) or "no message"
-    # The deepest frame in the recipe's folder: the error may be in a sibling that it imports, hardly in site-packages.
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(path.parent) and "site-packages" not in frame.filename
-    ]
-    where = f"{_shorten_path(Path(frames[-1].filename))}, line {frames[-1].lineno}" if frames else _shorten_path(path)
+    line = deepest_own_line(error, path)
+    where = shorten_path(path) if line is None else f"{shorten_path(Path(line.filename))}, line {line.lineno}"
     return f"{where}: {kind}: {message.rstrip('.')}."
 
 
-def _shorten_path(path: Path) -> str:
+def deepest_own_line(error: BaseException, path: Path) -> traceback.FrameSummary | None:
+    """Return the deepest of the user's own lines that led to an error; None if there is none.
+
+    It may be in a file beside the recipe at ``path``; site-packages are not the user's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (f for f in frames if Path(f.filename).is_relative_to(path.parent) and "site-packages" not in f.filename)
+    return next(reversed(list(own)), None)
+
+
+def shorten_path(path: Path) -> str:
     """Shorten a path to what the user would type in the current directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -269,7 +274,7 @@ def _collect_functions(module: ModuleType, path: Path) -> dict[str, Callable[...
     missing = [SIGNATURES[name] for name in REQUIRED if not hasattr(module, name)]
     if missing:
         what = f"function {missing[0]}" if len(missing) == 1 else f"functions {'; '.join(missing)}"
-        raise RecipeError(f"{_shorten_path(path)} lacks the {what}.")
+        raise RecipeError(f"{shorten_path(path)} lacks the {what}.")
     functions = {}
     for name, signature in SIGNATURES.items():
         function = getattr(module, name, None)
@@ -277,9 +282,7 @@ def _collect_functions(module: ModuleType, path: Path) -> dict[str, Callable[...
             continue
         if not callable(function):
             kind = type(function).__name__
-            raise RecipeError(
-                f"{name} in {_shorten_path(path)} is of type {kind} and should be a function {signature}."
-            )
+            raise RecipeError(f"{name} in {shorten_path(path)} is of type {kind} and should be a function {signature}.")
         _check_call(name, function, path)
         functions[name] = function
     return functions
@@ -294,7 +297,7 @@ def _check_call(name: str, function: Callable[..., Any], path: Path) -> None:
         signature.bind(*range(ARGUMENTS[name]))
     except TypeError as error:
         raise RecipeError(
-            f"{name} in {_shorten_path(path)} is called as {SIGNATURES[name]}, and "
+            f"{name} in {shorten_path(path)} is called as {SIGNATURES[name]}, and "
             f"{name}{_format_parameters(signature)} does not "
             f"admit that ({error}); further arguments need defaults."
         ) from error
@@ -340,16 +343,16 @@ def _describe_unknown_setting(key: str, known: Mapping[str, Mapping[str, Any]], 
     listing = [f"{name}.{argument} = {value!r}" for name in known for argument, value in known[name].items()]
     if not listing:
         return (
-            f"{_shorten_path(path)} has no setting {key!r}, nor any other: none of its functions has keyword arguments."
+            f"{shorten_path(path)} has no setting {key!r}, nor any other: none of its functions has keyword arguments."
         )
     names = [argument for arguments in known.values() for argument in arguments]
     close = difflib.get_close_matches(key.rpartition(".")[2], names, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"{_shorten_path(path)} has no setting {key!r}{hint}; it has {', '.join(listing)}."
+    return f"{shorten_path(path)} has no setting {key!r}{hint}; it has {', '.join(listing)}."
 
 
 def _parse_value(name: str, text: str, default: Any, path: Path) -> Any:
     try:
         return parse_setting(text, default)
     except ValueError as error:
-        raise RecipeError(f"{name} in {_shorten_path(path)} {error}.") from error
+        raise RecipeError(f"{name} in {shorten_path(path)} {error}.") from error

@@ -85,8 +85,7 @@ def load_materials(request: TrainRequest) -> RecipeTraining:
     Raises:
         PolylaneError: the recipe is wrong, or one of its functions raised.
     """
-    recipe = inputs.open_recipe(request)
-    recipe = recipe if request.rates is None else request.rates.apply_to(recipe)
+    recipe = request.rates.apply_to(inputs.open_recipe(request))
     problem, dataset = inputs.open_problem(recipe, request)
     if isinstance(dataset, Iterator):  # the example used some of it up
         dataset = inputs.open_data(recipe, "train")

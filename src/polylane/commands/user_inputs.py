@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -157,18 +156,10 @@ def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = " ".join(str(error).split()) or "no message"
-        raise RecipeError(f"{_user_line(error, recipe.path)}: {call} raised {type(error).__name__}: {said}") from error
-
-
-def _user_line(error: BaseException, path: Path) -> str:
-    """Return the deepest of the user's own lines that led to an error; site-packages are not the user's."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(path.parent) and "site-packages" not in frame.filename
-    ]
-    file, line = (Path(frames[-1].filename), f":{frames[-1].lineno}") if frames else (path, "")
-    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}{line}"
+        line = recipes.deepest_own_line(error, recipe.path)
+        file, number = (recipe.path, "") if line is None else (Path(line.filename), f":{line.lineno}")
+        where = f"{recipes.shorten_path(file)}{number}"
+        raise RecipeError(f"{where}: {call} raised {type(error).__name__}: {said}") from error
 
 
 def build_model(recipe: Recipe, seed: int) -> nn.Module:
