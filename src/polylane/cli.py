@@ -8,9 +8,8 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -286,17 +285,9 @@ def inspect(
 cli_planning.register(app)
 
 
-class _Schedule(StrEnum):
-    """The schedules, by their names in plans."""
-
-    NAIVE = "naive"
-    AFAB = "afab"
-    ONE_F_ONE_B = "1f1b"
-
-
 @app.command()
 def lanes(
-    schedule: Annotated[_Schedule, typer.Argument(help="Which schedule.", show_default=False)],
+    schedule: Annotated[Literal["naive", "afab", "1f1b"], typer.Argument(help="Which schedule.", show_default=False)],
     stages: Annotated[
         str,
         typer.Option("--stages", metavar="K|FILE", help="A number of stages, or a YAML file of stages that branch."),
@@ -323,7 +314,7 @@ def lanes(
     from polylane.commands import lanes as command
 
     command.run(
-        schedule.value,
+        schedule,
         stages=stages,
         microbatches=microbatches,
         forward=forward,

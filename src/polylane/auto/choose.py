@@ -6,8 +6,6 @@ import sys
 from collections.abc import Collection
 from dataclasses import replace
 
-from torch import nn
-
 from polylane.cluster.cluster import Cluster
 from polylane.compile.training_problem import TrainingProblem
 from polylane.cost.operators.profile import Profile
@@ -39,20 +37,13 @@ def best_plan(problem: TrainingProblem, workers: Collection[int], cluster: Clust
     return announced(choose(problem, workers, cluster, copies=copies))
 
 
-def choose(
-    problem: TrainingProblem,
-    workers: Collection[int],
-    cluster: Cluster,
-    profile: Profile | None = None,
-    copies: bool = False,
-) -> SearchResult:
+def choose(problem: TrainingProblem, workers: Collection[int], cluster: Cluster, copies: bool = False) -> SearchResult:
     """Return the best plans for as many of a cluster's devices as they may take.
 
     Args:
         problem: the model, its data and its losses, of which the first one counts.
         workers: the numbers of workers that a plan may have.
         cluster: the devices, of which a plan takes the first ones.
-        profile: seconds of the graph's nodes; None: measured here, if the model is on such a device.
         copies: whether this process may fork copies of the model to measure host contention.
 
     Raises:
@@ -62,10 +53,11 @@ def choose(
     graph, batch = problem.capture(EXAMPLE), problem.samples
     fewest = min_samples([graph])
     fewest.check(batch, "a batch", "take larger batches")
-    if profile is None and _lies_on(cluster.device(0).type, problem.model):
-        profile = measure(graph, problem, most if copies else 1)
+    # Times of another type of device than the workers' would be wrong.
+    measurable = all(parameter.device.type == cluster.device(0).type for parameter in problem.model.parameters())
+    profile = measure(graph, problem, most if copies else 1) if measurable else None
     # Where the loss couples samples, replicas and microbatches are not allowed, only splits of operators and stages.
-    meets = _samples_meet(graph)
+    meets = not derive_composition(graph).is_proven
     basis = build_cost_model(problem.captured(graph, profile=profile), cluster, TrainingOptions())
     # Any device may get any stage, so that the smallest memory bounds all.
     limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
@@ -100,11 +92,6 @@ def _nothing(answer: SearchResult) -> str:
     )
 
 
-def _lies_on(device: str, model: nn.Module) -> bool:
-    """Return whether a model's weights are on the workers' type of device: times of another type would be wrong."""
-    return all(parameter.device.type == device for parameter in model.parameters())
-
-
 def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile | None:
     """Return the times of a graph's nodes at the local batch sizes of possible plans; None for a model without weights.
 
@@ -125,11 +112,6 @@ def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile 
     half = take_first_samples(leaves, max(fewest, problem.samples // 2))
     counts = {count for count in COPIES if count <= copies}
     return replace(found, host_contention=together(model, objective.loss, half, rebuild, counts))
-
-
-def _samples_meet(graph: Graph) -> bool:
-    """Return whether the loss couples samples, so that a batch must not be divided."""
-    return not derive_composition(graph).is_proven
 
 
 def _staying(graph: Graph) -> list[str]:

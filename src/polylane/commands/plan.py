@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
     from polylane.commands.requests import PlanRequest
     from polylane.cost.operators.training_options import TrainingOptions
-    from polylane.cost.predict import Prediction
     from polylane.planner.problem import CapturedProblem
     from polylane.planner.search import RankedPlan, SearchResult
 
@@ -107,8 +106,8 @@ def search_for(
     # A plan must fit on the device with the least memory, for any of them may get any stage.
     limit = min(device.memory for device in cluster.devices(range(most)))
     limit = min(limit, memory or limit)
-    workers_tried, ranks = candidate_worker_counts(most), _max_operator_ranks(cluster)
-    wish = SearchRequest(workers_tried, ranks, float(limit), plan_count=max(top, 1))
+    host = max(group.devices for group in cluster.hosts)  # the ranks that share an operator are on one host
+    wish = SearchRequest(candidate_worker_counts(most), host, float(limit), plan_count=max(top, 1))
     answer = search(CurveCache(build_cost_model(problem, cluster, method), batch), wish)
     if not answer.ranked_plans:
         raise PolylaneError(_explain_nothing_fits(answer))
@@ -137,11 +136,6 @@ def candidate_worker_counts(most: int) -> tuple[int, ...]:
     while found[-1] > 1 and len(found) < 3:
         found.append(found[-1] // 2)
     return tuple(dict.fromkeys([*found, 1]))
-
-
-def _max_operator_ranks(cluster: Cluster) -> int:
-    """Return the largest number of ranks that may share an operator: the devices of a host."""
-    return max(group.devices for group in cluster.hosts)
 
 
 def _parse_bytes(text: str) -> int:
@@ -180,16 +174,11 @@ def _row(found: RankedPlan, cluster: Cluster) -> dict[str, Any]:
         "samples_per_second": prediction.samples_per_second,
         "memory": worst.total,
         "utilization": prediction.utilization,
-        "exposed_communication": _share(prediction),
+        "exposed_communication": prediction.exposed_communication,
         # The price of a cluster is per hour and for all of its devices; a plan pays for those that it uses.
         "price": cluster.price * found.plan.workers / cluster.count * prediction.seconds / 3600,
         "estimate_seconds": found.candidate.seconds,
     }
-
-
-def _share(prediction: Prediction) -> float:
-    timeline = prediction.timeline
-    return sum(timeline.exposed_communication()) / (timeline.ranks * timeline.makespan() or 1.0)
 
 
 def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:

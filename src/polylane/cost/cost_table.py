@@ -229,12 +229,19 @@ class ShardedGraphCost:
         found: dict[tuple[str, TensorKey, Placement], PricedRedistribution] = {}
         end = len(self.graph.nodes) - 1
         for axis, split in self.splits.items():
-            for step in self.view.operators:
-                for key, needed in zip(step.input_keys, split.strategies[step.name].inputs, strict=True):
-                    self._add_redistribution(found, axis, split, key, needed, self.graph.positions[step.name])
+            reads = [
+                (key, needed, self.graph.positions[step.name])
+                for step in self.view.operators
+                for key, needed in zip(step.input_keys, split.strategies[step.name].inputs, strict=True)
+            ]
             # Outputs of the graph (the loss) are needed replicated, at the end of the last node.
-            for key in self.view.output_keys:
-                self._add_redistribution(found, axis, split, key, REPLICATE, end)
+            reads += [(key, REPLICATE, end) for key in self.view.output_keys]
+            for key, needed, position in reads:
+                source = split.placement(key)
+                if source != needed and (axis, key, needed) not in found:
+                    found[axis, key, needed] = PricedRedistribution(
+                        key, axis, position, source, needed, self._has_gradient(key)
+                    )
         return tuple(found.values())
 
     @cached_property
@@ -256,21 +263,6 @@ class ShardedGraphCost:
             )
             kinds.setdefault(kind, (moved, Counter()))[1][moved.first_position] += 1
         return [(moved, list(at), np.array(list(at.values()), dtype=float)) for moved, at in kinds.values()]
-
-    def _add_redistribution(
-        self,
-        found: dict[tuple[str, TensorKey, Placement], PricedRedistribution],
-        axis: str,
-        split: AxisSplit,
-        key: TensorKey,
-        needed: Placement,
-        position: int,
-    ) -> None:
-        source = split.placement(key)
-        if source != needed and (axis, key, needed) not in found:
-            found[axis, key, needed] = PricedRedistribution(
-                key, axis, position, source, needed, self._has_gradient(key)
-            )
 
     def _has_gradient(self, key: TensorKey) -> bool:
         source = self.view.sources.get(key)

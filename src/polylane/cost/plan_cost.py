@@ -27,7 +27,7 @@ from polylane.cost.network import collectives as network
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.shard_traffic import ShardTrafficSeconds, exposed_seconds
-from polylane.cost.stage_cost import PassCosts, Range, StageCosts, WeightBytes, add_recomputation, sum_passes
+from polylane.cost.stage_cost import PassCosts, Range, StageCosts, add_recomputation, sum_passes
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
@@ -45,7 +45,7 @@ class CostModel:
         stages: prices of the graph's stages, cached by mesh and samples.
         method: precision, sharding, recomputation and overlap of the training.
         make_clock: device -> clock that prices operators on it.
-        update_seconds: (device, trained elements, trained tensors) -> seconds of the optimizer's step.
+        update_seconds: (device, trained elements) -> seconds of the optimizer's step.
         optimizer: tensors that the optimizer keeps for each parameter.
         margin: memory that a worker takes beyond its tensors.
         host_overhead: seconds of the host from one microbatch pass to the next, beyond issuing operators.
@@ -55,7 +55,7 @@ class CostModel:
     stages: StageCosts
     method: TrainingOptions
     make_clock: Callable[[Device], Clock]
-    update_seconds: Callable[[Device, int, int], float]
+    update_seconds: Callable[[Device, int], float]
     optimizer: OptimizerState
     margin: MemoryMargin
     host_overhead: float = 0.0
@@ -103,7 +103,6 @@ class StagePrediction:
         mesh: degrees of the stage's data, sequence and tensor axes.
         samples: local samples of a replica for each microbatch.
         passes: seconds and bytes of one microbatch.
-        weights: trained elements and tensors on the rank.
         update_seconds: seconds of the optimizer's step on the rank.
         memory: bytes at the peak of the step.
         shard_traffic: gathered parameters and scattered gradients, on top of the passes.
@@ -112,7 +111,6 @@ class StagePrediction:
     mesh: Degrees
     samples: int
     passes: PassCosts
-    weights: WeightBytes
     update_seconds: float
     memory: MemoryBreakdown
     shard_traffic: ShardTraffic = ShardTraffic()
@@ -143,11 +141,6 @@ class PlanCost:
         self._priced: dict[int, StagePrediction] = {}
         self._tables: dict[int, CostTable] = {}
 
-    @cached_property
-    def stage_graph(self) -> StageGraph:
-        """The stages and which of them feed which."""
-        return StageGraph.of_partition(self.partition)
-
     def local_samples(self, stage: int) -> int:
         """Return the most samples that a replica of a stage has in one microbatch."""
         return -(-self.batch // (self.plan.microbatches * self.plan.degree("data", stage)))
@@ -177,23 +170,16 @@ class PlanCost:
         memory = min(each.stream for each in cluster.devices(ranks[:2]))
         return self.basis.table(mesh, self.local_samples(stage), device, memory, groups, where)
 
-    def partial_gradient_axes(self, stage: int) -> Mapping[str, tuple[str, ...]]:
-        """Return the parameters whose gradients are partial sums on axes of a stage's mesh, with these axes."""
-        return self.basis.stages.partial_gradient_axes(self.plan.degrees(stage))
-
     def predict_stage(self, stage: int) -> StagePrediction:
         """Predict the busiest rank of a stage."""
         if stage not in self._priced:
             table, pieces, mesh = self.table(stage), self.node_ranges(stage), self.plan.degrees(stage)
             own = sum_passes(table, pieces)
-            weights = self.basis.stages.weights(mesh, pieces)
+            elements = self.basis.stages.trained_elements(mesh, pieces)
             device = self.basis.slowest_device(self.plan.stages[stage].devices)
-            trained = self.basis.method.count_updated(weights.trained_elements, mesh.data)
-            update = self.basis.update_seconds(device, trained, weights.trained_tensors)
+            update = self.basis.update_seconds(device, self.basis.method.count_updated(elements, mesh.data))
             memory, sharing = self.peak_memory(stage), self._shard_traffic(stage, own)
-            self._priced[stage] = StagePrediction(
-                mesh, self.local_samples(stage), own, weights, update, memory, sharing
-            )
+            self._priced[stage] = StagePrediction(mesh, self.local_samples(stage), own, update, memory, sharing)
         return self._priced[stage]
 
     def _shard_traffic(self, stage: int, own: PassCosts) -> ShardTraffic:
@@ -230,7 +216,7 @@ class PlanCost:
     @cached_property
     def _lanes(self) -> Lanes:
         """The forward and backward passes of every stage, in the order of the schedule."""
-        return schedule_lanes(self.plan.schedule, self.stage_graph, self.plan.microbatches)
+        return schedule_lanes(self.plan.schedule, StageGraph.of_partition(self.partition), self.plan.microbatches)
 
     def sharded_load(self, stage: int) -> ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""

@@ -163,7 +163,7 @@ def _is_replica_local(basis: CostModel, plan: Plan, period: int) -> bool:
 def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:
     """Lower the plan to the programs of the ranks in ``only`` (None: all), by rank."""
     plan = scene.plan
-    partials = tuple(scene.partial_gradient_axes(stage) for stage in range(plan.pipeline))
+    partials = tuple(scene.basis.stages.partial_gradient_axes(mesh) for mesh in plan.meshes)
     if partition.stages > plan.pipeline:
         found = lower_interleaved(partition, plan, partials, only)
     else:

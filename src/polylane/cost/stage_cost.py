@@ -18,7 +18,6 @@ from polylane.cost.operators.training_options import Recompute
 from polylane.graph.cut_points import crossing_bytes, narrow_positions
 from polylane.graph.graph import Graph
 from polylane.placement.operator_view import OperatorView
-from polylane.placement.placement import REPLICATE_PARTIAL_GRAD
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import OperatorCall
 from polylane.plan.spec import Degrees
@@ -35,6 +34,10 @@ class MeshSplit(Protocol):
     @property
     def view(self) -> OperatorView:
         """The graph's operator view at the samples for which the splits were chosen."""
+        ...
+
+    def partial_gradient_axes(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the parameters whose gradients are partial sums on the ranks of an axis, with these axes."""
         ...
 
     def at(self, samples: int) -> tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]:
@@ -63,24 +66,6 @@ class PassCosts:
     sent: float
     stalled: float = 0.0
 
-    @property
-    def total_seconds(self) -> float:
-        """Seconds of both passes, collectives included."""
-        return self.forward + self.backward + self.waits + self.backward_waits
-
-
-@dataclass(frozen=True)
-class WeightBytes:
-    """The trained parameters on one rank of a stage.
-
-    Attributes:
-        trained_elements: number of elements of their local shards.
-        trained_tensors: number of parameters, each counted once.
-    """
-
-    trained_elements: int
-    trained_tensors: int
-
 
 class StageCosts:
     """Prices stages of one graph; every table is built once.
@@ -103,7 +88,6 @@ class StageCosts:
         self._tables: dict[tuple[object, ...], CostTable] = {}
         self._live: dict[tuple[int, int], Array] = {}
         self._needs: dict[tuple[object, ...], PeakMemory] = {}
-        self._summed: dict[tuple[int, int], Mapping[str, tuple[str, ...]]] = {}
 
     def without_prices(self) -> StageCosts:
         """Return a copy that shares layouts and memory traces, but no prices: for other devices or links."""
@@ -198,29 +182,18 @@ class StageCosts:
                 found.setdefault(name, position)
         return found
 
-    def weights(self, mesh: Degrees, pieces: Sequence[Range]) -> WeightBytes:
-        """Return the trained parameters of a rank of a stage."""
+    def trained_elements(self, mesh: Degrees, pieces: Sequence[Range]) -> int:
+        """Return the number of elements of the trained parameters' local shards on a rank of a stage."""
         names = {name for first, end in pieces for i in range(first, end) for name in self.graph.nodes[i].parameters}
-        trained, sheet = [name for name in names if self.graph.parameters[name].trainable], self.sharded_graph(mesh)
-        keys = [(f"parameter:{name}", 0) for name in trained]
-        elements = sum(int(sheet.busiest_bytes(key, sheet.view.samples) // sheet.itemsize(key)) for key in keys)
-        return WeightBytes(elements, len(trained))
+        sheet = self.sharded_graph(mesh)
+        keys = [(f"parameter:{name}", 0) for name in names if self.graph.parameters[name].trainable]
+        return sum(int(sheet.busiest_bytes(key, sheet.view.samples) // sheet.itemsize(key)) for key in keys)
 
     def partial_gradient_axes(self, mesh: Degrees) -> Mapping[str, tuple[str, ...]]:
         """Return the parameters whose gradients are partial sums on the ranks of an axis, with these axes."""
-        key = (mesh.sequence, mesh.tensor)
-        if key not in self._summed:
-            splits, found = self.sharded_graph(mesh).splits, {}
-            for name in self.graph.parameters:
-                axes = tuple(
-                    a
-                    for a, split in splits.items()
-                    if split.source_placements.get((f"parameter:{name}", 0)) == REPLICATE_PARTIAL_GRAD
-                )
-                if axes:
-                    found[name] = axes
-            self._summed[key] = found
-        return self._summed[key]
+        self.sharded_graph(mesh)  # fills _laid, unless the mesh has no operator axes
+        laid = self._laid.get((mesh.sequence, mesh.tensor))
+        return {} if laid is None else laid.partial_gradient_axes()
 
     @cached_property
     def block_positions(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,22 +40,14 @@ class Fork:
     branches: tuple[tuple[int, ...], ...]
 
 
-def find_forks(graph: Graph, seconds: Array, places: Sequence[int]) -> Iterator[Fork]:
-    """Yield the forks that begin at some positions.
+def find_fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
+    """Return the fork that begins at a position: join nodes with their inputs until one joins two large branches.
 
     Args:
         graph: the captured graph to search.
         seconds: seconds of both passes of every node.
-        places: positions where a fork may begin; values made before one count as available to all branches.
+        first: position where the fork may begin; values made before it count as available to all branches.
     """
-    for first in places:
-        found = _find_fork(graph, seconds, first)
-        if found is not None:
-            yield found
-
-
-def _find_fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
-    """Return the fork that begins at a position: join nodes with their inputs until one joins two large branches."""
     parent: dict[str, str] = {}  # union-find towards the first node of a branch, with path halving
     work: dict[str, float] = {}  # seconds by that first node
     total = 0.0
@@ -107,7 +99,8 @@ def plan_branches(estimates: CurveCache, workers: int, limit: float) -> list[Rat
     if len(places) > MOST_FORKS:
         places = places[np.linspace(0, len(places) - 1, MOST_FORKS).astype(int)]
     found, seen = list[RatedPlan](), set[tuple[tuple[int, ...], tuple[int, ...]]]()
-    for fork in find_forks(graph, seconds, [int(p) for p in places]):
+    forks = (find_fork(graph, seconds, int(place)) for place in places)
+    for fork in (each for each in forks if each is not None):
         for stages in range(2, min(workers, len(fork.branches), MOST_WORKERS) + 1):
             partition = place_branches(graph, fork, seconds, stages)
             if partition is None or (partition.cuts, partition.stage_of_piece) in seen:

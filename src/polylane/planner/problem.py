@@ -126,7 +126,7 @@ def _make_clocks(profile: Profile | None, method: TrainingOptions) -> Callable[[
     return of
 
 
-def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Callable[[Device, int, int], float]:
+def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Callable[[Device, int], float]:
     """Return a function of the seconds of an optimizer step: measured, or from the bytes it reads and writes."""
     trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
     elements = sum(math.prod(info.shape) for _, info in trained)
@@ -136,7 +136,7 @@ def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Call
     each = (PASSES * own + 2 * kept) / max(elements, 1)
     measured = None if problem.profile is None or not elements else problem.profile.update_seconds / elements
 
-    def seconds(device: Device, count: int, tensors: int) -> float:
+    def seconds(device: Device, count: int) -> float:
         if measured is not None:
             return measured * count / device.speed
         return count * each / (device.bandwidth * device.speed) + device.overhead

@@ -131,7 +131,7 @@ class StageMeshSearch:
         inward[0] = 0.0
         own = np.maximum(elements[None, :] - elements[:, None], 0.0)
         device = basis.cluster.device(0)
-        ending = np.vectorize(lambda n: basis.update_seconds(device, method.count_updated(int(n), mesh.data), 1))(own)
+        ending = np.vectorize(lambda n: basis.update_seconds(device, method.count_updated(int(n), mesh.data)))(own)
         summed, handed = self.estimates.closing_seconds(SAMPLE, replicas)
         # About 70% of the gradient reduction overlaps with the last backward pass.
         ending = ending + own / SAMPLE * (summed * (0.3 if method.overlap else 1.0) + handed)

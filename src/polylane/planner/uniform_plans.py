@@ -184,7 +184,7 @@ def _closing_seconds(
         left = whole
         if method.overlap:  # all but the last bucket may overlap with the backward pass
             left = max(whole - passed, whole / max(1, pieces))
-        most = max(most, left + basis.update_seconds(device, method.count_updated(int(own), uniform.data), 1) + handed)
+        most = max(most, left + basis.update_seconds(device, method.count_updated(int(own), uniform.data)) + handed)
     return most
 
 
