@@ -74,23 +74,23 @@ class Recipe:
         loss: (model, batch) to a scalar mean over the batch, or a ``Mean``.
         optimizer: (name, Parameter) pairs, as ``torch.optim`` takes them, to an optimizer.
         data: "train" or "test" to a map-style or iterable dataset, or a list of samples.
-        scheduler: optimizer to a learning-rate scheduler, if the recipe has one.
-        collate: a list of samples to a batch; torch's default where the recipe has none.
-        init: for a model that is built on the meta device: fills the tensors that a module itself owns.
         path: path of the recipe's file.
         name: name of the file, without ``.py``.
         settings: values that ``--set`` overrode, as text, by the name that the user gave.
+        scheduler: optimizer to a learning-rate scheduler, if the recipe has one.
+        collate: a list of samples to a batch; torch's default where the recipe has none.
+        init: for a model that is built on the meta device: fills the tensors that a module itself owns.
     """
 
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], Tensor | Mean]
     optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
     data: Callable[[str], Any]
-    scheduler: Callable[[Optimizer], LRScheduler] | None
-    collate: Callable[[list[Any]], Any] | None
     path: Path
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
     init: Callable[[nn.Module], None] | None = None
 
 
@@ -116,18 +116,7 @@ def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | N
         name: functools.partial(function, **overrides[name]) if overrides[name] else function
         for name, function in functions.items()
     }
-    return Recipe(
-        model=bound["model"],
-        loss=bound["loss"],
-        optimizer=bound["optimizer"],
-        data=bound["data"],
-        scheduler=bound.get("scheduler"),
-        collate=bound.get("collate"),
-        path=path,
-        name=path.stem,
-        settings=settings,
-        init=bound.get("init"),
-    )
+    return Recipe(path=path, name=path.stem, settings=settings, **bound)
 
 
 def parse_assignments(texts: Sequence[str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
 from polylane.cluster.rank_span import Ranks
 from polylane.cost.cost_table import Clock, CostTable, ShardedGraphCost
+from polylane.cost.memory.intervals import Range
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.optimizer_state import OptimizerState
 from polylane.cost.memory.peak import (
@@ -27,7 +28,7 @@ from polylane.cost.network import collectives as network
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.shard_traffic import ShardTrafficSeconds, exposed_seconds
-from polylane.cost.stage_cost import PassCosts, Range, StageCosts, add_recomputation, sum_passes
+from polylane.cost.stage_cost import PassCosts, StageCosts, add_recomputation, sum_passes
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees

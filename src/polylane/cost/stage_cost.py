@@ -11,6 +11,7 @@ import numpy as np
 
 from polylane.cost.cost_table import Array, Clock, CollectiveClock, CostTable, ShardedGraphCost
 from polylane.cost.memory.attention_cores import find_attention_cores
+from polylane.cost.memory.intervals import Range
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
@@ -21,9 +22,6 @@ from polylane.placement.operator_view import OperatorView
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import OperatorCall
 from polylane.plan.spec import Degrees
-
-# Nodes first..end-1 of a graph.
-Range = tuple[int, int]
 
 
 class MeshSplit(Protocol):

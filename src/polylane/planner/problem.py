@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
 from polylane.cost.cost_table import Clock
 from polylane.cost.interleave import check_interleaved
-from polylane.cost.memory.optimizer_state import OptimizerState, probe_optimizer_state
+from polylane.cost.memory.optimizer_state import Factory, OptimizerState, probe_optimizer_state
 from polylane.cost.memory.peak import MARGINS
 from polylane.cost.memory.saved_tensors import BackendSetting
 from polylane.cost.network import collectives as network
@@ -33,8 +32,6 @@ from polylane.plan.spec import Degrees, Spec
 from polylane.planner.stage_curves import CurveCache
 from polylane.program.interleave import deal_stages
 from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
-
-Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 # Passes over a parameter's bytes in an optimizer's step, besides reading and writing its states once: the parameter is
 # read and written, the gradient read, and set to zero for the next step.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from polylane.cost.memory.optimizer_state import Factory
 from polylane.cost.operators.profile import Both, Profile
 from polylane.graph.batch import Rebuild, clone_leaves, sample_count, take_first_samples
 from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
@@ -26,7 +27,7 @@ def profiled(
     graph: Graph,
     model: nn.Module,
     loss: Loss,
-    optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any] | None,
+    optimizer: Factory | None,
     leaves: Sequence[Any],
     rebuild: Rebuild,
     sizes: Sequence[int],
@@ -86,7 +87,7 @@ def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild
     return statistics.median(f for f, _ in times[1:]), statistics.median(b for _, b in times[1:])
 
 
-def _update(model: nn.Module, loss: Loss, factory: Callable[[list[tuple[str, nn.Parameter]]], Any]) -> float:
+def _update(model: nn.Module, loss: Loss, factory: Factory) -> float:
     """Return the median seconds of an optimizer step on all parameters, zero_grad included."""
     restore = snapshot_model(model)
     named = list(model.named_parameters())
