@@ -119,7 +119,7 @@ def test_two_replicas_scatter_update_a_half_each_and_gather(shard: str, dtype: s
     scattered, gathered = (
         network.collective_seconds(basis.cluster, kind, size, both, None) for kind in ("reduce_scatter", "all_gather")
     )
-    update = basis.update_seconds(basis.cluster.device(0), weights(SMALL) // 4 // 2, 1)
+    update = basis.update_seconds(basis.cluster.device(0), weights(SMALL) // 4 // 2)
     assert found.seconds == pytest.approx(passes + scattered + update + gathered, rel=1e-9)
     assert found.timeline.exposed_communication()[0] == pytest.approx(scattered + gathered, rel=1e-9)
     (reduce,), (step,) = spans(found, ActionKind.REDUCE), spans(found, ActionKind.STEP)
