@@ -22,7 +22,7 @@ from polylane.profiling.host_contention import together
 from polylane.profiling.profile_model import profiled
 from polylane.samples.batch_layout import BatchLayout, batch_layouts
 from polylane.samples.derivation import derive_batch_layouts, derive_composition
-from polylane.samples.min_samples import MinSamples, min_samples
+from polylane.samples.min_samples import min_samples
 
 # Samples with which the graph is captured whose shapes are read.
 EXAMPLE = 4
@@ -30,11 +30,6 @@ EXAMPLE = 4
 PARTS = (1, 2, 4, 16)
 # Numbers of model copies that run side by side, to measure host contention; it is interpolated between them.
 COPIES = (2, 4, 8)
-
-
-def best_plan(problem: TrainingProblem, workers: Collection[int], cluster: Cluster, copies: bool = False) -> Plan:
-    """Return the first of the plans that :func:`choose` finds, with the same arguments; print it on stderr."""
-    return announced(choose(problem, workers, cluster, copies=copies))
 
 
 def choose(problem: TrainingProblem, workers: Collection[int], cluster: Cluster, copies: bool = False) -> SearchResult:
@@ -64,17 +59,14 @@ def choose(problem: TrainingProblem, workers: Collection[int], cluster: Cluster,
     wish = SearchRequest(tuple(sorted(workers)), most, limit, batch_is_indivisible=meets)
 
     def keep(candidate: RatedPlan) -> bool:
-        return candidate.workers in workers and _enough(batch, candidate, fewest)
+        # Every microbatch needs as many samples as the model takes at once (BatchNorm needs two).
+        enough = count_parts(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
+        return candidate.workers in workers and enough
 
     answer = search(CurveCache(basis, batch, _staying(graph)), wish, keep=keep)
     if not answer.ranked_plans:
         raise PolylaneError(f"plan auto: {_nothing(answer)}")
     return answer
-
-
-def _enough(batch: int, candidate: RatedPlan, fewest: MinSamples) -> bool:
-    """Return whether every microbatch has as many samples as the model needs at once (BatchNorm needs two)."""
-    return count_parts(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
 
 
 def _nothing(answer: SearchResult) -> str:
@@ -126,18 +118,14 @@ def _staying(graph: Graph) -> list[str]:
     ]
 
 
-def announced(answer: SearchResult) -> Plan:
-    """Return the first plan of a search, and print it on stderr."""
-    print(told(answer), file=sys.stderr, flush=True)
-    return answer.ranked_plans[0].plan
-
-
-def told(answer: SearchResult) -> str:
-    """Describe the chosen plan in one line."""
+def announce_best(answer: SearchResult) -> Plan:
+    """Return the first plan of a search, and describe it in one line on stderr."""
     best = answer.ranked_plans[0]
     alone = next((c for c in answer.fitting_candidates if c.workers == 1), None)
     rate = f"{best.prediction.seconds * 1e3:.3g} ms a step"
     gain = ""
     if alone is not None and best.candidate.workers > 1:
         gain = f", {alone.seconds / best.candidate.seconds:.2f} times as fast as one worker"
-    return f"plan auto: {best.plan.spec} ({rate} predicted{gain}; of {answer.compared_count} plans)"
+    line = f"plan auto: {best.plan.spec} ({rate} predicted{gain}; of {answer.compared_count} plans)"
+    print(line, file=sys.stderr, flush=True)
+    return best.plan

@@ -42,7 +42,7 @@ def run(request: PlanRequest) -> None:
         _check_plan_can_say(method)
     bound = None if request.memory is None else _parse_bytes(request.memory)
     cluster = load_or_parse(request.cluster)
-    problem = planning.capture_for(planning.open_on_meta(inputs.open_recipe(request), request), cluster, request)
+    _, problem = planning.capture_on_meta(inputs.open_recipe(request), cluster, request)
     answer = search_for(problem, cluster, request.batch, method, workers=request.workers, memory=bound, top=request.top)
     told = advice.advise(answer)
     if output is not None:

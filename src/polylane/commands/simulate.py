@@ -39,7 +39,7 @@ def run(request: SimulateRequest) -> None:
     Raises:
         PolylaneError: an option, the recipe, the plan or the cluster is wrong.
     """
-    from polylane.auto.choose import announced
+    from polylane.auto.choose import announce_best
     from polylane.cluster.spec import load_or_parse
     from polylane.cost.predict import predict
     from polylane.observe.swimlane import render as swimlane
@@ -53,10 +53,9 @@ def run(request: SimulateRequest) -> None:
     pins = {axis: plan.pins(axis) for axis in plan.axes} if isinstance(plan, Plan) else {}
     cluster = slow_down_cluster(load_or_parse(request.cluster), request.slow)
     recipe = inputs.open_recipe(request)
-    problem = planning.open_on_meta(recipe, request)
-    captured = planning.capture_for(problem, cluster, request, pins)
+    problem, captured = planning.capture_on_meta(recipe, cluster, request, pins)
     if plan is None:
-        plan = announced(search_for(captured, cluster, request.batch, method))
+        plan = announce_best(search_for(captured, cluster, request.batch, method))
     elif request.dtype is None:
         method = replace(method, dtype=plan.precision)
     planning.check_workers(cluster, plan.workers)

@@ -74,7 +74,7 @@ def find_plan(request: RecipeRequest, workers: int | None = None) -> Plan:
             "(polylane inspect RECIPE --plan auto --write plan.yaml) and give that file"
         )
     recipe = open_recipe(request)
-    from polylane.auto.choose import best_plan
+    from polylane.auto.choose import announce_best, choose
     from polylane.probe.machine import local_cluster
     from polylane.runtime.workers.fork import limit_to_one_thread
 
@@ -82,7 +82,7 @@ def find_plan(request: RecipeRequest, workers: int | None = None) -> Plan:
     problem, _ = open_problem(recipe, request)
     # Plan for the example's samples, which are fewer than --batch where the dataset is smaller.
     problem, most = replace(problem, batch_size=None), workers or os.cpu_count() or 1
-    return best_plan(problem, range(1, most + 1), local_cluster(most), copies=True)
+    return announce_best(choose(problem, range(1, most + 1), local_cluster(most), copies=True))
 
 
 def read_plan(text: str) -> Spec | Plan:

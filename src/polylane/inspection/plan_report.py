@@ -54,7 +54,7 @@ def report_plan(
         "workers": prepared.plan.workers,
         "share": _share(prepared, batch),
         "stages": _stages(prepared, costs, seconds),
-        "edges": count_stage_traffic(prepared, _microbatch(prepared.plan, batch), dtypes_of(prepared)),
+        "edges": count_stage_traffic(prepared, -(-batch // prepared.plan.microbatches), dtypes_of(prepared)),
         "utilization": step_at_best(prepared, costs).utilization(),
         "crossings": _crossings(prepared.main_partition),
         "splits": _splits(prepared),
@@ -129,11 +129,6 @@ def by_rank(timeline: Timeline, plan: Plan) -> Timeline:
         replace(span, rank=rank) for span in timeline.spans for rank in plan.stages[span.action.stage].devices
     )
     return replace(timeline, spans=spans, ranks=plan.workers)
-
-
-def _microbatch(plan: Plan, batch: int) -> int:
-    """Return the number of samples of the largest microbatch."""
-    return -(-batch // plan.microbatches)
 
 
 def _share(prepared: CompiledTraining, batch: int) -> str:

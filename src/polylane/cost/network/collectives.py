@@ -36,8 +36,6 @@ class LinkFlow:
     out of buffers.
     """
 
-    link: str
-    level: Level
     per_byte: float
     per_root: float
     copies: float = 0.0
@@ -202,7 +200,7 @@ def _switch_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveC
         return None
     rate, volume = link.switch * link.bandwidth, 1 + 1 / span.ranks
     copies = _copy_seconds_per_byte(span, span.crossings[0], kind)
-    flow = LinkFlow(link.kind, Level.HOST, volume / rate, math.sqrt(volume * link.half) / rate, copies)
+    flow = LinkFlow(volume / rate, math.sqrt(volume * link.half) / rate, copies)
     return CollectiveCurve("switch", link.delay(kind), 2 * link.hop, ((flow,),))
 
 
@@ -236,9 +234,7 @@ def _link_flow(span: RankSpan, crossing: LinkUse, kind: Kind, groups: int | None
         rate = _bytes_per_second(crossing.link, kind, ranks, inside, devices // ranks if groups is None else groups)
         per_byte = max(per_byte, leaves / rate)
         per_root = max(per_root, math.sqrt(leaves * crossing.link.half * senders) / rate)
-    return LinkFlow(
-        crossing.link.kind, crossing.level, per_byte, per_root, _copy_seconds_per_byte(span, crossing, kind)
-    )
+    return LinkFlow(per_byte, per_root, _copy_seconds_per_byte(span, crossing, kind))
 
 
 def _all_to_all_volume(ranks: int, own: int, inside: bool) -> float:

@@ -88,11 +88,6 @@ class Operation:
         """Return the demand on a rank that does a fraction of the work."""
         return replace(self, forward=self.forward.scaled(share), backward=self.backward.scaled(share))
 
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of the forward pass."""
-        return self.forward.flops + sum(product.flops for product in self.forward.products)
-
 
 @dataclass(frozen=True)
 class LocalCall:
