@@ -163,13 +163,11 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[name]
         _remove_from_path(added)
-        raise RecipeError(_describe_import_error(error, path)) from error
-    except BaseException:
-        del sys.modules[name]
-        _remove_from_path(added)
+        if isinstance(error, (Exception, SystemExit)):
+            raise RecipeError(_describe_import_error(error, path)) from error
         raise
     return module
 
@@ -285,15 +283,11 @@ def _check_call(name: str, function: Callable[..., Any], path: Path) -> None:
     try:
         signature.bind(*range(ARGUMENTS[name]))
     except TypeError as error:
+        parameters = ", ".join(signature.parameters)
         raise RecipeError(
-            f"{name} in {shorten_path(path)} is called as {SIGNATURES[name]}, and "
-            f"{name}{_format_parameters(signature)} does not "
+            f"{name} in {shorten_path(path)} is called as {SIGNATURES[name]}, and {name}({parameters}) does not "
             f"admit that ({error}); further arguments need defaults."
         ) from error
-
-
-def _format_parameters(signature: inspect.Signature) -> str:
-    return f"({', '.join(signature.parameters)})"
 
 
 # The settings --------------------------------------------------------------------------------------------------------

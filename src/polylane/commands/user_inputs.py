@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -258,10 +258,15 @@ def example_batch(recipe: Recipe, dataset: Any, size: int) -> Any:
     Raises:
         PolylaneError: there are no samples, or they do not make a batch.
     """
+    return collate_samples(recipe, _first_samples(recipe, dataset, size, range))
+
+
+def _first_samples(recipe: Recipe, dataset: Any, count: int, order: Callable[[int], Sequence[int]]) -> list[Any]:
+    """Return up to ``count`` samples; of a map-style dataset in the order that its length gives."""
     with blamed_on(recipe, "data('train')"):
-        indices = range(min(size, len(dataset))) if is_mapped(dataset) else None
-        samples = list(itertools.islice(dataset, size)) if indices is None else [dataset[i] for i in indices]
-    return collate_samples(recipe, samples)
+        if is_mapped(dataset):
+            return [dataset[i] for i in order(len(dataset))[:count]]
+        return list(itertools.islice(dataset, count))
 
 
 def collate_samples(recipe: Recipe, samples: list[Any]) -> Any:
@@ -304,15 +309,12 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
     for epoch in range(count):  # enough, since an epoch has at least one batch
         if len(found) == count:
             break
-        with blamed_on(recipe, "data('train')"):
-            indices = sample_order(len(dataset), epoch, seed) if is_mapped(dataset) else None
-            wanted = size * (count - len(found))
-            stream = itertools.islice(dataset, wanted) if indices is None else (dataset[i] for i in indices[:wanted])
-            samples = list(stream)
+        order = functools.partial(sample_order, epoch=epoch, seed=seed)
+        samples = _first_samples(recipe, dataset, size * (count - len(found)), order)
         # Without samples collate_samples raises its own message.
         found += [collate_samples(recipe, samples[at : at + size]) for at in range(0, len(samples), size)] or [
             collate_samples(recipe, [])
         ]
-        if indices is None and isinstance(dataset, Iterator):
+        if isinstance(dataset, Iterator):
             dataset = open_data(recipe, "train")
     return found

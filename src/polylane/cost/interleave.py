@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from polylane.cost.memory.peak import MemoryBreakdown, peak_memory
+from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.plan_cost import CostModel, PlanCost
 from polylane.cost.simulator.task import Task
 from polylane.cost.task_lanes import TaskBuilder
@@ -41,18 +42,11 @@ class InterleavedWorkers(PlanCost):
         """Return the virtual stages of a worker: every ``pipeline``-th, from its own stage on."""
         return range(stage, self.chunks.partition.stages, self.plan.pipeline)
 
-    def peak_memory(self, stage: int) -> MemoryBreakdown:
-
-        plan, own = self.plan, self.stages_of_worker(stage)
-        return peak_memory(
-            interleaved(plan.pipeline, len(own), plan.microbatches)[stage],
-            {each: self.chunks.microbatch_memory(each) for each in own},
-            {each: self.chunks.trained_bytes(each).trained for each in own},
-            self.trained_bytes(stage),
-            self.basis.method,
-            plan.degree("data", stage),
-            self.basis.margin,
-        )
+    def _passes_in_memory(self, stage: int) -> tuple[Sequence[Action], dict[int, PeakMemory], dict[int, float]]:
+        own, plan = self.stages_of_worker(stage), self.plan
+        needs = {each: self.chunks.microbatch_memory(each) for each in own}
+        trained = {each: self.chunks.trained_bytes(each).trained for each in own}
+        return interleaved(plan.pipeline, len(own), plan.microbatches)[stage], needs, trained
 
 
 class InterleavedTaskBuilder(TaskBuilder):

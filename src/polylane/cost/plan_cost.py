@@ -33,6 +33,7 @@ from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
+from polylane.schedule.action import Action
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes, schedule_lanes
 
@@ -208,11 +209,13 @@ class PlanCost:
 
     def peak_memory(self, stage: int) -> MemoryBreakdown:
         """Return the bytes of a stage's busiest rank at the peak of the step."""
-        basis, load = self.basis, self.trained_bytes(stage)
-        needs, trained = {stage: self.microbatch_memory(stage)}, {stage: load.trained}
-        return peak_memory(
-            self._lanes[stage], needs, trained, load, basis.method, self.plan.degree("data", stage), basis.margin
-        )
+        lane, needs, trained = self._passes_in_memory(stage)
+        basis, load, replicas = self.basis, self.trained_bytes(stage), self.plan.degree("data", stage)
+        return peak_memory(lane, needs, trained, load, basis.method, replicas, basis.margin)
+
+    def _passes_in_memory(self, stage: int) -> tuple[Sequence[Action], dict[int, PeakMemory], dict[int, float]]:
+        """Return a worker's passes, and by stage the memory of a microbatch and the bytes of trained parameters."""
+        return self._lanes[stage], {stage: self.microbatch_memory(stage)}, {stage: self.trained_bytes(stage).trained}
 
     @cached_property
     def _lanes(self) -> Lanes:

@@ -27,7 +27,7 @@ def profiled(
     graph: Graph,
     model: nn.Module,
     loss: Loss,
-    optimizer: Factory | None,
+    optimizer: Factory,
     leaves: Sequence[Any],
     rebuild: Rebuild,
     sizes: Sequence[int],
@@ -39,7 +39,7 @@ def profiled(
     Args:
         graph: captured from ``model`` and ``loss``.
         model, loss: the user's, on the device to measure.
-        optimizer: (name, parameter) pairs -> optimizer; None: its step is not measured.
+        optimizer: (name, parameter) pairs -> optimizer.
         leaves, rebuild: flat batch of at least the largest size, and the function that restores its structure.
         sizes: batch sizes to measure; larger ones than the batch are left out.
     """
@@ -59,9 +59,8 @@ def profiled(
                 if node.name in shared:
                     shared[node.name].append(both)
         steps.append(passes(model, loss, part, rebuild))
-    update = _update(model, loss, optimizer) if optimizer is not None else 0.0
     of_nodes, of_shared = ({name: tuple(each) for name, each in found.items()} for found in (nodes, shared))
-    return Profile(tuple(wanted), of_nodes, tuple(steps), update, of_shared)
+    return Profile(tuple(wanted), of_nodes, tuple(steps), _update(model, loss, optimizer), of_shared)
 
 
 def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild) -> Both:

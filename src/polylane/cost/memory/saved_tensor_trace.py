@@ -86,8 +86,8 @@ class SavedTensorTrace(GraphInterpreter):
             return taken, None
         if isinstance(node.target, SymbolicSize):
             return node.target(self._part), None
-        if _is_number(node.meta.get("val")):
-            val = node.meta["val"]
+        val = node.meta.get("val")
+        if isinstance(val, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
             return val if isinstance(val, (int, float)) else self._number(val), None
         return self._operator(node)
 
@@ -249,10 +249,6 @@ def _on_cpu(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(_on_cpu(v) for v in value)
     return {k: _on_cpu(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def _is_number(val: Any) -> bool:
-    return isinstance(val, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _getitem_value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

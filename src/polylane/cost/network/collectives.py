@@ -83,7 +83,7 @@ def collective_seconds(cluster: Cluster, kind: str, size: float, ranks: Ranks, g
     Raises:
         ValueError: ``kind`` is no collective.
     """
-    curves = _curves_of_group(cluster, kind, ranks, groups)
+    curves = collective_curves(cluster.span(ranks), kind, groups)
     return min([curve.seconds(size) for curve in curves]) if curves else 0.0
 
 
@@ -100,7 +100,7 @@ def make_collective_clock(cluster: Cluster, ranks: Ranks) -> CollectiveClock:
 
 def fastest(cluster: Cluster, kind: str, size: float, ranks: Ranks, groups: int | None = 1) -> CollectiveCurve | None:
     """Return the curve that :func:`collective_seconds` uses; None where a collective takes no time."""
-    found = _curves_of_group(cluster, kind, ranks, groups)
+    found = collective_curves(cluster.span(ranks), kind, groups)
     return min(found, key=lambda curve: curve.seconds(size), default=None)
 
 
@@ -143,15 +143,11 @@ def fit_rank_speed(
     return RankSpeed(flops, own, latency, bytes_per_rank("all_reduce", size, len(ranks)) / (whole - latency))
 
 
-def _curves_of_group(cluster: Cluster, kind: str, ranks: Ranks, groups: int | None) -> tuple[CollectiveCurve, ...]:
-    if kind == "" or len(ranks) < 2:
-        return ()
-    return collective_curves(cluster.span(ranks), kind, groups)
-
-
 @lru_cache(maxsize=2**14)
 def collective_curves(span: RankSpan, kind: str, groups: int | None) -> tuple[CollectiveCurve, ...]:
-    """Return NCCL's possible algorithms on several ranks, ring first; arguments as in :func:`collective_seconds`."""
+    """Return NCCL's possible algorithms, ring first; none on a single rank. Arguments as :func:`collective_seconds`."""
+    if kind == "" or span.ranks < 2:
+        return ()
     if kind == "send" or kind not in get_args(Kind):
         raise ValueError(f"{kind} is no collective")
     name = cast(Kind, kind)
