@@ -81,8 +81,7 @@ class StageCosts:
         # samples.
         self._keepings: dict[tuple[int, int, int], SavedTensors] = {}
         self._residences: dict[tuple[int, int, int, bool], LiveRanges] = {}
-        self._laid: dict[tuple[int, int], MeshSplit] = {}
-        self._sheets: dict[tuple[int, int], ShardedGraphCost] = {}
+        self._graphs: dict[tuple[int, int], tuple[MeshSplit | None, ShardedGraphCost]] = {}
         self._tables: dict[tuple[object, ...], CostTable] = {}
         self._live: dict[tuple[int, int], Array] = {}
         self._needs: dict[tuple[object, ...], PeakMemory] = {}
@@ -90,20 +89,22 @@ class StageCosts:
     def without_prices(self) -> StageCosts:
         """Return a copy that shares layouts and memory traces, but no prices: for other devices or links."""
         other = StageCosts(self.graph, self._lay, self._float_itemsize, self.setting)
-        other._laid, other._sheets = self._laid, self._sheets
-        other._keepings, other._residences = self._keepings, self._residences
+        other._graphs, other._keepings, other._residences = self._graphs, self._keepings, self._residences
         return other
 
     def sharded_graph(self, mesh: Degrees) -> ShardedGraphCost:
         """Return the graph sharded over the sequence and tensor axes of a mesh."""
+        return self._sharded(mesh)[1]
+
+    def _sharded(self, mesh: Degrees) -> tuple[MeshSplit | None, ShardedGraphCost]:
+        """Return the sharding of the operators, None without operator axes, and the graph sharded by it."""
         key = (mesh.sequence, mesh.tensor)
-        if key not in self._sheets:
-            if key != (1, 1):
-                self._laid[key] = self._lay(mesh)
-            laid, samples = self._laid.get(key), self.graph.samples
+        if key not in self._graphs:
+            laid = None if key == (1, 1) else self._lay(mesh)
             splits, view = ({}, None) if laid is None else (laid.splits, laid.view)
-            self._sheets[key] = ShardedGraphCost(self.graph, splits, samples, self._float_itemsize, view)
-        return self._sheets[key]
+            sheet = ShardedGraphCost(self.graph, splits, self.graph.samples, self._float_itemsize, view)
+            self._graphs[key] = laid, sheet
+        return self._graphs[key]
 
     def table(
         self,
@@ -150,8 +151,7 @@ class StageCosts:
     def _saved_tensors(self, mesh: Degrees, samples: int) -> SavedTensors:
         key = (mesh.sequence, mesh.tensor, samples)
         if key not in self._keepings:
-            self.sharded_graph(mesh)  # fills _laid, unless the mesh has no operator axes
-            setting, laid = replace(self.setting, samples=samples), self._laid.get(key[:2])
+            setting, (laid, _) = replace(self.setting, samples=samples), self._sharded(mesh)
             if laid is None:
                 self._keepings[key] = trace_saved_tensors(self.graph, setting)
             else:
@@ -189,8 +189,7 @@ class StageCosts:
 
     def partial_gradient_axes(self, mesh: Degrees) -> Mapping[str, tuple[str, ...]]:
         """Return the parameters whose gradients are partial sums on the ranks of an axis, with these axes."""
-        self.sharded_graph(mesh)  # fills _laid, unless the mesh has no operator axes
-        laid = self._laid.get((mesh.sequence, mesh.tensor))
+        laid, _ = self._sharded(mesh)
         return {} if laid is None else laid.partial_gradient_axes()
 
     @cached_property

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from polylane.cost.simulator.longest_path import longest_path
 from polylane.cost.simulator.matching import Role, ScheduledTask, Transmission
-from polylane.cost.simulator.task import Task, TransferTime
+from polylane.cost.simulator.task import Task, TransferTime, describe_action
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import PASSES, Action, ActionKind
 from polylane.schedule.stage_graph import StageGraph
@@ -121,7 +121,9 @@ def _check_all_ran(lanes: Sequence[Sequence[Action]], spans: Sequence[Sequence[S
     needs = [Action(action.kind, stage, action.microbatch) for stage in _neighbours(action, graph)[0]]
     missing = next(need for need in needs if need not in ran)
     why = "is itself blocked" if any(missing in lane for lane in lanes) else "no lane has"
-    raise ValueError(f"deadlock: {_name(action)} in lane {number} waits for {_name(missing)}, which {why}")
+    raise ValueError(
+        f"deadlock: {describe_action(action)} in lane {number} waits for {describe_action(missing)}, which {why}"
+    )
 
 
 def _lanes_of_stages(lanes: Sequence[Sequence[Action]], graph: StageGraph) -> dict[int, int]:
@@ -138,9 +140,11 @@ def _lanes_of_stages(lanes: Sequence[Sequence[Action]], graph: StageGraph) -> di
             if action.kind not in PASSES or action.microbatch is None:
                 raise ValueError(f"lanes hold forwards and backwards of a microbatch only, not {action}")
             if virtual and not 0 <= action.stage < graph.stages:
-                raise ValueError(f"lane {number} holds {_name(action)}: there are {graph.stages} stages")
+                raise ValueError(f"lane {number} holds {describe_action(action)}: there are {graph.stages} stages")
             if lane_of.setdefault(action.stage, number if virtual else action.stage) != number:
-                raise ValueError(f"lane {number} holds {_name(action)}: it belongs in lane {lane_of[action.stage]}")
+                raise ValueError(
+                    f"lane {number} holds {describe_action(action)}: it belongs in lane {lane_of[action.stage]}"
+                )
     for number, lane in enumerate(lanes):
         _check_order(lane, number, lane_of, graph)
     return lane_of
@@ -154,15 +158,13 @@ def _check_order(lane: Sequence[Action], number: int, lane_of: dict[int, int], g
         needs += [(ActionKind.FORWARD, action.stage)] if action.kind is ActionKind.BACKWARD else []
         for kind, stage in needs:
             if lane_of.get(stage, number) == number and (kind, stage, action.microbatch) not in seen:
-                needed = _name(Action(kind, stage, action.microbatch))
-                raise ValueError(f"deadlock: {_name(action)} waits for {needed}, which does not come before it")
+                needed = describe_action(Action(kind, stage, action.microbatch))
+                raise ValueError(
+                    f"deadlock: {describe_action(action)} waits for {needed}, which does not come before it"
+                )
         if (action.kind, action.stage, action.microbatch) in seen:
-            raise ValueError(f"lane {number} holds {_name(action)} twice")
+            raise ValueError(f"lane {number} holds {describe_action(action)} twice")
         seen.add((action.kind, action.stage, action.microbatch))
-
-
-def _name(action: Action) -> str:
-    return f"the {action.kind} of microbatch {action.microbatch} on stage {action.stage}"
 
 
 def _per_stage(name: str, ticks: float | Sequence[float], stages: int) -> list[float]:
