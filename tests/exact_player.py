@@ -12,7 +12,7 @@ from polylane.schedule.action import ActionKind
 
 @dataclass
 class ExactPlayer:
-    """Lanes of passes and messages on one host and one link, in exact fractions; every event looks at everything."""
+    """Lanes of passes and messages on one host, in exact fractions; every event looks at everything."""
 
     lanes: list[list[Task]]
     cores: Fraction
@@ -32,9 +32,8 @@ class ExactPlayer:
             moving = [queue[0] for queue in queues.values() if queue]
             for task in moving:
                 self.left.setdefault(("key", task.key), Fraction(task.transfer.seconds))
-            users = sum(bool(task.transfer.links) for task in moving)
             rates = dict.fromkeys(computing, min(Fraction(1), self.cores / max(1, len(computing))))
-            rates |= {("key", t.key): Fraction(1, users) if t.transfer.links else Fraction(1) for t in moving}
+            rates |= {("key", t.key): Fraction(1) for t in moving}
             if not rates:
                 return self.ends
             pause = min(self.left[each] / rate for each, rate in rates.items())

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 import models
 from polylane.cluster.spec import parse
-from polylane.cost.memory.search_bound import Footprint
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import CostModel
 from polylane.graph.capture.capture import capture
@@ -92,7 +91,3 @@ def basis(graph: Graph, cluster: str, method: TrainingOptions | None = None) -> 
 
 def estimates(graph: Graph, cluster: str, batch: int, method: TrainingOptions | None = None) -> CurveCache:
     return CurveCache(basis(graph, cluster, method), batch)
-
-
-def footprint(graph: Graph, cluster: str) -> Footprint:
-    return setup.build_search_bound(setup.CapturedProblem(graph, adam), parse(cluster))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.peak import MemoryBreakdown, MemoryMargin, TrainedBytes, peak_memory
@@ -38,6 +38,25 @@ def receive(key: str, seconds: float = 0, **more: object) -> Task:
 
 def reduce(name: str, seconds: float, lanes: tuple[int, ...], **more: object) -> Task:
     return Task(Action(ActionKind.REDUCE, 0, value=name), lanes=lanes, transfer=TransferTime(seconds), **more)  # type: ignore[arg-type]
+
+
+def scheduled(
+    lanes: Sequence[Sequence[Action]], ticks: dict[ActionKind, float], transfer: TransferTime
+) -> list[list[Task]]:
+    """The passes of a chain of stages, each between its receive and its send."""
+
+    def tasks_of(action: Action) -> Iterator[Task]:
+        stage, microbatch, last = action.stage, action.microbatch, len(lanes) - 1
+        back = action.kind is ActionKind.BACKWARD
+        source, target = (stage + 1, stage - 1) if back else (stage - 1, stage + 1)
+        if 0 <= source <= last:
+            yield Task(Action(ActionKind.RECEIVE, stage, microbatch, "", source, back), key=(source, stage, microbatch))
+        yield Task(action, ticks[action.kind])
+        if 0 <= target <= last:
+            sent = Action(ActionKind.SEND, stage, microbatch, "", target, back)
+            yield Task(sent, key=(stage, target, microbatch), transfer=transfer)
+
+    return [[task for action in lane for task in tasks_of(action)] for lane in lanes]
 
 
 def times(timeline: Timeline, rank: int) -> list[tuple[str, float, float]]:

@@ -8,9 +8,8 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -178,7 +177,7 @@ def train(
       torchrun --nproc-per-node 4 -m -- polylane train examples/digits.py
     """
     from polylane.commands import train as command
-    from polylane.commands.learning_rates import learning_rate_options
+    from polylane.commands.learning_rates import LearningRateOptions
 
     request = TrainRequest(
         recipe=recipe,
@@ -194,7 +193,7 @@ def train(
         run_folder=run,
         on_nan="stop" if stop_on_nan else on_nan,
         drop_last=drop_last,
-        rates=learning_rate_options(batch, optimizer, lr, scale_lr, base_batch, warmup),
+        rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup),
     )
     command.run(request)
 
@@ -286,17 +285,9 @@ def inspect(
 cli_planning.register(app)
 
 
-class _Schedule(StrEnum):
-    """The schedules, by their names in plans."""
-
-    NAIVE = "naive"
-    AFAB = "afab"
-    ONE_F_ONE_B = "1f1b"
-
-
 @app.command()
 def lanes(
-    schedule: Annotated[_Schedule, typer.Argument(help="Which schedule.", show_default=False)],
+    schedule: Annotated[Literal["naive", "afab", "1f1b"], typer.Argument(help="Which schedule.", show_default=False)],
     stages: Annotated[
         str,
         typer.Option("--stages", metavar="K|FILE", help="A number of stages, or a YAML file of stages that branch."),
@@ -323,7 +314,7 @@ def lanes(
     from polylane.commands import lanes as command
 
     command.run(
-        schedule.value,
+        schedule,
         stages=stages,
         microbatches=microbatches,
         forward=forward,

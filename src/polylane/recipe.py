@@ -74,23 +74,23 @@ class Recipe:
         loss: (model, batch) to a scalar mean over the batch, or a ``Mean``.
         optimizer: (name, Parameter) pairs, as ``torch.optim`` takes them, to an optimizer.
         data: "train" or "test" to a map-style or iterable dataset, or a list of samples.
-        scheduler: optimizer to a learning-rate scheduler, if the recipe has one.
-        collate: a list of samples to a batch; torch's default where the recipe has none.
-        init: for a model that is built on the meta device: fills the tensors that a module itself owns.
         path: path of the recipe's file.
         name: name of the file, without ``.py``.
         settings: values that ``--set`` overrode, as text, by the name that the user gave.
+        scheduler: optimizer to a learning-rate scheduler, if the recipe has one.
+        collate: a list of samples to a batch; torch's default where the recipe has none.
+        init: for a model that is built on the meta device: fills the tensors that a module itself owns.
     """
 
     model: Callable[[], nn.Module]
     loss: Callable[[nn.Module, Any], Tensor | Mean]
     optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], Optimizer]
     data: Callable[[str], Any]
-    scheduler: Callable[[Optimizer], LRScheduler] | None
-    collate: Callable[[list[Any]], Any] | None
     path: Path
     name: str
     settings: Mapping[str, str] = field(default_factory=dict)
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
     init: Callable[[nn.Module], None] | None = None
 
 
@@ -116,18 +116,7 @@ def load(path_or_module: str | os.PathLike[str], settings: Mapping[str, str] | N
         name: functools.partial(function, **overrides[name]) if overrides[name] else function
         for name, function in functions.items()
     }
-    return Recipe(
-        model=bound["model"],
-        loss=bound["loss"],
-        optimizer=bound["optimizer"],
-        data=bound["data"],
-        scheduler=bound.get("scheduler"),
-        collate=bound.get("collate"),
-        path=path,
-        name=path.stem,
-        settings=settings,
-        init=bound.get("init"),
-    )
+    return Recipe(path=path, name=path.stem, settings=settings, **bound)
 
 
 def parse_assignments(texts: Sequence[str]) -> dict[str, str]:
@@ -174,13 +163,11 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         del sys.modules[name]
         _remove_from_path(added)
-        raise RecipeError(_describe_import_error(error, path)) from error
-    except BaseException:
-        del sys.modules[name]
-        _remove_from_path(added)
+        if isinstance(error, (Exception, SystemExit)):
+            raise RecipeError(_describe_import_error(error, path)) from error
         raise
     return module
 
@@ -244,19 +231,24 @@ def _describe_import_error(error: BaseException, path: Path) -> str:
     """Describe, in one sentence, the user's own line at which the import failed, and what was raised there."""
     kind = type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{_shorten_path(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
+        return f"{shorten_path(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
     message = " ".join(str(error).split()) or "no message"
-    # The deepest frame in the recipe's folder: the error may be in a sibling that it imports, hardly in site-packages.
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(path.parent) and "site-packages" not in frame.filename
-    ]
-    where = f"{_shorten_path(Path(frames[-1].filename))}, line {frames[-1].lineno}" if frames else _shorten_path(path)
+    line = deepest_own_line(error, path)
+    where = shorten_path(path) if line is None else f"{shorten_path(Path(line.filename))}, line {line.lineno}"
     return f"{where}: {kind}: {message.rstrip('.')}."
 
 
-def _shorten_path(path: Path) -> str:
+def deepest_own_line(error: BaseException, path: Path) -> traceback.FrameSummary | None:
+    """Return the deepest of the user's own lines that led to an error; None if there is none.
+
+    It may be in a file beside the recipe at ``path``; site-packages are not the user's.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (f for f in frames if Path(f.filename).is_relative_to(path.parent) and "site-packages" not in f.filename)
+    return next(reversed(list(own)), None)
+
+
+def shorten_path(path: Path) -> str:
     """Shorten a path to what the user would type in the current directory."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -269,7 +261,7 @@ def _collect_functions(module: ModuleType, path: Path) -> dict[str, Callable[...
     missing = [SIGNATURES[name] for name in REQUIRED if not hasattr(module, name)]
     if missing:
         what = f"function {missing[0]}" if len(missing) == 1 else f"functions {'; '.join(missing)}"
-        raise RecipeError(f"{_shorten_path(path)} lacks the {what}.")
+        raise RecipeError(f"{shorten_path(path)} lacks the {what}.")
     functions = {}
     for name, signature in SIGNATURES.items():
         function = getattr(module, name, None)
@@ -277,9 +269,7 @@ def _collect_functions(module: ModuleType, path: Path) -> dict[str, Callable[...
             continue
         if not callable(function):
             kind = type(function).__name__
-            raise RecipeError(
-                f"{name} in {_shorten_path(path)} is of type {kind} and should be a function {signature}."
-            )
+            raise RecipeError(f"{name} in {shorten_path(path)} is of type {kind} and should be a function {signature}.")
         _check_call(name, function, path)
         functions[name] = function
     return functions
@@ -293,15 +283,11 @@ def _check_call(name: str, function: Callable[..., Any], path: Path) -> None:
     try:
         signature.bind(*range(ARGUMENTS[name]))
     except TypeError as error:
+        parameters = ", ".join(signature.parameters)
         raise RecipeError(
-            f"{name} in {_shorten_path(path)} is called as {SIGNATURES[name]}, and "
-            f"{name}{_format_parameters(signature)} does not "
+            f"{name} in {shorten_path(path)} is called as {SIGNATURES[name]}, and {name}({parameters}) does not "
             f"admit that ({error}); further arguments need defaults."
         ) from error
-
-
-def _format_parameters(signature: inspect.Signature) -> str:
-    return f"({', '.join(signature.parameters)})"
 
 
 # The settings --------------------------------------------------------------------------------------------------------
@@ -340,16 +326,16 @@ def _describe_unknown_setting(key: str, known: Mapping[str, Mapping[str, Any]], 
     listing = [f"{name}.{argument} = {value!r}" for name in known for argument, value in known[name].items()]
     if not listing:
         return (
-            f"{_shorten_path(path)} has no setting {key!r}, nor any other: none of its functions has keyword arguments."
+            f"{shorten_path(path)} has no setting {key!r}, nor any other: none of its functions has keyword arguments."
         )
     names = [argument for arguments in known.values() for argument in arguments]
     close = difflib.get_close_matches(key.rpartition(".")[2], names, n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"{_shorten_path(path)} has no setting {key!r}{hint}; it has {', '.join(listing)}."
+    return f"{shorten_path(path)} has no setting {key!r}{hint}; it has {', '.join(listing)}."
 
 
 def _parse_value(name: str, text: str, default: Any, path: Path) -> Any:
     try:
         return parse_setting(text, default)
     except ValueError as error:
-        raise RecipeError(f"{name} in {_shorten_path(path)} {error}.") from error
+        raise RecipeError(f"{name} in {shorten_path(path)} {error}.") from error

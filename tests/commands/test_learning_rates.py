@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from polylane.commands.learning_rates import PLAIN, learning_rate_options
+from polylane.commands.learning_rates import PLAIN, LearningRateOptions
 from polylane.errors import PolylaneError
 from polylane.optim import LAMB, LARS
 from polylane.recipe import Recipe, load
@@ -24,16 +24,14 @@ def recipe() -> Recipe:
 
 def made(**asked: Any) -> tuple[torch.optim.Optimizer, Any]:
     """The optimizer and the scheduler of a recipe, changed as asked."""
-    plain = {"batch": 256, "optimizer": None, "lr": None, "rule": None, "base_batch": None, "warmup": 0}
-    found = learning_rate_options(**{**plain, **asked})  # type: ignore[arg-type]
-    assert found is not None
-    changed = found.apply_to(recipe())
+    changed = LearningRateOptions(256, **asked).apply_to(recipe())
     optimizer = changed.optimizer(list(nn.Linear(3, 2).named_parameters()))
     return optimizer, changed.scheduler
 
 
 def test_nothing_is_changed_unless_asked_for() -> None:
-    assert learning_rate_options(64, None, None, None, None, 0) is None
+    plain = recipe()
+    assert LearningRateOptions(64).apply_to(plain) is plain
 
 
 def test_rates_follow_the_batch() -> None:
@@ -77,6 +75,6 @@ def test_what_is_refused(asked: dict[str, Any], says: str) -> None:
 
 def test_a_recipe_stays_as_it_is() -> None:
     before = recipe()
-    found = learning_rate_options(256, "lars", 20.0, None, None, 5)
+    found = LearningRateOptions(256, "lars", 20.0, warmup=5)
     assert found is not None and found.apply_to(before) is not before
     assert replace(before) == before and before.scheduler is None

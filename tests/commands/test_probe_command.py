@@ -12,6 +12,7 @@ import torch
 
 from measured import quick
 from polylane.cluster.cluster_file import load
+from polylane.cluster.spec import parse
 from polylane.commands import planning, probe
 from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import PredictRequest, ProbeRequest, RecipeRequest
@@ -49,7 +50,7 @@ def run(output: Path | None, **change: Any) -> None:
 def captured(request: RecipeRequest) -> Graph:
     """The graph that predictions look a profile up for."""
     asked = PredictRequest(recipe=request.recipe, batch=request.batch, settings=request.settings, cluster="2:cpu")
-    return planning.open_on_meta(inputs.open_recipe(asked), asked).capture()
+    return planning.capture_on_meta(inputs.open_recipe(asked), parse(asked.cluster), asked)[1].graph
 
 
 @pytest.fixture

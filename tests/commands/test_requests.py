@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from polylane.commands.learning_rates import learning_rate_options
+from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import PlanRequest, RecipeRequest, SimulateRequest, TrainRequest, VerifyRequest
 from polylane.plan.spec import parse
 
-TRAIN = TrainRequest(
-    recipe="digits.py", batch=64, settings=("width=8",), rates=learning_rate_options(64, None, None, None, None, 5)
-)
+TRAIN = TrainRequest(recipe="digits.py", batch=64, settings=("width=8",), rates=LearningRateOptions(64, warmup=5))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
-from polylane.planner.interleave import subdivide_plan
+from polylane.planner.problem import subdivide_plan
 from polylane.program.interleave import lower_interleaved
 from polylane.schedule.action import ActionKind
 from polylane.schedule.interleaved import interleaved

@@ -18,7 +18,7 @@ from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span, Timeline
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
-from polylane.planner.interleave import subdivide_plan
+from polylane.planner.problem import subdivide_plan
 from polylane.schedule.action import ActionKind
 from polylane.yaml_file import parse as mapping
 

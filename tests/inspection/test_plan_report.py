@@ -19,8 +19,14 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
-from polylane.inspection.plan_report import dtypes_of, price_stages, report_plan, schedule_by_rank, step_at_best
-from polylane.inspection.stage_traffic import count_stage_traffic
+from polylane.inspection.plan_report import (
+    count_stage_traffic,
+    dtypes_of,
+    price_stages,
+    report_plan,
+    schedule_by_rank,
+    step_at_best,
+)
 from polylane.observe.timeline import Timeline
 from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.plan import Plan

@@ -599,10 +599,10 @@ PRICES = [
     ),
     Mutant(
         "hop-for-nothing", "a simulated value is at once on the next stage",
-        "cost.simulator.schedule_tasks:simulate_schedule",
-        "TransferTime(latency=hop)",
+        "cost.simulator.schedule_tasks:_SchedulePasses.__init__",
+        'TransferTime(latency=_per_stage("hop", [hop], 1)[0])',
         "TransferTime()",
-        "tests/cost/simulator/test_schedule_simulation.py", unseen="a prediction",
+        "tests/cost/simulator/test_schedule_tasks.py", unseen="a prediction",
     ),
     Mutant(
         "shared-cores-for-nothing", "lanes that share the cores of a host do not slow each other down",

@@ -7,13 +7,14 @@ import pytest
 
 import covering
 import jobs
-from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.operators.training_options import Recompute, TrainingOptions
 from polylane.cost.predict import predict
 from polylane.graph.graph import Graph
 from polylane.plan.spec import Degrees
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
 from polylane.planner.search import SearchRequest, realize_plan, search
+from polylane.planner.stage_curves import StageCurves
 from polylane.planner.stage_meshes import StageMeshSearch
 from polylane.planner.uniform_plans import UniformPlan, enumerate_uniform_plans, min_step_seconds, rate_uniform_plan
 
@@ -37,9 +38,9 @@ def graph_for(method: TrainingOptions) -> Graph:
 @pytest.mark.parametrize("method", covering.one_in(3, WAYS), ids=str)
 def test_no_plan_takes_less_than_its_floor(method: TrainingOptions) -> None:
     graph = graph_for(method)
-    found, weigh = jobs.estimates(graph, CLUSTER, 32, method), jobs.footprint(graph, CLUSTER)
-    for plan in enumerate_uniform_plans(8, 8, 32, found.max_stages, (method,)):
-        candidate = rate_uniform_plan(found, weigh, plan, np.inf)
+    found = jobs.estimates(graph, CLUSTER, 32, method)
+    for plan in enumerate_uniform_plans(8, 8, 32, found.max_stages):
+        candidate = rate_uniform_plan(found, plan, np.inf)
         assert candidate is None or min_step_seconds(found, plan) <= candidate.seconds * (1 + 1e-12)
 
 
@@ -47,8 +48,8 @@ def test_no_plan_takes_less_than_its_floor(method: TrainingOptions) -> None:
 @pytest.mark.parametrize("data, stages", [(8, 1), (4, 2), (1, 4)])
 def test_estimates_are_near_predictions(method: TrainingOptions, data: int, stages: int) -> None:
     graph = graph_for(method)
-    found, weigh = jobs.estimates(graph, CLUSTER, 64, method), jobs.footprint(graph, CLUSTER)
-    candidate = rate_uniform_plan(found, weigh, UniformPlan(data, stages, 1, 1, 4, "1f1b", method), np.inf)
+    found = jobs.estimates(graph, CLUSTER, 64, method)
+    candidate = rate_uniform_plan(found, UniformPlan(data, stages, 1, 1, 4), np.inf)
     assert candidate is not None
     exact = realize_plan(found, candidate).prediction
     assert candidate.seconds == pytest.approx(exact.seconds, rel=0.1), (candidate.seconds, exact.seconds)
@@ -58,8 +59,8 @@ def test_ways_to_share_are_ranked_as_they_are_predicted() -> None:
     graph, seconds = jobs.blocks(6, 512), list[tuple[float, float]]()
     for shard in ("none", "optimizer", "gradients", "parameters"):
         method = TrainingOptions(shard=shard)  # type: ignore[arg-type]
-        found, weigh = jobs.estimates(graph, CLUSTER, 64, method), jobs.footprint(graph, CLUSTER)
-        candidate = rate_uniform_plan(found, weigh, UniformPlan(8, 1, 1, 1, 2, "1f1b", method), np.inf)
+        found = jobs.estimates(graph, CLUSTER, 64, method)
+        candidate = rate_uniform_plan(found, UniformPlan(8, 1, 1, 1, 2), np.inf)
         basis = jobs.basis(graph, CLUSTER, method)
         exact = predict(basis, *setup.fit_plan(basis, spec_of("data=8,microbatches=2"), 64), 64)
         assert candidate is not None
@@ -68,42 +69,41 @@ def test_ways_to_share_are_ranked_as_they_are_predicted() -> None:
     assert list(np.argsort(estimates, kind="stable")) == list(np.argsort(exacts, kind="stable"))
 
 
+def curves(graph: Graph, how: Recompute) -> StageCurves:
+    return jobs.estimates(graph, CLUSTER, 32, TrainingOptions(recompute=how)).curves(Degrees(), 4, (0,))
+
+
 def test_selective_recomputation_holds_less_and_goes_back_slower() -> None:
     graph = jobs.attending(3, 64, 512)
-    found = jobs.estimates(graph, CLUSTER, 32)
-    none, selective, full = (
-        found.curves(Degrees(), 4, TrainingOptions(recompute=how))  # type: ignore[arg-type]
-        for how in ("none", "selective", "full")
-    )
+    none, selective, full = (curves(graph, how) for how in ("none", "selective", "full"))
     assert none.backward[-1] < selective.backward[-1] < full.backward[-1]
     assert none.activation_bytes[-1] > selective.activation_bytes[-1] > full.activation_bytes[-1]
     assert (none.forward == selective.forward).all()
     assert (np.diff(selective.activation_bytes) >= 0).all() and (np.diff(selective.backward) >= 0).all()
-    plain = jobs.estimates(jobs.blocks(3, 64), CLUSTER, 32)
-    none, selective = (plain.curves(Degrees(), 4, TrainingOptions(recompute=how)) for how in ("none", "selective"))  # type: ignore[arg-type]
+    none, selective = (curves(jobs.blocks(3, 64), how) for how in ("none", "selective"))
     assert (none.backward == selective.backward).all() and (none.activation_bytes == selective.activation_bytes).all()
 
 
 def test_a_stage_takes_no_less_than_what_travels_beside_it() -> None:
     method = TrainingOptions(shard="parameters")
     found = jobs.estimates(jobs.blocks(6, 512), CLUSTER, 8, method)
-    curves = found.curves(Degrees(8), 1, method, range(8))
+    curves = found.curves(Degrees(8), 1, range(8))
     ends = np.arange(len(found.positions))
     forward, backward = curves.stage_seconds(ends[:-1], ends[1:])
     assert (forward >= np.diff(curves.gather_seconds)).all()
     assert (backward >= np.diff(curves.gather_seconds + curves.scatter_seconds)).all()
     assert (forward >= np.diff(curves.forward) + curves.host_overhead).all()
-    apart = found.curves(Degrees(8), 1, method, range(0, 16, 2)[:4])
+    apart = found.curves(Degrees(8), 1, range(0, 16, 2)[:4])
     assert apart.gather_seconds[-1] != curves.gather_seconds[-1], "other ranks, other links"
-    alone = found.curves(Degrees(1), 1, method, range(1))
+    alone = found.curves(Degrees(1), 1, range(1))
     assert not alone.gather_seconds.any() and not alone.scatter_seconds.any()
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_unequal_stages_follow_the_same_law(shard: str) -> None:
     graph, method = jobs.blocks(3, 512), TrainingOptions(shard=shard)  # type: ignore[arg-type]
-    look = StageMeshSearch(jobs.estimates(graph, CLUSTER, 32), jobs.footprint(graph, CLUSTER), 8, 4, method, 1e12)
-    plain = StageMeshSearch(look.estimates, look.footprint, 8, 4, TrainingOptions(), 1e12)
+    look = StageMeshSearch(jobs.estimates(graph, CLUSTER, 32, method), 8, 4, 1e12)
+    plain = StageMeshSearch(jobs.estimates(graph, CLUSTER, 32), 8, 4, 1e12)
     for own, other in zip(look.options, plain.options, strict=True):
         if own.mesh.data == 1 or shard == "none":
             assert (own.closing_seconds == other.closing_seconds).all() and (own.seconds == other.seconds).all()
@@ -121,10 +121,10 @@ def test_unequal_stages_follow_the_same_law(shard: str) -> None:
 def test_a_search_finds_plans_that_run_so(method: TrainingOptions) -> None:
     graph = graph_for(method)
     found = jobs.estimates(graph, CLUSTER, 32, method)
-    answer = search(found, jobs.footprint(graph, CLUSTER), SearchRequest(32, (8, 4), 8, (method,), 80e9, plan_count=3))
+    answer = search(found, SearchRequest((8, 4), 8, 80e9, plan_count=3))
     assert answer.ranked_plans
     for each in answer.ranked_plans:
-        assert each.candidate.method == method
+        assert each.plan.sync.shard == (method.shard if each.plan.data > 1 else "none")
         assert each.prediction.seconds > 0
 
 
@@ -134,10 +134,9 @@ def test_what_does_not_fit_whole_fits_in_parts() -> None:
     fits = {}
     for shard in ("none", "parameters"):
         method = TrainingOptions(shard=shard)  # type: ignore[arg-type]
-        found, weigh = jobs.estimates(graph, CLUSTER, 64, method), jobs.footprint(graph, CLUSTER)
-        candidate = rate_uniform_plan(
-            found, weigh, UniformPlan(8, 1, 1, 1, 1, "1f1b", method), weigh.fixed_bytes + 2.5 * weights
-        )
+        found = jobs.estimates(graph, CLUSTER, 64, method)
+        limit = found.footprint.margin.fixed_bytes + 2.5 * weights
+        candidate = rate_uniform_plan(found, UniformPlan(8, 1, 1, 1, 1), limit)
         assert candidate is not None
         fits[shard] = candidate.fits
     assert fits == {"none": False, "parameters": True}

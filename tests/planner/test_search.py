@@ -10,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jobs
-from polylane.cluster.cluster import Cluster
-from polylane.cost.operators.training_options import TrainingOptions
 from polylane.graph.graph import Graph
 from polylane.planner import advice
 from polylane.planner.balance import BalancedCuts
@@ -24,8 +22,7 @@ TIMES = st.lists(st.integers(1, 20), min_size=2, max_size=8)
 def answered(graph: Graph, cluster: str, batch: int, workers: tuple[int, ...], limit: float = 80e9) -> SearchResult:
     found = jobs.estimates(graph, cluster, batch)
     inner = max(group.devices for group in found.basis.cluster.hosts)
-    wish = SearchRequest(batch, workers, inner, (TrainingOptions(),), limit, plan_count=3)
-    return search(found, jobs.footprint(graph, cluster), wish)
+    return search(found, SearchRequest(workers, inner, limit, plan_count=3))
 
 
 @given(TIMES, st.integers(1, 4))
@@ -63,7 +60,7 @@ def test_cuts_keep_the_limit(times: list[int], stages: int, data: st.DataObject)
 
 @given(st.sampled_from([1, 2, 3, 4, 6, 8, 16]), st.integers(1, 8), st.integers(1, 64), st.integers(1, 9))
 def test_uniform_plans_use_all_workers(workers: int, inner: int, batch: int, pieces: int) -> None:
-    for plan in enumerate_uniform_plans(workers, inner, batch, pieces, (TrainingOptions(),)):
+    for plan in enumerate_uniform_plans(workers, inner, batch, pieces):
         assert plan.data * plan.stages * plan.sequence * plan.tensor == workers
         assert plan.sequence * plan.tensor <= inner and plan.stages <= pieces
         assert plan.data * plan.microbatches <= batch
@@ -84,9 +81,9 @@ def test_nothing_that_is_passed_over_could_be_the_best(limit: float, monkeypatch
 
 def test_no_plan_takes_less_than_its_floor() -> None:
     graph, cluster = jobs.blocks(6, 64), "8:a100-80g"
-    found, weigh = jobs.estimates(graph, cluster, 32), jobs.footprint(graph, cluster)
-    for plan in enumerate_uniform_plans(8, 8, 32, found.max_stages, (TrainingOptions(),)):
-        candidate = rate_uniform_plan(found, weigh, plan, np.inf)
+    found = jobs.estimates(graph, cluster, 32)
+    for plan in enumerate_uniform_plans(8, 8, 32, found.max_stages):
+        candidate = rate_uniform_plan(found, plan, np.inf)
         assert candidate is None or min_step_seconds(found, plan) <= candidate.seconds * (1 + 1e-12)
 
 
@@ -156,9 +153,7 @@ def test_branches_get_stages_of_their_own_where_nothing_else_helps() -> None:
 def test_one_device_is_better_where_messages_cost_more_than_they_save() -> None:
     found = answered(jobs.blocks(2, 16), "2x1:a100-80g,hosts=ethernet-10g", 8, (2, 1))
     assert found.ranked_plans[0].plan.workers == 1
-    said = advice.advice_sentences(
-        advise(found, jobs.blocks(2, 16), "2x1:a100-80g,hosts=ethernet-10g", 8), found.ranked_plans[0], str
-    )
+    said = advice.advice_sentences(advice.advise(found), found.ranked_plans[0], str)
     assert any(line.startswith("One device is better than several") for line in said)
 
 
@@ -171,25 +166,13 @@ def test_where_the_host_is_what_a_step_waits_for_it_is_said() -> None:
         parts = {part.name: part.share for part in advice.step_shares(found.prediction)}
         assert sum(parts.values()) == pytest.approx(1.0, abs=0.05)
         assert (parts.get(advice.ISSUING, 0.0) > 0.5) == bound
-        said = advice.advice_sentences(advise(answer, graph, "2:h100-80g", batch), found, str)
+        said = advice.advice_sentences(advice.advise(answer), found, str)
         assert any("the host has as many operators to issue" in line for line in said) == bound
 
 
 def test_nothing_fits() -> None:
     found = answered(jobs.blocks(8, 1024), "2:a100-80g", 8, (2, 1), limit=1e6)
     assert not found.ranked_plans and found.too_large_candidates
-
-
-def advise(answer: SearchResult, graph: Graph, cluster: str, batch: int) -> advice.Advice:
-    estimates = jobs.estimates(graph, cluster, batch)
-    wish = SearchRequest(batch, (2, 1), 1, (TrainingOptions(),), 80e9)
-
-    def on(other: Cluster) -> object:
-        from dataclasses import replace
-
-        return replace(estimates.basis, cluster=other, stages=estimates.basis.stages.without_prices())
-
-    return advice.advise(estimates, jobs.footprint(graph, cluster), wish, answer, on)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("factor", [2.0, 4.0])

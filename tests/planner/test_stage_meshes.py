@@ -7,20 +7,12 @@ import itertools
 import pytest
 
 import jobs
-from polylane.cost.operators.training_options import TrainingOptions
 from polylane.planner.stage_meshes import Chosen, StageMeshSearch, choose_positions, search_unequal_meshes
 
 
 def found(workers: int, microbatches: int, limit: float = 1e12) -> StageMeshSearch:
     graph = jobs.blocks(3, 64)
-    return StageMeshSearch(
-        jobs.estimates(graph, "8:a100-80g", 32),
-        jobs.footprint(graph, "8:a100-80g"),
-        workers,
-        microbatches,
-        TrainingOptions(),
-        limit,
-    )
+    return StageMeshSearch(jobs.estimates(graph, "8:a100-80g", 32), workers, microbatches, limit)
 
 
 def every(search: StageMeshSearch, bound: float) -> list[Chosen]:
@@ -63,14 +55,12 @@ def test_the_least_sum_under_a_bound(share: float, limit: float) -> None:
 
 def test_candidates_use_all_workers_on_unequal_meshes() -> None:
     graph = jobs.blocks(3, 64)
-    estimates, footprint = jobs.estimates(graph, "4:a100-80g", 32), jobs.footprint(graph, "4:a100-80g")
-    for candidate in search_unequal_meshes(estimates, footprint, 4, (TrainingOptions(),), 1e12):
+    estimates = jobs.estimates(graph, "4:a100-80g", 32)
+    for candidate in search_unequal_meshes(estimates, 4, 1e12):
         assert candidate.workers == 4 and len(set(candidate.meshes)) > 1
         assert list(candidate.cuts) == sorted(set(candidate.cuts))
-    assert search_unequal_meshes(estimates, footprint, 2, (TrainingOptions(),), 1e12) == [], (
-        "two workers are equal or one stage"
-    )
-    assert search_unequal_meshes(estimates, footprint, 64, (TrainingOptions(),), 1e12) == []
+    assert search_unequal_meshes(estimates, 2, 1e12) == [], "two workers are equal or one stage"
+    assert search_unequal_meshes(estimates, 64, 1e12) == []
 
 
 def test_of_many_places_some_are_looked_at() -> None:

@@ -25,7 +25,7 @@ def test_normalizations_are_measured_among_replicas_too() -> None:
         )
     )
     assert {name for name, (forward, _) in apart.items() if forward > 0} == norms
-    found = profiled(graph, model, case.loss, None, leaves, rebuild, [2, 4, 64])
+    found = profiled(graph, model, case.loss, case.optimizer, leaves, rebuild, [2, 4, 64])
     assert found.samples == (2, 4) and set(found.shared) == norms and set(found.nodes) == set(graph.positions)
     assert all(forward > 0 for forward, _ in found.steps)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

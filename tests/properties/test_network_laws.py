@@ -16,7 +16,7 @@ from polylane.cluster.device import Device
 from polylane.cluster.link import Kind, Link
 from polylane.cluster.rank_span import Level, RankSpan
 from polylane.cost.network.alpha_beta import bytes_per_rank
-from polylane.cost.network.collectives import NCCL, collective_seconds, message_seconds
+from polylane.cost.network.collectives import collective_curves, collective_seconds, message_seconds
 
 DEVICE = Device(kind="device", memory=10**9, flops={"float32": 1e12}, bandwidth=1e11)
 PRESETS = [Link.model_validate(figures) for figures in link_presets().values()]
@@ -151,10 +151,9 @@ def test_what_is_chosen_is_no_slower_than_what_it_is_chosen_over(
     group: tuple[Cluster, range], kind: str, size: float, sharing: int | None
 ) -> None:
     cluster, ranks = group
-    chosen = collective_seconds(cluster, kind, size, ranks, sharing, NCCL)
-    each = [collective_seconds(cluster, kind, size, ranks, sharing, ("ring", algorithm)) for algorithm in NCCL]
-    assert chosen == min(each)
-    assert chosen <= collective_seconds(cluster, kind, size, ranks, sharing)
+    curves = collective_curves(cluster.span(ranks), kind, sharing)
+    assert curves[0].algorithm == "ring"
+    assert collective_seconds(cluster, kind, size, ranks, sharing) == min(curve.seconds(size) for curve in curves)
 
 
 @law
@@ -164,7 +163,7 @@ def test_a_ring_s_all_reduce_is_a_reduce_scatter_and_an_all_gather_that_begin_as
 ) -> None:
     cluster, ranks = group
     whole, *halves = (
-        collective_seconds(cluster, kind, size, ranks, None, ("ring",))
+        collective_curves(cluster.span(ranks), kind, None)[0].seconds(size)
         for kind in ("all_reduce", "reduce_scatter", "all_gather")
     )
     assert max(halves) <= whole <= sum(halves) * (1 + 1e-9)
@@ -187,7 +186,7 @@ def test_large_values_take_what_the_narrowest_link_needs_for_its_bytes(
             rate = min(reached, shared / own) if inside and shared is not None else reached * (1 if inside else own)
             rate = rate if inside or shared is None else min(rate, shared)
             bound = max(bound, bytes_per_rank(kind, size, len(ranks)) / rate)
-    assert collective_seconds(cluster, kind, size, ranks, 1, ("ring",)) == pytest.approx(bound, rel=1e-6)
+    assert collective_curves(cluster.span(ranks), kind, 1)[0].seconds(size) == pytest.approx(bound, rel=1e-6)
 
 
 @law

@@ -1,4 +1,4 @@
-"""Laws of playing tasks, for lanes that do anything that can be done, on shared cores and links or their own."""
+"""Laws of playing tasks, for lanes that do anything that can be done, on shared cores or their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from exact_player import ExactPlayer
-from polylane.cost.network.fair_share import max_min_speeds
 from polylane.cost.simulator.contention import ContentionSimulator
 from polylane.cost.simulator.matching import match_lanes
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
@@ -32,9 +31,8 @@ seconds = st.integers(0, 6)
 
 @st.composite
 def transfers(draw: st.DrawFn, shared: bool) -> TransferTime:
-    links = draw(st.dictionaries(st.sampled_from("xyz"), st.sampled_from([0.25, 0.5, 1.0]), max_size=2))
     cpu = draw(st.sampled_from([0.0, 0.0, 0.25, 1.0])) if shared else 0.0
-    return TransferTime(draw(seconds), draw(st.integers(0, 2)), links if shared else {}, cpu)
+    return TransferTime(draw(seconds), draw(st.integers(0, 2)), cpu)
 
 
 @st.composite
@@ -87,8 +85,8 @@ def _reduce(draw: st.DrawFn, lanes: Lanes, number: int, shared: bool) -> None:
 
 
 @st.composite
-def crowds(draw: st.DrawFn) -> tuple[Lanes, list[SharedCores], dict[str, float]]:
-    """Lanes, with the hosts and links that they share."""
+def crowds(draw: st.DrawFn) -> tuple[Lanes, list[SharedCores]]:
+    """Lanes, with the hosts that they share."""
     lanes = draw(programs(shared=True))
     where = [draw(st.integers(0, 2)) for _ in lanes]
     hosts = [
@@ -99,7 +97,7 @@ def crowds(draw: st.DrawFn) -> tuple[Lanes, list[SharedCores], dict[str, float]]
         )
         for number in (0, 1)
     ]
-    return lanes, hosts, draw(st.dictionaries(st.sampled_from("xyz"), st.sampled_from([0.5, 1.0, 2.0])))
+    return lanes, hosts
 
 
 def longest_path(lanes: Lanes) -> float:
@@ -199,7 +197,7 @@ def test_lanes_that_share_nothing_take_their_longest_path(lanes: Lanes) -> None:
 @settings(deadline=None, max_examples=40)
 def test_events_come_to_the_same_where_there_is_enough_for_all(lanes: Lanes) -> None:
     matched = match_lanes(lanes)
-    ContentionSimulator(matched.lanes, [SharedCores(tuple(range(len(lanes))), 100)], {}).run()
+    ContentionSimulator(matched.lanes, [SharedCores(tuple(range(len(lanes))), 100)]).run()
     played = simulate_tasks(lanes)
     passes = {ActionKind.FORWARD, ActionKind.STEP, ActionKind.SEND, ActionKind.RECEIVE}
     found = [(op.start, op.end) for ops in matched.lanes for op in ops if op.task.action.kind in passes]
@@ -209,10 +207,10 @@ def test_events_come_to_the_same_where_there_is_enough_for_all(lanes: Lanes) -> 
 
 @given(crowds())
 @settings(deadline=None, max_examples=40)
-def test_every_moment_of_a_lane_is_one_of_three(crowd: tuple[Lanes, list[SharedCores], dict[str, float]]) -> None:
+def test_every_moment_of_a_lane_is_one_of_three(crowd: tuple[Lanes, list[SharedCores]]) -> None:
     """And nothing that can be run is a deadlock, whatever is shared."""
-    lanes, hosts, links = crowd
-    timeline = simulate_tasks(lanes, hosts, links)
+    lanes, hosts = crowd
+    timeline = simulate_tasks(lanes, hosts)
     assert len(timeline.spans) == sum(map(len, lanes))
     for busy, exposed, idle in zip(timeline.busy(), timeline.exposed_communication(), timeline.idle(), strict=True):
         assert busy + exposed + idle == pytest.approx(timeline.makespan(), abs=1e-9)
@@ -232,17 +230,17 @@ def _lanes(timeline: Timeline) -> list[list]:  # type: ignore[type-arg]
 
 @given(crowds())
 @settings(deadline=None, max_examples=40)
-def test_sharing_never_ends_before_the_longest_path(crowd: tuple[Lanes, list[SharedCores], dict[str, float]]) -> None:
-    lanes, hosts, links = crowd
-    last = max((span.end for span in simulate_tasks(lanes, hosts, links).spans), default=0)
+def test_sharing_never_ends_before_the_longest_path(crowd: tuple[Lanes, list[SharedCores]]) -> None:
+    lanes, hosts = crowd
+    last = max((span.end for span in simulate_tasks(lanes, hosts).spans), default=0)
     assert last >= longest_path(lanes) - 1e-9
 
 
 @given(crowds())
 @settings(deadline=None, max_examples=40)
-def test_no_host_gives_more_than_it_has(crowd: tuple[Lanes, list[SharedCores], dict[str, float]]) -> None:
-    lanes, hosts, links = crowd
-    last = max((span.end for span in simulate_tasks(lanes, hosts, links).spans), default=0)
+def test_no_host_gives_more_than_it_has(crowd: tuple[Lanes, list[SharedCores]]) -> None:
+    lanes, hosts = crowd
+    last = max((span.end for span in simulate_tasks(lanes, hosts).spans), default=0)
     for host in hosts:
         computed = sum(task.seconds - task.waited for lane in host.lanes for task in lanes[lane])
         assert computed <= host.cores * last + 1e-9
@@ -289,18 +287,6 @@ def test_equal_lanes_on_too_few_cores_take_as_many_times_as_long(lanes: int, cor
         assert lane[-1].end == pytest.approx(sum(work) * max(Fraction(1), Fraction(lanes, cores)), rel=1e-12)
 
 
-@given(st.integers(1, 6), st.integers(1, 9))
-def test_equal_transfers_on_one_link_take_as_many_times_as_long(count: int, took: int) -> None:
-    moves = TransferTime(took, links={"x": 1})
-    lanes = []
-    for number in range(count):
-        lanes.append([Task(Action(ActionKind.SEND, 0, number, peer=1), key=number, transfer=moves)])
-        lanes.append([Task(Action(ActionKind.RECEIVE, 0, number, peer=0), key=number)])
-    assert [lane[0].end for lane in simulate_tasks(lanes).lanes()[1::2]] == pytest.approx(
-        [count * took] * count, rel=1e-12
-    )
-
-
 @given(programs(), st.integers(1, 4))
 @settings(deadline=None, max_examples=40)
 def test_steps_in_a_row_take_no_longer_than_one_after_the_other(lanes: Lanes, steps: int) -> None:
@@ -312,49 +298,17 @@ def test_steps_in_a_row_take_no_longer_than_one_after_the_other(lanes: Lanes, st
     assert len(several.spans) == steps * len(one.spans)
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([0.1, 0.5, 1.0]),
-            st.dictionaries(st.sampled_from("wxyz"), st.sampled_from([0.25, 1.0, 3.0]), min_size=1),
-        ),
-        max_size=6,
-    ),
-    st.fixed_dictionaries({link: st.sampled_from([0.5, 1.0, 2.0]) for link in "wxyz"}),
-)
-def test_links_are_shared_max_min_fairly(
-    flows: list[tuple[float, dict[str, float]]], capacity: dict[str, float]
-) -> None:
-    """No link is overfull; who could be faster crosses a full link, on which nobody gets more who could get less."""
-    caps, takes = [cap for cap, _ in flows], [links for _, links in flows]
-    found = max_min_speeds(caps, takes, capacity)
-    used = {link: sum(s * t.get(link, 0) for s, t in zip(found, takes, strict=True)) for link in capacity}
-    assert all(used[link] <= capacity[link] * (1 + 1e-9) for link in capacity)
-    levels = [speed * max(links.values()) for speed, links in zip(found, takes, strict=True)]
-    for i, (cap, links) in enumerate(flows):
-        assert 0 < found[i] <= cap
-        if found[i] < cap * (1 - 1e-9):
-            full = [link for link in links if used[link] >= capacity[link] * (1 - 1e-9)]
-            assert any(
-                all(levels[j] <= levels[i] * (1 + 1e-9) for j, other in enumerate(takes) if link in other)
-                for link in full
-            )
-
-
-@given(programs(), st.integers(1, 6), st.sets(st.integers(0, 30)))
+@given(programs(), st.integers(1, 6))
 @settings(deadline=None, max_examples=40)
-def test_events_agree_with_a_player_in_exact_fractions(lanes: Lanes, halves: int, linked: set[int]) -> None:
-    """Cores and a link shared by passes and messages of more than no time."""
+def test_events_agree_with_a_player_in_exact_fractions(lanes: Lanes, halves: int) -> None:
+    """Cores shared by passes, beside messages of more than no time."""
     simple: Lanes = [[] for _ in lanes]
     for lane, tasks in enumerate(lanes):
         for task in tasks:
             if task.action.kind is ActionKind.FORWARD:
                 simple[lane].append(Task(task.action, task.seconds + 1))
             elif task.action.kind in (ActionKind.SEND, ActionKind.RECEIVE):
-                links = {"x": 1.0} if task.key in linked else {}
-                simple[lane].append(
-                    Task(task.action, key=task.key, transfer=TransferTime(task.transfer.seconds + 1, 0, links))
-                )
+                simple[lane].append(Task(task.action, key=task.key, transfer=TransferTime(task.transfer.seconds + 1)))
     exact = ExactPlayer(simple, Fraction(halves, 2)).run()
     played = simulate_tasks(simple, [SharedCores(tuple(range(len(lanes))), halves / 2)])
     for lane, spans in enumerate(_lanes(played)):

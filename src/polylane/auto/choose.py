@@ -6,8 +6,6 @@ import sys
 from collections.abc import Collection
 from dataclasses import replace
 
-from torch import nn
-
 from polylane.cluster.cluster import Cluster
 from polylane.compile.training_problem import TrainingProblem
 from polylane.cost.operators.profile import Profile
@@ -16,7 +14,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, take_first_samples
 from polylane.graph.graph import Graph
 from polylane.plan.plan import Plan
-from polylane.planner import problem as setup
+from polylane.planner.problem import build_cost_model
 from polylane.planner.search import SearchRequest, SearchResult, search
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
@@ -24,7 +22,7 @@ from polylane.profiling.host_contention import together
 from polylane.profiling.profile_model import profiled
 from polylane.samples.batch_layout import BatchLayout, batch_layouts
 from polylane.samples.derivation import derive_composition
-from polylane.samples.microbatch_limit import MinSamples, min_samples
+from polylane.samples.microbatch_limit import min_samples
 
 # Samples with which the graph is captured whose shapes are read.
 EXAMPLE = 4
@@ -34,25 +32,13 @@ PARTS = (1, 2, 4, 16)
 COPIES = (2, 4, 8)
 
 
-def best_plan(problem: TrainingProblem, workers: Collection[int], cluster: Cluster, copies: bool = False) -> Plan:
-    """Return the first of the plans that :func:`choose` finds, with the same arguments; print it on stderr."""
-    return announced(choose(problem, workers, cluster, copies=copies))
-
-
-def choose(
-    problem: TrainingProblem,
-    workers: Collection[int],
-    cluster: Cluster,
-    profile: Profile | None = None,
-    copies: bool = False,
-) -> SearchResult:
+def choose(problem: TrainingProblem, workers: Collection[int], cluster: Cluster, copies: bool = False) -> SearchResult:
     """Return the best plans for as many of a cluster's devices as they may take.
 
     Args:
         problem: the model, its data and its losses, of which the first one counts.
         workers: the numbers of workers that a plan may have.
         cluster: the devices, of which a plan takes the first ones.
-        profile: seconds of the graph's nodes; None: measured here, if the model is on such a device.
         copies: whether this process may fork copies of the model to measure host contention.
 
     Raises:
@@ -62,49 +48,40 @@ def choose(
     graph, batch = problem.capture(EXAMPLE), problem.samples
     fewest = min_samples([graph])
     fewest.check(batch, "a batch", "take larger batches")
-    if profile is None and _lies_on(cluster.device(0).type, problem.model):
-        profile = measure(graph, problem, most if copies else 1)
+    # Times of another type of device than the workers' would be wrong.
+    measurable = all(parameter.device.type == cluster.device(0).type for parameter in problem.model.parameters())
+    profile = measure(graph, problem, most if copies else 1) if measurable else None
     # Where the loss couples samples, replicas and microbatches are not allowed, only splits of operators and stages.
-    meets = _samples_meet(graph)
-    captured = problem.captured(graph, profile=profile)
-    basis = setup.build_cost_model(captured, cluster, TrainingOptions())
+    meets = not derive_composition(graph).is_proven
+    basis = build_cost_model(problem.captured(graph, profile=profile), cluster, TrainingOptions())
     # Any device may get any stage, so that the smallest memory bounds all.
     limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
-    wish = SearchRequest(batch, tuple(sorted(workers)), most, (TrainingOptions(),), limit, batch_is_indivisible=meets)
-    estimates = CurveCache(basis, batch, _staying(graph))
+    wish = SearchRequest(tuple(sorted(workers)), most, limit, batch_is_indivisible=meets)
 
     def keep(candidate: RatedPlan) -> bool:
-        return candidate.workers in workers and _enough(batch, candidate, fewest)
+        # Every microbatch needs as many samples as the model takes at once (BatchNorm needs two).
+        enough = count_parts(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
+        return candidate.workers in workers and enough
 
-    answer = search(estimates, setup.build_search_bound(captured, cluster), wish, keep=keep)
+    answer = search(CurveCache(basis, batch, _staying(graph)), wish, keep=keep)
     if not answer.ranked_plans:
-        raise PolylaneError(f"plan auto: {_nothing(answer, wish)}")
+        raise PolylaneError(f"plan auto: {_nothing(answer)}")
     return answer
 
 
-def _enough(batch: int, candidate: RatedPlan, fewest: MinSamples) -> bool:
-    """Return whether every microbatch has as many samples as the model needs at once (BatchNorm needs two)."""
-    return count_parts(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
-
-
-def _nothing(answer: SearchResult, wish: SearchRequest) -> str:
+def _nothing(answer: SearchResult) -> str:
     """Describe why no plan was found."""
-    count = wish.workers[-1]
+    wish, count, batch = answer.wish, answer.wish.workers[-1], answer.estimates.batch
     workers = f"{count} worker{'s' if count != 1 else ''}"
     if not answer.too_large_candidates and wish.batch_is_indivisible:
         return f"there is no plan for {workers} that keeps a batch whole, whose samples meet in the loss: give one"
     if not answer.too_large_candidates:
-        return f"there is no plan for {workers} and batches of {wish.batch}: the model or the batch is too small"
+        return f"there is no plan for {workers} and batches of {batch}: the model or the batch is too small"
     least = min(candidate.peak_bytes for candidate in answer.too_large_candidates)
     return (
         f"nothing fits on {workers} with {wish.memory_limit / 1e9:.3g} GB each, the leanest plan needs "
         f"{least / 1e9:.3g} GB"
     )
-
-
-def _lies_on(device: str, model: nn.Module) -> bool:
-    """Return whether a model's weights are on the workers' type of device: times of another type would be wrong."""
-    return all(parameter.device.type == device for parameter in model.parameters())
 
 
 def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile | None:
@@ -129,11 +106,6 @@ def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile 
     return replace(found, host_contention=together(model, objective.loss, half, rebuild, counts))
 
 
-def _samples_meet(graph: Graph) -> bool:
-    """Return whether the loss couples samples, so that a batch must not be divided."""
-    return not derive_composition(graph).is_proven
-
-
 def _staying(graph: Graph) -> list[str]:
     """Return the values that must not cross between stages with different numbers of replicas.
 
@@ -146,18 +118,14 @@ def _staying(graph: Graph) -> list[str]:
     ]
 
 
-def announced(answer: SearchResult) -> Plan:
-    """Return the first plan of a search, and print it on stderr."""
-    print(told(answer), file=sys.stderr, flush=True)
-    return answer.ranked_plans[0].plan
-
-
-def told(answer: SearchResult) -> str:
-    """Describe the chosen plan in one line."""
+def announce_best(answer: SearchResult) -> Plan:
+    """Return the first plan of a search, and describe it in one line on stderr."""
     best = answer.ranked_plans[0]
     alone = next((c for c in answer.fitting_candidates if c.workers == 1), None)
     rate = f"{best.prediction.seconds * 1e3:.3g} ms a step"
     gain = ""
     if alone is not None and best.candidate.workers > 1:
         gain = f", {alone.seconds / best.candidate.seconds:.2f} times as fast as one worker"
-    return f"plan auto: {best.plan.spec} ({rate} predicted{gain}; of {answer.compared_count} plans)"
+    line = f"plan auto: {best.plan.spec} ({rate} predicted{gain}; of {answer.compared_count} plans)"
+    print(line, file=sys.stderr, flush=True)
+    return best.plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from polylane.auto.choose import best_plan
+from polylane.auto.choose import announce_best, choose
 from polylane.auto.plan_broadcast import compute_on_rank0
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
@@ -41,7 +41,7 @@ def resolve_plan(world: World, problem: TrainingProblem, plan: str | Spec | Plan
     _check_one_host(world)
 
     def find() -> Plan:
-        return best_plan(problem, (world.size,), running_cluster(world.size, world.device.type))
+        return announce_best(choose(problem, (world.size,), running_cluster(world.size, world.device.type)))
 
     return find() if world.size == 1 else compute_on_rank0(world, find)
 

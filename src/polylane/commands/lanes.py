@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from polylane.commands import planning
 from polylane.commands.printing import print_json, write_text
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.errors import PolylaneError
-from polylane.inspection.schedule_theory import lanes_summary, lanes_timeline
 from polylane.observe.swimlane import render as swimlane
-from polylane.schedule.stage_graph import CyclicStages, StageGraph
+from polylane.observe.timeline import Timeline
+from polylane.schedule.stage_graph import CyclicStages, StageGraph, as_stage_graph
+from polylane.schedule.synchronous import schedule_lanes
 from polylane.yaml_file import read
 
 MOST = 2**18  # most forward passes that are drawn in one picture
@@ -73,6 +77,56 @@ def run(
     print(f"peak live microbatches: {live}")
     if drawn.names:
         print("stages: " + ", ".join(f"{number} {name}" for number, name in enumerate(drawn.names)))
+
+
+# The theory ----------------------------------------------------------------------------------------------------------
+
+
+def lanes_timeline(
+    schedule: str,
+    stages: int | StageGraph,
+    microbatches: int,
+    forward: float | Sequence[float] = 1,
+    backward: float | Sequence[float] = 2,
+) -> Timeline:
+    """Return one step of a schedule in ticks, with stage s on lane s.
+
+    Args:
+        schedule: name of the schedule: "naive", "afab" or "1f1b".
+        stages: number of stages of a chain, at least 1; or a graph of stages, whose branches run at the same time.
+        microbatches: number of microbatches in a batch, at least 1.
+        forward: ticks of one forward pass, the same on all stages or one number for each stage.
+        backward: ticks of one backward pass, given like ``forward``.
+
+    Raises:
+        ValueError: an unknown schedule, fewer than one stage or microbatch, or durations that do not fit the stages.
+    """
+    graph = as_stage_graph(stages)
+    played = simulate_schedule(schedule_lanes(schedule, graph, microbatches), forward, backward, graph=graph)
+    title = f"{schedule} · stages {graph.stages} · microbatches {microbatches}"
+    notes = {"schedule": schedule, "stages": str(graph.stages), "microbatches": str(microbatches)}
+    return replace(played, title=title, notes=notes)
+
+
+def lanes_summary(timeline: Timeline) -> dict[str, Any]:
+    """Return the figures of a timeline of `lanes_timeline`, as plain data for JSON.
+
+    ``busy`` counts the coloured cells of all stages and ``area`` the whole rectangle, in ticks; ``utilization`` is
+    their quotient; ``peak_live_microbatches`` has a number for each stage.
+    """
+    return {
+        "schedule": timeline.notes["schedule"],
+        "stages": int(timeline.notes["stages"]),
+        "microbatches": int(timeline.notes["microbatches"]),
+        "utilization": timeline.utilization(),
+        "makespan": timeline.makespan(),
+        "busy": sum(timeline.busy()),
+        "area": timeline.ranks * timeline.makespan(),
+        "peak_live_microbatches": list(timeline.peak_live_microbatches()),
+    }
+
+
+# The command line's stages and durations -----------------------------------------------------------------------------
 
 
 Ticks = float | list[float]

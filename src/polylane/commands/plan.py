@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -19,12 +18,9 @@ from polylane.errors import PolylaneError
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
     from polylane.commands.requests import PlanRequest
-    from polylane.cost.memory.search_bound import Footprint
     from polylane.cost.operators.training_options import TrainingOptions
-    from polylane.cost.predict import CostModel, Prediction
     from polylane.planner.problem import CapturedProblem
-    from polylane.planner.search import RankedPlan, SearchRequest, SearchResult
-    from polylane.planner.stage_curves import CurveCache
+    from polylane.planner.search import RankedPlan, SearchResult
 
 MOST = 1 << 14  # most devices that "would do" may propose where nothing fits
 
@@ -46,10 +42,9 @@ def run(request: PlanRequest) -> None:
         _check_plan_can_say(method)
     bound = None if request.memory is None else _parse_bytes(request.memory)
     cluster = load_or_parse(request.cluster)
-    problem = planning.capture_for(planning.open_on_meta(inputs.open_recipe(request), request), cluster, request)
-    found = search_for(problem, cluster, request.batch, method, workers=request.workers, memory=bound, top=request.top)
-    answer = found.answer
-    told = advice.advise(found.estimates, found.search_bound, found.wish, answer, found.cost_model_on)
+    _, problem = planning.capture_on_meta(inputs.open_recipe(request), cluster, request)
+    answer = search_for(problem, cluster, request.batch, method, workers=request.workers, memory=bound, top=request.top)
+    told = advice.advise(answer)
     if output is not None:
         write_text(output, dump(answer.ranked_plans[0].plan))
     words = advice.advice_sentences(told, answer.ranked_plans[0], lambda bytes_: format_count(bytes_, "B"))
@@ -77,29 +72,6 @@ def _check_plan_can_say(method: TrainingOptions) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Searched:
-    """A search on a cluster, with what it is based on.
-
-    Attributes:
-        basis: the cost model of the training on this cluster.
-        estimates: seconds of possible stages, by which plans were ranked.
-        search_bound: least bytes of a worker, by which plans were excluded.
-        wish: the numbers of workers, the memory and the methods that were allowed.
-        answer: the plans that were found, at least one.
-    """
-
-    basis: CostModel
-    estimates: CurveCache
-    search_bound: Footprint
-    wish: SearchRequest
-    answer: SearchResult
-
-    def cost_model_on(self, other: Cluster) -> CostModel:
-        """Return the same cost model for another cluster."""
-        return replace(self.basis, cluster=other, stages=self.basis.stages.without_prices())
-
-
 def search_for(
     problem: CapturedProblem,
     cluster: Cluster,
@@ -109,7 +81,7 @@ def search_for(
     workers: int | None = None,
     memory: int | None = None,
     top: int = 5,
-) -> Searched:
+) -> SearchResult:
     """Search the fastest plans for a training on a cluster.
 
     Args:
@@ -124,8 +96,7 @@ def search_for(
     Raises:
         PolylaneError: more workers than devices, or nothing fits: the message then says how many devices would do.
     """
-    from polylane.planner import advice
-    from polylane.planner import problem as setup
+    from polylane.planner.problem import build_cost_model
     from polylane.planner.search import SearchRequest, search
     from polylane.planner.stage_curves import CurveCache
 
@@ -135,24 +106,15 @@ def search_for(
     # A plan must fit on the device with the least memory, for any of them may get any stage.
     limit = min(device.memory for device in cluster.devices(range(most)))
     limit = min(limit, memory or limit)
-    wish = SearchRequest(
-        batch,
-        candidate_worker_counts(most),
-        _max_operator_ranks(cluster),
-        (method,),
-        float(limit),
-        plan_count=max(top, 1),
-    )
-    basis = setup.build_cost_model(problem, cluster, method)
-    estimates, weigh = CurveCache(basis, batch), setup.build_search_bound(problem, cluster)
-    found = Searched(basis, estimates, weigh, wish, search(estimates, weigh, wish))
-    if not found.answer.ranked_plans:
-        enough = partial(advice.devices_needed, weigh, wish, estimates, found.cost_model_on, MOST)
-        raise PolylaneError(_explain_nothing_fits(found.answer, wish, enough))
-    return replace(found, answer=_with_exact_memory(basis, batch, found.answer))
+    host = max(group.devices for group in cluster.hosts)  # the ranks that share an operator are on one host
+    wish = SearchRequest(candidate_worker_counts(most), host, float(limit), plan_count=max(top, 1))
+    answer = search(CurveCache(build_cost_model(problem, cluster, method), batch), wish)
+    if not answer.ranked_plans:
+        raise PolylaneError(_explain_nothing_fits(answer))
+    return _with_exact_memory(answer)
 
 
-def _with_exact_memory(basis: CostModel, batch: int, answer: SearchResult) -> SearchResult:
+def _with_exact_memory(answer: SearchResult) -> SearchResult:
     """Return the answer with the memory of its first plan as ``simulate`` computes it, for the local samples.
 
     The memory of the others is scaled from a small example to the batch, and so an upper bound: what does not grow with
@@ -161,8 +123,7 @@ def _with_exact_memory(basis: CostModel, batch: int, answer: SearchResult) -> Se
     from polylane.cost.predict import predict
 
     for index, found in enumerate(answer.ranked_plans):
-        own = replace(basis, method=found.candidate.method)
-        prediction = predict(own, found.partition, found.plan, batch)
+        prediction = predict(answer.estimates.basis, found.partition, found.plan, answer.estimates.batch)
         if max(stage.memory.total for stage in prediction.stages) <= found.candidate.memory_limit:
             first = replace(found, prediction=prediction)
             return replace(answer, ranked_plans=(first, *answer.ranked_plans[index + 1 :]))
@@ -177,11 +138,6 @@ def candidate_worker_counts(most: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys([*found, 1]))
 
 
-def _max_operator_ranks(cluster: Cluster) -> int:
-    """Return the largest number of ranks that may share an operator: the devices of a host."""
-    return max(group.devices for group in cluster.hosts)
-
-
 def _parse_bytes(text: str) -> int:
     from polylane.cluster.units import figure
 
@@ -191,24 +147,20 @@ def _parse_bytes(text: str) -> int:
     return int(found[0])
 
 
-def _explain_nothing_fits(answer: SearchResult, wish: SearchRequest, would_do: Callable[[], int | None]) -> str:
-    """Describe that nothing fits, by how much, and how many devices would do.
+def _explain_nothing_fits(answer: SearchResult) -> str:
+    """Describe that nothing fits, by how much, and how many devices would do."""
+    from polylane.planner.advice import devices_needed
 
-    Args:
-        answer: a search without plans, with the candidates that are too large.
-        wish: the numbers of workers and the batch that were searched.
-        would_do: searches the number of devices that would do; None: no number does.
-    """
-    workers = format_plural(max(wish.workers), "worker")
+    workers = format_plural(max(answer.wish.workers), "worker")
     if not answer.too_large_candidates:
-        return f"no plan for {workers}: a batch of {format_plural(wish.batch, 'sample')} is too small"
+        return f"no plan for {workers}: a batch of {format_plural(answer.estimates.batch, 'sample')} is too small"
     least = min(answer.too_large_candidates, key=lambda c: c.peak_bytes)
     words = (
         f"nothing fits on {workers}: the leanest plan needs {format_count(least.peak_bytes, 'B')} per worker, "
         f"{format_count(least.peak_bytes - least.memory_limit, 'B')} more than it may have"
     )
     # This repeats the search on larger clusters.
-    found = would_do()
+    found = devices_needed(answer, MOST)
     return f"{words}; {found} such devices would do" if found else f"{words}; more devices do not help"
 
 
@@ -222,16 +174,11 @@ def _row(found: RankedPlan, cluster: Cluster) -> dict[str, Any]:
         "samples_per_second": prediction.samples_per_second,
         "memory": worst.total,
         "utilization": prediction.utilization,
-        "exposed_communication": _share(prediction),
+        "exposed_communication": prediction.exposed_communication,
         # The price of a cluster is per hour and for all of its devices; a plan pays for those that it uses.
         "price": cluster.price * found.plan.workers / cluster.count * prediction.seconds / 3600,
         "estimate_seconds": found.candidate.seconds,
     }
-
-
-def _share(prediction: Prediction) -> float:
-    timeline = prediction.timeline
-    return sum(timeline.exposed_communication()) / (timeline.ranks * timeline.makespan() or 1.0)
 
 
 def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:

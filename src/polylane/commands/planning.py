@@ -37,40 +37,33 @@ def gc_disabled() -> Iterator[None]:
             gc.enable()
 
 
-def open_on_meta(recipe: Recipe, request: PredictRequest) -> TrainingProblem:
-    """Return the recipe's training with a model without weights, and an example of a few samples.
+def capture_on_meta(
+    recipe: Recipe,
+    cluster: Cluster,
+    request: PredictRequest,
+    pins: Mapping[str, Mapping[str, str]] | None = None,
+) -> tuple[TrainingProblem, CapturedProblem]:
+    """Return the recipe's training with a model without weights, and its capture with what predictions need.
+
+    Args:
+        recipe: the user's functions, as they were opened.
+        cluster: the machines; measured times are those of its first device.
+        request: the command's options, of which ``profile`` asks for measured times.
+        pins: placements that a plan fixes: axis -> name of a parameter or node -> placement.
 
     Raises:
-        PolylaneError: one of the recipe's functions raised, or did not return what it should.
+        PolylaneError: one of the recipe's functions raised, or did not return what it should; the model cannot be
+            captured, or nothing was measured of it.
     """
     from polylane.runtime.workers.fork import limit_to_one_thread
 
     limit_to_one_thread()
     model = _without_weights(recipe)
     example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), EXAMPLE)
-    return inputs.problem_of(recipe, model, example, request.batch)
-
-
-def capture_for(
-    problem: TrainingProblem,
-    cluster: Cluster,
-    request: PredictRequest,
-    pins: Mapping[str, Mapping[str, str]] | None = None,
-) -> CapturedProblem:
-    """Capture a training, with what predictions for a cluster need.
-
-    Args:
-        problem: the training, mostly with a model without weights.
-        cluster: the machines; measured times are those of its first device.
-        request: the command's options, of which ``profile`` asks for measured times.
-        pins: placements that a plan fixes: axis -> name of a parameter or node -> placement.
-
-    Raises:
-        PolylaneError: the model cannot be captured, or nothing was measured of it.
-    """
+    problem = inputs.problem_of(recipe, model, example, request.batch)
     graph = problem.capture()
     profile = _profile(graph, cluster, request.recipe) if request.profile else None
-    return problem.captured(graph, pins=pins or {}, profile=profile)
+    return problem, problem.captured(graph, pins=pins or {}, profile=profile)
 
 
 def _profile(graph: Graph, cluster: Cluster, path: str) -> Profile:

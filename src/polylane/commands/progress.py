@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections import deque
-from typing import Any, TextIO
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
@@ -49,7 +49,7 @@ class _Pace:
 class Lines:
     """Progress as lines for a log: the first step, one every few seconds, and one an epoch."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self._last = -math.inf
 
@@ -83,18 +83,17 @@ class Lines:
         """Do nothing: there is no bar to be removed."""
 
 
-class Bar:
+class Bar(Lines):
     """Progress as a live bar. It has a thread, and so starts with the first message: after the workers were forked."""
 
     def __init__(self, console: Console) -> None:
+        super().__init__(console.file)
         self._console = console
         self._progress: Progress | None = None
 
     def begin(self, message: dict[str, Any]) -> None:
         """Print the headline and start the bar: the workers have started."""
-        self._epochs = message["epochs"]
-        self._pace = _Pace(message["steps"])
-        self.say(_format_headline(message))
+        super().begin(message)
         columns = [TextColumn("{task.description}"), BarColumn(bar_width=24)]
         columns += [TextColumn(f"{{task.fields[{name}]}}", markup=False) for name in _WORDS]
         self._progress = Progress(*columns, console=self._console, transient=True)
@@ -112,10 +111,6 @@ class Bar:
         """Show in the bar that the test data is next."""
         self._update(f"testing after {_number_of_total('epoch', message['epoch'], self._epochs)}", None, {})
 
-    def epoch(self, message: dict[str, Any]) -> None:
-        """Print the result of an epoch above the bar."""
-        self.say(_epoch_line(message, self._epochs))
-
     def say(self, line: str) -> None:
         """Print a line, above the bar where there is one."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -130,7 +125,7 @@ class Bar:
         self._progress.update(self._task, description=description, completed=completed, **words)
 
 
-def display(to_stderr: bool) -> Bar | Lines:
+def display(to_stderr: bool) -> Lines:
     """Return a bar for a terminal, lines for anything else.
 
     Args:

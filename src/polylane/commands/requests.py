@@ -62,7 +62,7 @@ class TrainRequest(WorkersRequest):
         run_folder: the folder for the run's files; None: a new folder below ``run/``.
         on_nan: reaction to a loss that is not finite: "stop", naming the first operator, or "warn" and go on.
         drop_last: leave out an epoch's last batch where it has fewer samples than the others.
-        rates: changes to the recipe's optimizer and learning rates; None: no changes.
+        rates: changes to the recipe's optimizer and learning rates.
         model_path: the file that the weights are written to; None until the run's folder is claimed.
     """
 
@@ -71,7 +71,7 @@ class TrainRequest(WorkersRequest):
     run_folder: Path | None = None
     on_nan: OnNan = "stop"
     drop_last: bool = False
-    rates: LearningRateOptions | None = None
+    rates: LearningRateOptions
     model_path: Path | None = None
 
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from polylane.observe.timeline import Timeline
     from polylane.plan.plan import Plan
     from polylane.plan.sync import SyncOptions
-    from polylane.planner.problem import CapturedProblem
 
 TOP = 12  # most rows of a stage in a printed breakdown
 
@@ -40,12 +39,12 @@ def run(request: SimulateRequest) -> None:
     Raises:
         PolylaneError: an option, the recipe, the plan or the cluster is wrong.
     """
+    from polylane.auto.choose import announce_best
     from polylane.cluster.spec import load_or_parse
     from polylane.cost.predict import predict
     from polylane.observe.swimlane import render as swimlane
     from polylane.plan.plan import Plan
-    from polylane.planner import problem as setup
-    from polylane.planner.interleave import subdivide_plan
+    from polylane.planner.problem import build_cost_model, subdivide_plan
 
     method = planning.method_of(request)
     check(request, method)
@@ -54,10 +53,9 @@ def run(request: SimulateRequest) -> None:
     pins = {axis: plan.pins(axis) for axis in plan.axes} if isinstance(plan, Plan) else {}
     cluster = slow_down_cluster(load_or_parse(request.cluster), request.slow)
     recipe = inputs.open_recipe(request)
-    problem = planning.open_on_meta(recipe, request)
-    captured = planning.capture_for(problem, cluster, request, pins)
+    problem, captured = planning.capture_on_meta(recipe, cluster, request, pins)
     if plan is None:
-        plan = find_fastest(captured, cluster, request.batch, method)
+        plan = announce_best(search_for(captured, cluster, request.batch, method))
     elif request.dtype is None:
         method = replace(method, dtype=plan.precision)
     planning.check_workers(cluster, plan.workers)
@@ -66,7 +64,7 @@ def run(request: SimulateRequest) -> None:
         raise PolylaneError(
             "slow in a plan is for runs: leave it out, and give --slow RANK=SPEED to predict a straggler"
         )
-    basis = setup.build_cost_model(captured, cluster, method)
+    basis = build_cost_model(captured, cluster, method)
     partition, fitted = subdivide_plan(basis, plan, request.batch, request.chunks)
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
@@ -123,17 +121,6 @@ def method_of_sync(sync: SyncOptions, method: TrainingOptions, every: int) -> tu
             )
     method = replace(method, shard=sync.shard) if sync.shard != "none" else method
     return method, max(every, sync.every)
-
-
-def find_fastest(problem: CapturedProblem, cluster: Cluster, batch: int, method: TrainingOptions) -> Plan:
-    """Return the plan that ``polylane plan`` puts first, and print it on stderr.
-
-    Raises:
-        PolylaneError: no plan fits into the devices' memory.
-    """
-    from polylane.auto.choose import announced
-
-    return announced(search_for(problem, cluster, batch, method).answer)
 
 
 def slow_down_cluster(cluster: Cluster, options: Sequence[str]) -> Cluster:
@@ -253,15 +240,15 @@ def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, An
 
 def break_down_stages(basis: Any, partition: Partition, prediction: Prediction) -> list[dict[str, Any]]:
     """Return the seconds of a microbatch by kind of operator, on the busiest rank of every stage."""
-    from polylane.cost.predict import table_of
+    from polylane.cost.plan_cost import PlanCost
     from polylane.program.interleave import deal_stages
 
     # Interleaved virtual stages are counted with the worker that has them.
     if partition.stages > prediction.plan.pipeline:
         partition = deal_stages(partition, prediction.plan.pipeline)
-    found = []
+    found, costs = [], PlanCost(basis, partition, prediction.plan, prediction.batch)
     for index in range(prediction.plan.pipeline):
-        table = table_of(basis, partition, prediction.plan, prediction.batch, index)
+        table = costs.table(index)
         kinds: dict[str, list[float]] = {}
         for first, end, stage in partition.pieces:
             for at in range(first, end) if stage == index else ():

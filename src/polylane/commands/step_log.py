@@ -143,9 +143,18 @@ class StepLog:
             self._late.clear()
         if result.samples == self._full:
             self._late.append((seconds, result))
-        self._waiting.append(
-            partial(self._read_result, result, self.launched, epoch, seconds, learning_rate, staleness)
-        )
+        message = {
+            "kind": "step",
+            "step": self.launched,
+            "epoch": epoch,
+            "loss": math.nan,  # until it is read
+            "samples": result.samples,
+            "seconds": seconds,
+            "samples_per_second": result.samples / seconds,
+            "learning_rate": learning_rate,
+            **({} if staleness is None else {"staleness": staleness}),
+        }
+        self._waiting.append(partial(self._read_loss, result, message))
 
     def complete(self) -> None:
         """Read the loss of all steps, and send the messages about them."""
@@ -167,36 +176,17 @@ class StepLog:
             self.seconds = max(each.seconds for each in every)
             self.stopped = min((each.stopped for each in every if each.stopped is not None), default=None)
 
-    def _read_result(
-        self,
-        result: StepResult,
-        step: int,
-        epoch: int,
-        seconds: float,
-        learning_rate: float | None,
-        staleness: int | None,
-    ) -> None:
+    def _read_loss(self, result: StepResult, message: dict[str, Any]) -> None:
+        """Read the loss of a step, and send the message about it."""
         total, count = result.sums
         if math.isnan(count):  # a dedicated server has no loss
             return
-        self.loss = result.loss
+        self.loss = message["loss"] = result.loss
         self._sum += total
         self._count += count
         if self.stopped is None and not math.isfinite(self.loss):
-            self.stopped, self.bad_loss = (step, epoch), self.loss
-        self._tell(
-            {
-                "kind": "step",
-                "step": step,
-                "epoch": epoch,
-                "loss": self.loss,
-                "samples": result.samples,
-                "seconds": seconds,
-                "samples_per_second": result.samples / seconds,
-                "learning_rate": learning_rate,
-                **({} if staleness is None else {"staleness": staleness}),
-            }
-        )
+            self.stopped, self.bad_loss = (message["step"], message["epoch"]), self.loss
+        self._tell(message)
 
     def epoch_means(self) -> dict[str, float]:
         """Return the mean loss over the samples of the epoch so far, and the duration of its steps."""

@@ -74,9 +74,9 @@ class RecipeTraining:
             world: the process group of all workers.
             same_weights: whether all workers were forked from the process that built the model.
         """
-        request, example = self.request, self.problem.example
-        how: dict[str, Any] = {"clip_norm": request.clip_norm, "seed": request.seed, "same_weights": same_weights}
-        return Job(prepared, world, example=example, **how)
+        clip_norm, seed = self.request.clip_norm, self.request.seed
+        example = self.problem.example
+        return Job(prepared, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=same_weights)
 
 
 def load_materials(request: TrainRequest) -> RecipeTraining:
@@ -85,8 +85,7 @@ def load_materials(request: TrainRequest) -> RecipeTraining:
     Raises:
         PolylaneError: the recipe is wrong, or one of its functions raised.
     """
-    recipe = inputs.open_recipe(request)
-    recipe = recipe if request.rates is None else request.rates.apply_to(recipe)
+    recipe = request.rates.apply_to(inputs.open_recipe(request))
     problem, dataset = inputs.open_problem(recipe, request)
     if isinstance(dataset, Iterator):  # the example used some of it up
         dataset = inputs.open_data(recipe, "train")

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -75,7 +74,7 @@ def find_plan(request: RecipeRequest, workers: int | None = None) -> Plan:
             "(polylane inspect RECIPE --plan auto --write plan.yaml) and give that file"
         )
     recipe = open_recipe(request)
-    from polylane.auto.choose import best_plan
+    from polylane.auto.choose import announce_best, choose
     from polylane.probe.machine import local_cluster
     from polylane.runtime.workers.fork import limit_to_one_thread
 
@@ -83,7 +82,7 @@ def find_plan(request: RecipeRequest, workers: int | None = None) -> Plan:
     problem, _ = open_problem(recipe, request)
     # Plan for the example's samples, which are fewer than --batch where the dataset is smaller.
     problem, most = replace(problem, batch_size=None), workers or os.cpu_count() or 1
-    return best_plan(problem, range(1, most + 1), local_cluster(most), copies=True)
+    return announce_best(choose(problem, range(1, most + 1), local_cluster(most), copies=True))
 
 
 def read_plan(text: str) -> Spec | Plan:
@@ -157,18 +156,10 @@ def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
         raise
     except Exception as error:
         said = " ".join(str(error).split()) or "no message"
-        raise RecipeError(f"{_user_line(error, recipe.path)}: {call} raised {type(error).__name__}: {said}") from error
-
-
-def _user_line(error: BaseException, path: Path) -> str:
-    """Return the deepest of the user's own lines that led to an error; site-packages are not the user's."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if Path(frame.filename).is_relative_to(path.parent) and "site-packages" not in frame.filename
-    ]
-    file, line = (Path(frames[-1].filename), f":{frames[-1].lineno}") if frames else (path, "")
-    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}{line}"
+        line = recipes.deepest_own_line(error, recipe.path)
+        file, number = (recipe.path, "") if line is None else (Path(line.filename), f":{line.lineno}")
+        where = f"{recipes.shorten_path(file)}{number}"
+        raise RecipeError(f"{where}: {call} raised {type(error).__name__}: {said}") from error
 
 
 def build_model(recipe: Recipe, seed: int) -> nn.Module:
@@ -267,10 +258,15 @@ def example_batch(recipe: Recipe, dataset: Any, size: int) -> Any:
     Raises:
         PolylaneError: there are no samples, or they do not make a batch.
     """
+    return collate_samples(recipe, _first_samples(recipe, dataset, size, range))
+
+
+def _first_samples(recipe: Recipe, dataset: Any, count: int, order: Callable[[int], Sequence[int]]) -> list[Any]:
+    """Return up to ``count`` samples; of a map-style dataset in the order that its length gives."""
     with blamed_on(recipe, "data('train')"):
-        indices = range(min(size, len(dataset))) if is_mapped(dataset) else None
-        samples = list(itertools.islice(dataset, size)) if indices is None else [dataset[i] for i in indices]
-    return collate_samples(recipe, samples)
+        if is_mapped(dataset):
+            return [dataset[i] for i in order(len(dataset))[:count]]
+        return list(itertools.islice(dataset, count))
 
 
 def collate_samples(recipe: Recipe, samples: list[Any]) -> Any:
@@ -313,15 +309,12 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
     for epoch in range(count):  # enough, since an epoch has at least one batch
         if len(found) == count:
             break
-        with blamed_on(recipe, "data('train')"):
-            indices = sample_order(len(dataset), epoch, seed) if is_mapped(dataset) else None
-            wanted = size * (count - len(found))
-            stream = itertools.islice(dataset, wanted) if indices is None else (dataset[i] for i in indices[:wanted])
-            samples = list(stream)
+        order = functools.partial(sample_order, epoch=epoch, seed=seed)
+        samples = _first_samples(recipe, dataset, size * (count - len(found)), order)
         # Without samples collate_samples raises its own message.
         found += [collate_samples(recipe, samples[at : at + size]) for at in range(0, len(samples), size)] or [
             collate_samples(recipe, [])
         ]
-        if indices is None and isinstance(dataset, Iterator):
+        if isinstance(dataset, Iterator):
             dataset = open_data(recipe, "train")
     return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from polylane.cost.network.alpha_beta import RankSpeed, bytes_per_rank
+from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.network.redistribution import redistribute
 from polylane.graph.graph import Graph
 from polylane.placement.operator_view import (
@@ -79,12 +79,8 @@ class Clock(Protocol):
         ...
 
 
-class CollectiveClock(Protocol):
-    """Prices a collective among the ranks along one axis."""
-
-    def __call__(self, collective: str, size: float) -> float:
-        """Return the seconds of a collective, or of a "message", of ``size`` bytes."""
-        ...
+# Prices a collective among the ranks along one axis: (name, or "message"; bytes) -> seconds.
+CollectiveClock = Callable[[str, float], float]
 
 
 @dataclass(frozen=True)
@@ -233,12 +229,19 @@ class ShardedGraphCost:
         found: dict[tuple[str, TensorKey, Placement], PricedRedistribution] = {}
         end = len(self.graph.nodes) - 1
         for axis, split in self.splits.items():
-            for step in self.view.operators:
-                for key, needed in zip(step.input_keys, split.strategies[step.name].inputs, strict=True):
-                    self._add_redistribution(found, axis, split, key, needed, self.graph.positions[step.name])
+            reads = [
+                (key, needed, self.graph.positions[step.name])
+                for step in self.view.operators
+                for key, needed in zip(step.input_keys, split.strategies[step.name].inputs, strict=True)
+            ]
             # Outputs of the graph (the loss) are needed replicated, at the end of the last node.
-            for key in self.view.output_keys:
-                self._add_redistribution(found, axis, split, key, REPLICATE, end)
+            reads += [(key, REPLICATE, end) for key in self.view.output_keys]
+            for key, needed, position in reads:
+                source = split.placement(key)
+                if source != needed and (axis, key, needed) not in found:
+                    found[axis, key, needed] = PricedRedistribution(
+                        key, axis, position, source, needed, self._has_gradient(key)
+                    )
         return tuple(found.values())
 
     @cached_property
@@ -261,21 +264,6 @@ class ShardedGraphCost:
             kinds.setdefault(kind, (moved, Counter()))[1][moved.first_position] += 1
         return [(moved, list(at), np.array(list(at.values()), dtype=float)) for moved, at in kinds.values()]
 
-    def _add_redistribution(
-        self,
-        found: dict[tuple[str, TensorKey, Placement], PricedRedistribution],
-        axis: str,
-        split: AxisSplit,
-        key: TensorKey,
-        needed: Placement,
-        position: int,
-    ) -> None:
-        source = split.placement(key)
-        if source != needed and (axis, key, needed) not in found:
-            found[axis, key, needed] = PricedRedistribution(
-                key, axis, position, source, needed, self._has_gradient(key)
-            )
-
     def _has_gradient(self, key: TensorKey) -> bool:
         source = self.view.sources.get(key)
         if source is not None:
@@ -289,7 +277,7 @@ class ShardedGraphCost:
     # ---- prices ------------------------------------------------------------------------------------------------------
 
     def table(
-        self, samples: int, clock: Clock, exchange: Mapping[str, CollectiveClock], rates: RankSpeed | None = None
+        self, samples: int, clock: Clock, exchange: Mapping[str, CollectiveClock], memory: float = math.inf
     ) -> CostTable:
         """Price every node.
 
@@ -297,7 +285,7 @@ class ShardedGraphCost:
             samples: local samples of the rank for one microbatch.
             clock: prices an operator on the rank's local shapes.
             exchange: prices collectives, by axis; has "data" if replicas sum the statistics of batch normalization.
-            rates: speed of one rank's memory, for redistributions that only copy locally; None: these cost nothing.
+            memory: bytes per second of the rank's own memory, for redistributions that only copy locally.
         """
         size = len(self.graph.nodes)
         # Rows of the 2-row arrays: forward, backward.
@@ -331,8 +319,8 @@ class ShardedGraphCost:
                 if collective:
                     waits[way, positions] += counts * exchange[moved.axis](collective, whole)
                     traffic[positions] += counts * bytes_per_rank(collective, whole, self.splits[moved.axis].degree)
-                elif rates is not None:
-                    compute[way, positions] += counts * copied / rates.bytes
+                else:
+                    compute[way, positions] += counts * copied / memory
         return CostTable(
             # The stalled arrays stay zero here; limit_by_host fills them block by block.
             samples,

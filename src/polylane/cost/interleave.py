@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from polylane.cost.memory.peak import MemoryBreakdown, peak_memory
+from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.plan_cost import CostModel, PlanCost
 from polylane.cost.simulator.task import Task
 from polylane.cost.task_lanes import TaskBuilder
@@ -31,7 +32,7 @@ class InterleavedWorkers(PlanCost):
     """
 
     def __init__(self, basis: CostModel, partition: Partition, plan: Plan, batch: int, exact: bool = True) -> None:
-        check(plan)
+        check_interleaved(plan)
         super().__init__(basis, deal_stages(partition, plan.pipeline), plan, batch, exact)
         virtual = tuple(plan.stages[stage % plan.pipeline] for stage in range(partition.stages))
         # This plan is for pricing only: its stages share devices, so it could not be run.
@@ -41,18 +42,11 @@ class InterleavedWorkers(PlanCost):
         """Return the virtual stages of a worker: every ``pipeline``-th, from its own stage on."""
         return range(stage, self.chunks.partition.stages, self.plan.pipeline)
 
-    def peak_memory(self, stage: int) -> MemoryBreakdown:
-
-        plan, own = self.plan, self.stages_of_worker(stage)
-        return peak_memory(
-            interleaved(plan.pipeline, len(own), plan.microbatches)[stage],
-            {each: self.chunks.microbatch_memory(each) for each in own},
-            {each: self.chunks.trained_bytes(each).trained for each in own},
-            self.trained_bytes(stage),
-            self.basis.method,
-            plan.degree("data", stage),
-            self.basis.margin,
-        )
+    def _passes_in_memory(self, stage: int) -> tuple[Sequence[Action], dict[int, PeakMemory], dict[int, float]]:
+        own, plan = self.stages_of_worker(stage), self.plan
+        needs = {each: self.chunks.microbatch_memory(each) for each in own}
+        trained = {each: self.chunks.trained_bytes(each).trained for each in own}
+        return interleaved(plan.pipeline, len(own), plan.microbatches)[stage], needs, trained
 
 
 class InterleavedTaskBuilder(TaskBuilder):
@@ -89,7 +83,7 @@ class InterleavedTaskBuilder(TaskBuilder):
         return [set(partition.parameters(stage)) for stage in range(partition.stages)]
 
 
-def check(plan: Spec | Plan) -> None:
+def check_interleaved(plan: Spec | Plan) -> None:
     """Check that a plan can be interleaved.
 
     Raises:

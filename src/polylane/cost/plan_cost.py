@@ -10,7 +10,9 @@ from functools import cached_property
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
+from polylane.cluster.rank_span import Ranks
 from polylane.cost.cost_table import Clock, CostTable, ShardedGraphCost
+from polylane.cost.memory.intervals import Range
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.optimizer_state import OptimizerState
 from polylane.cost.memory.peak import (
@@ -26,11 +28,12 @@ from polylane.cost.network import collectives as network
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.shard_traffic import ShardTrafficSeconds, exposed_seconds
-from polylane.cost.stage_cost import PassCosts, Range, StageCosts, WeightBytes, add_recomputation, sum_passes
+from polylane.cost.stage_cost import PassCosts, StageCosts, add_recomputation, sum_passes
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
+from polylane.schedule.action import Action
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes, schedule_lanes
 
@@ -44,7 +47,7 @@ class CostModel:
         stages: prices of the graph's stages, cached by mesh and samples.
         method: precision, sharding, recomputation and overlap of the training.
         make_clock: device -> clock that prices operators on it.
-        update_seconds: (device, trained elements, trained tensors) -> seconds of the optimizer's step.
+        update_seconds: (device, trained elements) -> seconds of the optimizer's step.
         optimizer: tensors that the optimizer keeps for each parameter.
         margin: memory that a worker takes beyond its tensors.
         host_overhead: seconds of the host from one microbatch pass to the next, beyond issuing operators.
@@ -54,10 +57,29 @@ class CostModel:
     stages: StageCosts
     method: TrainingOptions
     make_clock: Callable[[Device], Clock]
-    update_seconds: Callable[[Device, int, int], float]
+    update_seconds: Callable[[Device, int], float]
     optimizer: OptimizerState
     margin: MemoryMargin
     host_overhead: float = 0.0
+
+    def slowest_device(self, ranks: Ranks) -> Device:
+        """Return the slowest device of a group: all others wait for it in collectives."""
+        return min(self.cluster.devices(ranks), key=lambda device: device.speed * max(device.achieved.values()))
+
+    def table(
+        self, mesh: Degrees, samples: int, device: Device, memory: float, groups: Mapping[str, Ranks], where: object
+    ) -> CostTable:
+        """Return the cost of every node on a rank of a mesh.
+
+        Args:
+            mesh, samples: degrees of the mesh, and local samples for each microbatch.
+            device: the rank's device.
+            memory: bytes per second of the rank's own memory, for redistributions that only copy locally.
+            groups: by axis, ranks of one group; has "data" if replicas sum the statistics of batch normalization.
+            where: cache key of the device and the groups.
+        """
+        exchange = {axis: network.make_collective_clock(self.cluster, group) for axis, group in groups.items()}
+        return self.stages.table(mesh, samples, where, self.make_clock(device), exchange, memory)
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,6 @@ class StagePrediction:
         mesh: degrees of the stage's data, sequence and tensor axes.
         samples: local samples of a replica for each microbatch.
         passes: seconds and bytes of one microbatch.
-        weights: trained elements and tensors on the rank.
         update_seconds: seconds of the optimizer's step on the rank.
         memory: bytes at the peak of the step.
         shard_traffic: gathered parameters and scattered gradients, on top of the passes.
@@ -92,7 +113,6 @@ class StagePrediction:
     mesh: Degrees
     samples: int
     passes: PassCosts
-    weights: WeightBytes
     update_seconds: float
     memory: MemoryBreakdown
     shard_traffic: ShardTraffic = ShardTraffic()
@@ -123,11 +143,6 @@ class PlanCost:
         self._priced: dict[int, StagePrediction] = {}
         self._tables: dict[int, CostTable] = {}
 
-    @cached_property
-    def stage_graph(self) -> StageGraph:
-        """The stages and which of them feed which."""
-        return StageGraph.of_partition(self.partition)
-
     def local_samples(self, stage: int) -> int:
         """Return the most samples that a replica of a stage has in one microbatch."""
         return -(-self.batch // (self.plan.microbatches * self.plan.degree("data", stage)))
@@ -150,36 +165,23 @@ class PlanCost:
         # "data" is priced too: batch normalization sums its statistics over replicas inside the passes.
         axes = ("data", *self.plan.axes_of(stage)) if mesh.data > 1 else self.plan.axes_of(stage)
         groups = {axis: self.plan.ranks_along(rank, axis) for axis in axes}
-        device = self.slowest_device(stage)
-        exchange = {axis: network.make_collective_clock(self.basis.cluster, ranks) for axis, ranks in groups.items()}
-        # Cache key of the prices: stages with equal devices and equally spanned groups share one table.
-        where = (device.kind, device.speed, tuple((a, self.basis.cluster.span(r)) for a, r in groups.items()))
-        rates = network.fit_rank_speed(self.basis.cluster, self.plan.stages[stage].devices[:2], self.basis.method.dtype)
-        return self.basis.stages.table(
-            mesh, self.local_samples(stage), where, self.basis.make_clock(device), exchange, rates
-        )
-
-    def slowest_device(self, stage: int) -> Device:
-        """Return the slowest device of a stage: all others wait for it in collectives."""
-        found = self.basis.cluster.devices(self.plan.stages[stage].devices)
-        return min(found, key=lambda device: device.speed * max(device.achieved.values()))
-
-    def partial_gradient_axes(self, stage: int) -> Mapping[str, tuple[str, ...]]:
-        """Return the parameters whose gradients are partial sums on axes of a stage's mesh, with these axes."""
-        return self.basis.stages.partial_gradient_axes(self.plan.degrees(stage))
+        # Stages with equal devices and equally spanned groups share one table.
+        ranks, cluster = self.plan.stages[stage].devices, self.basis.cluster
+        device = self.basis.slowest_device(ranks)
+        where = (device.kind, device.speed, tuple((axis, cluster.span(group)) for axis, group in groups.items()))
+        memory = min(each.stream for each in cluster.devices(ranks[:2]))
+        return self.basis.table(mesh, self.local_samples(stage), device, memory, groups, where)
 
     def predict_stage(self, stage: int) -> StagePrediction:
         """Predict the busiest rank of a stage."""
         if stage not in self._priced:
             table, pieces, mesh = self.table(stage), self.node_ranges(stage), self.plan.degrees(stage)
             own = sum_passes(table, pieces)
-            weights = self.basis.stages.weights(mesh, pieces)
-            trained = self.basis.method.count_updated(weights.trained_elements, mesh.data)
-            update = self.basis.update_seconds(self.slowest_device(stage), trained, weights.trained_tensors)
+            elements = self.basis.stages.trained_elements(mesh, pieces)
+            device = self.basis.slowest_device(self.plan.stages[stage].devices)
+            update = self.basis.update_seconds(device, self.basis.method.count_updated(elements, mesh.data))
             memory, sharing = self.peak_memory(stage), self._shard_traffic(stage, own)
-            self._priced[stage] = StagePrediction(
-                mesh, self.local_samples(stage), own, weights, update, memory, sharing
-            )
+            self._priced[stage] = StagePrediction(mesh, self.local_samples(stage), own, update, memory, sharing)
         return self._priced[stage]
 
     def _shard_traffic(self, stage: int, own: PassCosts) -> ShardTraffic:
@@ -207,16 +209,18 @@ class PlanCost:
 
     def peak_memory(self, stage: int) -> MemoryBreakdown:
         """Return the bytes of a stage's busiest rank at the peak of the step."""
-        basis, load = self.basis, self.trained_bytes(stage)
-        needs, trained = {stage: self.microbatch_memory(stage)}, {stage: load.trained}
-        return peak_memory(
-            self._lanes[stage], needs, trained, load, basis.method, self.plan.degree("data", stage), basis.margin
-        )
+        lane, needs, trained = self._passes_in_memory(stage)
+        basis, load, replicas = self.basis, self.trained_bytes(stage), self.plan.degree("data", stage)
+        return peak_memory(lane, needs, trained, load, basis.method, replicas, basis.margin)
+
+    def _passes_in_memory(self, stage: int) -> tuple[Sequence[Action], dict[int, PeakMemory], dict[int, float]]:
+        """Return a worker's passes, and by stage the memory of a microbatch and the bytes of trained parameters."""
+        return self._lanes[stage], {stage: self.microbatch_memory(stage)}, {stage: self.trained_bytes(stage).trained}
 
     @cached_property
     def _lanes(self) -> Lanes:
         """The forward and backward passes of every stage, in the order of the schedule."""
-        return schedule_lanes(self.plan.schedule, self.stage_graph, self.plan.microbatches)
+        return schedule_lanes(self.plan.schedule, StageGraph.of_partition(self.partition), self.plan.microbatches)
 
     def sharded_load(self, stage: int) -> ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""

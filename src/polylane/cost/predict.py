@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from polylane.cost.cost_table import CostTable
 from polylane.cost.interleave import InterleavedTaskBuilder, InterleavedWorkers
 from polylane.cost.plan_cost import CostModel, PlanCost, StagePrediction
 from polylane.cost.simulator.simulate import simulate_tasks
@@ -20,7 +19,7 @@ from polylane.program.lower import lower
 from polylane.program.program import Program
 from polylane.program.replica_local import without_replica_sync
 
-__all__ = ["CostModel", "Prediction", "StagePrediction", "predict", "table_of"]
+__all__ = ["CostModel", "Prediction", "StagePrediction", "predict"]
 
 # Up to this many workers each gets a lane of its own, where that is asked for.
 LANES = 64
@@ -164,14 +163,9 @@ def _is_replica_local(basis: CostModel, plan: Plan, period: int) -> bool:
 def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:
     """Lower the plan to the programs of the ranks in ``only`` (None: all), by rank."""
     plan = scene.plan
-    partials = tuple(scene.partial_gradient_axes(stage) for stage in range(plan.pipeline))
+    partials = tuple(scene.basis.stages.partial_gradient_axes(mesh) for mesh in plan.meshes)
     if partition.stages > plan.pipeline:
         found = lower_interleaved(partition, plan, partials, only)
     else:
         found = lower(partition, plan, None, partials, only)
     return {program.rank: program for program in found}
-
-
-def table_of(basis: CostModel, partition: Partition, plan: Plan, batch: int, stage: int) -> CostTable:
-    """Return the cost of every node of the graph on a rank of one of a plan's stages."""
-    return PlanCost(basis, partition, plan, batch).table(stage)

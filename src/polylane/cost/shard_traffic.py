@@ -16,13 +16,6 @@ from polylane.cost.network import collectives as network
 EXPOSED = 0.8
 
 
-def concurrent_collective_seconds(cluster: Cluster, kind: str, sizes: Sequence[float], ranks: Ranks) -> float:
-    """Return the seconds of one collective per size (bytes), one after another, while all other groups do the same."""
-    # Transformer blocks are mostly of one size: each distinct size is priced once.
-    alike = Counter(sizes).items()
-    return sum(count * network.collective_seconds(cluster, kind, size, ranks, None) for size, count in alike)
-
-
 @dataclass(frozen=True)
 class ShardTrafficSeconds:
     """Seconds of the collectives of parameter-sharded replicas for one microbatch.
@@ -42,11 +35,16 @@ class ShardTrafficSeconds:
 
     @staticmethod
     def of(cluster: Cluster, blocks: Sequence[float], ranks: Ranks, gathers: int = 2) -> ShardTrafficSeconds:
-        """Price blocks of these parameter bytes: ``gathers`` all-gathers and one reduce-scatter each."""
-        once = concurrent_collective_seconds(cluster, "all_gather", blocks, ranks)
-        return ShardTrafficSeconds(
-            gathers * once, concurrent_collective_seconds(cluster, "reduce_scatter", blocks, ranks)
+        """Price blocks of these parameter bytes: ``gathers`` all-gathers and one reduce-scatter each, one by one.
+
+        All other groups do the same at the same time.
+        """
+        alike = Counter(blocks).items()  # transformer blocks are mostly of one size: each distinct size is priced once
+        gather, scatter = (
+            sum(count * network.collective_seconds(cluster, kind, size, ranks, None) for size, count in alike)
+            for kind in ("all_gather", "reduce_scatter")
         )
+        return ShardTrafficSeconds(gathers * gather, scatter)
 
 
 def exposed_seconds(compute: float, travel: float) -> float:

@@ -11,22 +11,17 @@ import numpy as np
 
 from polylane.cost.cost_table import Array, Clock, CollectiveClock, CostTable, ShardedGraphCost
 from polylane.cost.memory.attention_cores import find_attention_cores
+from polylane.cost.memory.intervals import Range
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
-from polylane.cost.memory.rank_activations import saved_on_rank
-from polylane.cost.memory.saved_by_operators import trace_saved_tensors
+from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
-from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.training_options import Recompute
 from polylane.graph.cut_points import crossing_bytes, narrow_positions
 from polylane.graph.graph import Graph
 from polylane.placement.operator_view import OperatorView
-from polylane.placement.placement import REPLICATE_PARTIAL_GRAD
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import OperatorCall
 from polylane.plan.spec import Degrees
-
-# Nodes first..end-1 of a graph.
-Range = tuple[int, int]
 
 
 class MeshSplit(Protocol):
@@ -39,13 +34,16 @@ class MeshSplit(Protocol):
         """The graph's operator view at the samples for which the splits were chosen."""
         ...
 
+    def partial_gradient_axes(self) -> Mapping[str, tuple[str, ...]]:
+        """Return the parameters whose gradients are partial sums on the ranks of an axis, with these axes."""
+        ...
+
     def at(self, samples: int) -> tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]:
         """Return every operator as a call, and the splits by axis, at ``samples`` local samples."""
         ...
 
 
 Lay = Callable[[Degrees], MeshSplit]
-MakeSheet = Callable[[Mapping[str, AxisSplit], OperatorView | None], ShardedGraphCost]
 
 
 @dataclass(frozen=True)
@@ -66,24 +64,6 @@ class PassCosts:
     sent: float
     stalled: float = 0.0
 
-    @property
-    def total_seconds(self) -> float:
-        """Seconds of both passes, collectives included."""
-        return self.forward + self.backward + self.waits + self.backward_waits
-
-
-@dataclass(frozen=True)
-class WeightBytes:
-    """The trained parameters on one rank of a stage.
-
-    Attributes:
-        trained_elements: number of elements of their local shards.
-        trained_tensors: number of parameters, each counted once.
-    """
-
-    trained_elements: int
-    trained_tensors: int
-
 
 class StageCosts:
     """Prices stages of one graph; every table is built once.
@@ -91,40 +71,40 @@ class StageCosts:
     Args:
         graph: the captured graph, before any sharding.
         lay: mesh degrees -> sharding of the graph's operators.
-        sheet: (splits by axis, operator view or None) -> :class:`polylane.cost.cost_table.ShardedGraphCost` of the
-            graph.
+        float_itemsize: bytes per floating-point element at most, where passes run in a lower precision than the graph.
         setting: device, dtype and kernels that decide which tensors autograd saves.
     """
 
-    def __init__(self, graph: Graph, lay: Lay, sheet: MakeSheet, setting: BackendSetting) -> None:
-        self.graph, self._lay, self._make, self.setting = graph, lay, sheet, setting
+    def __init__(self, graph: Graph, lay: Lay, float_itemsize: int | None, setting: BackendSetting) -> None:
+        self.graph, self._lay, self._float_itemsize, self.setting = graph, lay, float_itemsize, setting
         # Caches. Keys begin with the degrees (sequence, tensor): the data degree changes only the local
         # samples.
         self._keepings: dict[tuple[int, int, int], SavedTensors] = {}
         self._residences: dict[tuple[int, int, int, bool], LiveRanges] = {}
-        self._laid: dict[tuple[int, int], MeshSplit] = {}
-        self._sheets: dict[tuple[int, int], ShardedGraphCost] = {}
+        self._graphs: dict[tuple[int, int], tuple[MeshSplit | None, ShardedGraphCost]] = {}
         self._tables: dict[tuple[object, ...], CostTable] = {}
         self._live: dict[tuple[int, int], Array] = {}
         self._needs: dict[tuple[object, ...], PeakMemory] = {}
-        self._summed: dict[tuple[int, int], Mapping[str, tuple[str, ...]]] = {}
 
     def without_prices(self) -> StageCosts:
         """Return a copy that shares layouts and memory traces, but no prices: for other devices or links."""
-        other = StageCosts(self.graph, self._lay, self._make, self.setting)
-        other._laid, other._sheets = self._laid, self._sheets
-        other._keepings, other._residences = self._keepings, self._residences
+        other = StageCosts(self.graph, self._lay, self._float_itemsize, self.setting)
+        other._graphs, other._keepings, other._residences = self._graphs, self._keepings, self._residences
         return other
 
     def sharded_graph(self, mesh: Degrees) -> ShardedGraphCost:
         """Return the graph sharded over the sequence and tensor axes of a mesh."""
+        return self._sharded(mesh)[1]
+
+    def _sharded(self, mesh: Degrees) -> tuple[MeshSplit | None, ShardedGraphCost]:
+        """Return the sharding of the operators, None without operator axes, and the graph sharded by it."""
         key = (mesh.sequence, mesh.tensor)
-        if key not in self._sheets:
-            if key != (1, 1):
-                self._laid[key] = self._lay(mesh)
-            laid = self._laid.get(key)
-            self._sheets[key] = self._make({}, None) if laid is None else self._make(laid.splits, laid.view)
-        return self._sheets[key]
+        if key not in self._graphs:
+            laid = None if key == (1, 1) else self._lay(mesh)
+            splits, view = ({}, None) if laid is None else (laid.splits, laid.view)
+            sheet = ShardedGraphCost(self.graph, splits, self.graph.samples, self._float_itemsize, view)
+            self._graphs[key] = laid, sheet
+        return self._graphs[key]
 
     def table(
         self,
@@ -133,13 +113,13 @@ class StageCosts:
         where: object,
         clock: Clock,
         exchange: Mapping[str, CollectiveClock],
-        rates: RankSpeed | None = None,
+        memory: float,
     ) -> CostTable:
         """Return the cost of every node; ``where`` is the cache key of ``clock`` and ``exchange``."""
         key = (mesh.sequence, mesh.tensor, samples, where)
         if key not in self._tables:
             self._tables[key] = limit_by_host(
-                self.sharded_graph(mesh).table(samples, clock, exchange, rates), self.block_positions
+                self.sharded_graph(mesh).table(samples, clock, exchange, memory), self.block_positions
             )
         return self._tables[key]
 
@@ -171,8 +151,7 @@ class StageCosts:
     def _saved_tensors(self, mesh: Degrees, samples: int) -> SavedTensors:
         key = (mesh.sequence, mesh.tensor, samples)
         if key not in self._keepings:
-            self.sharded_graph(mesh)  # fills _laid, unless the mesh has no operator axes
-            setting, laid = replace(self.setting, samples=samples), self._laid.get(key[:2])
+            setting, (laid, _) = replace(self.setting, samples=samples), self._sharded(mesh)
             if laid is None:
                 self._keepings[key] = trace_saved_tensors(self.graph, setting)
             else:
@@ -201,29 +180,17 @@ class StageCosts:
                 found.setdefault(name, position)
         return found
 
-    def weights(self, mesh: Degrees, pieces: Sequence[Range]) -> WeightBytes:
-        """Return the trained parameters of a rank of a stage."""
+    def trained_elements(self, mesh: Degrees, pieces: Sequence[Range]) -> int:
+        """Return the number of elements of the trained parameters' local shards on a rank of a stage."""
         names = {name for first, end in pieces for i in range(first, end) for name in self.graph.nodes[i].parameters}
-        trained, sheet = [name for name in names if self.graph.parameters[name].trainable], self.sharded_graph(mesh)
-        keys = [(f"parameter:{name}", 0) for name in trained]
-        elements = sum(int(sheet.busiest_bytes(key, sheet.view.samples) // sheet.itemsize(key)) for key in keys)
-        return WeightBytes(elements, len(trained))
+        sheet = self.sharded_graph(mesh)
+        keys = [(f"parameter:{name}", 0) for name in names if self.graph.parameters[name].trainable]
+        return sum(int(sheet.busiest_bytes(key, sheet.view.samples) // sheet.itemsize(key)) for key in keys)
 
     def partial_gradient_axes(self, mesh: Degrees) -> Mapping[str, tuple[str, ...]]:
         """Return the parameters whose gradients are partial sums on the ranks of an axis, with these axes."""
-        key = (mesh.sequence, mesh.tensor)
-        if key not in self._summed:
-            splits, found = self.sharded_graph(mesh).splits, {}
-            for name in self.graph.parameters:
-                axes = tuple(
-                    a
-                    for a, split in splits.items()
-                    if split.source_placements.get((f"parameter:{name}", 0)) == REPLICATE_PARTIAL_GRAD
-                )
-                if axes:
-                    found[name] = axes
-            self._summed[key] = found
-        return self._summed[key]
+        laid, _ = self._sharded(mesh)
+        return {} if laid is None else laid.partial_gradient_axes()
 
     @cached_property
     def block_positions(self) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class TaskBuilder:
         key = (program.stage, program.replicas)
         if key not in self._steps:
             kind, ranks = self._scene.basis.method.parameter_collective, program.replicas
-            size = sum(self.bucket_bytes(program.stage, bucket) for bucket in program.buckets)
+            size = sum(self._scene.parameter_bytes(program.stage, bucket.parameters) for bucket in program.buckets)
             seconds = network.collective_seconds(self._scene.basis.cluster, kind if size else "", size, ranks, None)
             self._steps[key] = seconds, int(bytes_per_rank(kind, size, len(ranks)))
         return self._steps[key]
@@ -163,7 +163,7 @@ class TaskBuilder:
         ranks: Sequence[int] = bucket.ranks
         stages = {self._stage_and_replica[rank][0] for rank in ranks}
         # Stages with tied weights may shard them differently: the largest local size counts.
-        size, seconds, bytes_ = max(self.bucket_bytes(stage, bucket) for stage in stages), 0.0, 0.0
+        size, seconds, bytes_ = max(self._scene.parameter_bytes(stage, bucket.parameters) for stage in stages), 0.0, 0.0
         # Two steps: reduce-scatter over the replicas of one stage, then all-reduce of the shards over the
         # rest: the ranks that have the same replica index.
         if method.shard != "none" and len({self._plan.degree("data", stage) for stage in stages}) == 1:
@@ -178,10 +178,6 @@ class TaskBuilder:
     def _stage_and_replica(self) -> dict[int, tuple[int, int]]:
         """Stage and replica index of every rank."""
         return {rank: self._plan.stage_and_replica(rank) for stage in self._plan.stages for rank in stage.devices}
-
-    def bucket_bytes(self, stage: int, bucket: GradientBucket) -> float:
-        """Return the bytes of a bucket's gradients on one rank of a stage."""
-        return self._scene.parameter_bytes(stage, bucket.parameters)
 
     def build_averaging_tasks(self, program: Program, lanes: Sequence[int]) -> list[Task]:
         """Return the parameter averaging after a worker's step (local SGD); it does not overlap with computation."""

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.reshard import Resharder, value_specs
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.profile import Both, Profile
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.graph.batch import split_bounds
 from polylane.graph.partition import Partition
 from polylane.graph.precision import dtypes_under_autocast
 from polylane.inspection.graph_report import count_elements
-from polylane.inspection.stage_traffic import count_stage_traffic
 from polylane.observe.timeline import Timeline
 from polylane.placement.enumerate_strategies import enumerate_strategies
 from polylane.placement.operator_view import view_operators
@@ -27,6 +28,7 @@ from polylane.placement.rewrite import AxisSplit
 from polylane.plan.plan import Plan
 from polylane.planner import problem as setup
 from polylane.probe.machine import running_cluster
+from polylane.program.boxes import box_volume
 from polylane.runtime.workers.world import accelerator_type
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import live_bound, schedule_lanes
@@ -51,7 +53,7 @@ def report_plan(
         "workers": prepared.plan.workers,
         "share": _share(prepared, batch),
         "stages": _stages(prepared, costs, seconds),
-        "edges": count_stage_traffic(prepared, _microbatch(prepared.plan, batch), dtypes_of(prepared)),
+        "edges": count_stage_traffic(prepared, -(-batch // prepared.plan.microbatches), dtypes_of(prepared)),
         "utilization": step_at_best(prepared, costs).utilization(),
         "crossings": _crossings(prepared.main_partition),
         "splits": _splits(prepared),
@@ -117,20 +119,9 @@ def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[Both]) -
         graph=order,
     )
     title, notes = f"{plan.spec} · at best", {"stages": str(plan.pipeline)}
-    return replace(by_rank(played, plan), unit="seconds", title=title, notes=notes)
-
-
-def by_rank(timeline: Timeline, plan: Plan) -> Timeline:
-    """Return a timeline with a lane for every rank, from one with a lane for every stage: its ranks all do the same."""
-    spans = tuple(
-        replace(span, rank=rank) for span in timeline.spans for rank in plan.stages[span.action.stage].devices
-    )
-    return replace(timeline, spans=spans, ranks=plan.workers)
-
-
-def _microbatch(plan: Plan, batch: int) -> int:
-    """Return the number of samples of the largest microbatch."""
-    return -(-batch // plan.microbatches)
+    # The ranks of a stage all do the same.
+    spans = tuple(replace(span, rank=rank) for span in played.spans for rank in plan.stages[span.action.stage].devices)
+    return Timeline(spans, plan.workers, "seconds", title, notes)
 
 
 def _share(prepared: CompiledTraining, batch: int) -> str:
@@ -232,3 +223,56 @@ def _splits(prepared: CompiledTraining) -> dict[str, dict[str, Any]]:
             found[name] = {**asdict(told), "stages": stages, "lines": format_explanation(told)}
             taken[axis] = split
     return found
+
+
+# Traffic between stages -----------------------------------------------------------------------------------------------
+
+
+def count_stage_traffic(
+    prepared: CompiledTraining, samples: int, dtypes: Mapping[str, torch.dtype]
+) -> list[dict[str, Any]]:
+    """Return, for each pair of stages between which values cross, the bytes that their ranks send each other.
+
+    Args:
+        prepared: the training, compiled for the plan, with placements of all values.
+        samples: number of samples of a microbatch.
+        dtypes: dtypes by node name, of values whose dtype autocast changed since capture.
+    """
+    partition, plan = prepared.main_partition, prepared.plan
+    travelling = value_specs(partition, dtypes)
+    # Rank 0 stands for any: each sender gets its own copy below.
+    relays = Resharder(0, plan, partition, prepared.main.layouts, travelling, prepared.main.orders)
+    found: dict[tuple[int, int], list[int]] = {}
+    for crossing in partition.crossings:
+        item = travelling[crossing.value].dtype.itemsize
+        for consumer in crossing.consumers:
+            both = found.setdefault((crossing.producer, consumer), [0, 0])
+            both[0] += item * _sent(relays, crossing.value, crossing.producer, consumer, samples, False)
+            if crossing.requires_grad:
+                both[1] += item * _sent(relays, crossing.value, consumer, crossing.producer, samples, True)
+    return [{"from": a, "to": b, "bytes": there, "back": back} for (a, b), (there, back) in sorted(found.items())]
+
+
+def _sent(relays: Resharder, value: str, start: int, end: int, samples: int, gradient: bool) -> int:
+    """Return the elements of a value, or of its gradient, that all ranks of a stage send to those of another."""
+    total = 0
+    for rank, times in _senders(relays, start, end, samples):
+        own = replace(relays, rank=rank)  # shares the boxes that were computed for other ranks
+        pieces = (own.box_to_send(value, peer, samples, gradient) for peer in relays.plan.peers(rank, end))
+        total += times * sum(box_volume(piece) for piece in pieces if piece is not None)
+    return total
+
+
+def _senders(relays: Resharder, start: int, end: int, samples: int) -> list[tuple[int, int]]:
+    """Return (rank, number of ranks that send as much as it) for a stage.
+
+    Between equal meshes only the numbers of samples differ, so that one replica stands for all of the same size.
+    """
+    plan, devices = relays.plan, relays.plan.stages[start].devices
+    if relays.layouts.batch_is_sharded or not plan.have_same_mesh(start, end):
+        return [(rank, 1) for rank in devices]
+    replicas = plan.degree("data", start)
+    # Local samples of each replica; one without samples computes on a padding sample.
+    hand = [max(1, stop - first) for first, stop in split_bounds(samples, replicas)]
+    inner, firsts = len(devices) // replicas, {count: hand.index(count) for count in set(hand)}
+    return [(r, hand.count(n)) for n, at in firsts.items() for r in devices[at * inner : (at + 1) * inner]]

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from polylane.cluster.cluster import Cluster, Links
 from polylane.cluster.link import Link
-from polylane.cost.memory.search_bound import Footprint
-from polylane.cost.predict import CostModel, Prediction
+from polylane.cost.predict import Prediction
 from polylane.planner.search import RankedPlan, SearchRequest, SearchResult, search
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
@@ -54,26 +53,14 @@ class Advice:
     excluded: tuple[tuple[str, float, float], ...]
 
 
-def advise(
-    estimates: CurveCache,
-    footprint: Footprint,
-    wish: SearchRequest,
-    answer: SearchResult,
-    with_cluster: Callable[[Cluster], CostModel],
-) -> Advice:
-    """Return advice on the result of a search that found a plan.
-
-    Args:
-        estimates, footprint, wish: arguments of the search.
-        answer: result of the search, with at least one ranked plan.
-        with_cluster: cluster -> cost model of the same problem on it.
-    """
+def advise(answer: SearchResult) -> Advice:
+    """Return advice on the result of a search that found at least one plan."""
     best = answer.ranked_plans[0]
     return Advice(
         step_shares(best.prediction),
         tuple(_compare_families(answer, best)),
         _single_device_factor(answer, best),
-        tuple(_find_improvements(estimates, footprint, wish, best, with_cluster)),
+        tuple(_find_improvements(answer, best)),
         tuple(
             (describe_candidate(c), c.seconds / best.candidate.seconds, c.peak_bytes - c.memory_limit)
             for c in answer.too_large_candidates
@@ -146,29 +133,22 @@ def _single_device_factor(answer: SearchResult, best: RankedPlan) -> float | Non
     return min(single) / best.candidate.seconds if single else None
 
 
-def _find_improvements(
-    estimates: CurveCache,
-    footprint: Footprint,
-    wish: SearchRequest,
-    best: RankedPlan,
-    with_cluster: Callable[[Cluster], CostModel],
-) -> list[Improvement]:
+def _find_improvements(answer: SearchResult, best: RankedPlan) -> list[Improvement]:
     """Search again with twice the bandwidth, memory or batch, by estimate only, and return what speeds up the step."""
+    estimates, wish = answer.estimates, answer.wish
     cluster, found = estimates.basis.cluster, list[Improvement]()
     now = best.candidate.seconds / estimates.batch
 
     def tried(change: str, other: CurveCache, wanted: SearchRequest) -> None:
-        answer = search(other, footprint, replace(wanted, plan_count=1), finalists=0)
-        if answer.fitting_candidates:
-            first = answer.fitting_candidates[0]
+        candidates = search(other, replace(wanted, plan_count=1), finalists=0).fitting_candidates
+        if candidates:
+            first = candidates[0]
             found.append(Improvement(change, now / (first.seconds / other.batch), describe_candidate(first)))
 
     if cluster.count > 1:
-        quicker = CurveCache(with_cluster(with_faster_links(cluster, 2.0)), estimates.batch)
-        tried("links twice as fast", quicker, wish)
+        tried("links twice as fast", estimates.on_cluster(with_faster_links(cluster, 2.0)), wish)
     tried("twice the memory", estimates, replace(wish, memory_limit=2 * wish.memory_limit))
-    twice = CurveCache(estimates.basis, 2 * estimates.batch)
-    tried("twice the batch", twice, replace(wish, batch=2 * wish.batch))
+    tried("twice the batch", CurveCache(estimates.basis, 2 * estimates.batch), wish)
     return sorted((h for h in found if h.faster > 1 + WORTH), key=lambda h: -h.faster)
 
 
@@ -196,19 +176,14 @@ def with_more_hosts(cluster: Cluster, factor: int) -> Cluster:
     return Cluster(hosts, cluster.links.model_copy(update={"hosts": between}), cluster.speeds)
 
 
-def devices_needed(
-    footprint: Footprint,
-    wish: SearchRequest,
-    estimates: CurveCache,
-    with_cluster: Callable[[Cluster], CostModel],
-    most: int,
-) -> int | None:
+def devices_needed(answer: SearchResult, most: int) -> int | None:
     """Return how many such devices would have the memory, in powers of two; None if even ``most`` have not."""
+    estimates, wish = answer.estimates, answer.wish
     cluster, factor = estimates.basis.cluster, 2
     while cluster.count * factor <= most:
         workers = max(wish.workers) * factor
-        more = CurveCache(with_cluster(with_more_hosts(cluster, factor)), estimates.batch)
-        if search(more, footprint, replace(wish, workers=(workers,)), finalists=0).fitting_candidates:
+        more = estimates.on_cluster(with_more_hosts(cluster, factor))
+        if search(more, replace(wish, workers=(workers,)), finalists=0).fitting_candidates:
             return workers
         factor *= 2
     return None

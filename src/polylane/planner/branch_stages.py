@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import predict
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
@@ -41,22 +40,14 @@ class Fork:
     branches: tuple[tuple[int, ...], ...]
 
 
-def find_forks(graph: Graph, seconds: Array, places: Sequence[int]) -> Iterator[Fork]:
-    """Yield the forks that begin at some positions.
+def find_fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
+    """Return the fork that begins at a position: join nodes with their inputs until one joins two large branches.
 
     Args:
         graph: the captured graph to search.
         seconds: seconds of both passes of every node.
-        places: positions where a fork may begin; values made before one count as available to all branches.
+        first: position where the fork may begin; values made before it count as available to all branches.
     """
-    for first in places:
-        found = _find_fork(graph, seconds, first)
-        if found is not None:
-            yield found
-
-
-def _find_fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
-    """Return the fork that begins at a position: join nodes with their inputs until one joins two large branches."""
     parent: dict[str, str] = {}  # union-find towards the first node of a branch, with path halving
     work: dict[str, float] = {}  # seconds by that first node
     total = 0.0
@@ -97,9 +88,7 @@ def _branch_nodes(
     return tuple(tuple(nodes) for name, nodes in found.items() if work[name] > 0)
 
 
-def plan_branches(
-    estimates: CurveCache, workers: int, methods: Sequence[TrainingOptions], limit: float
-) -> list[RatedPlan]:
+def plan_branches(estimates: CurveCache, workers: int, limit: float) -> list[RatedPlan]:
     """Return plans that run branches on up to ``workers`` workers, one per stage, rated by exact prediction."""
     graph = estimates.basis.stages.graph
     if graph.is_opaque or workers < 2:
@@ -110,13 +99,14 @@ def plan_branches(
     if len(places) > MOST_FORKS:
         places = places[np.linspace(0, len(places) - 1, MOST_FORKS).astype(int)]
     found, seen = list[RatedPlan](), set[tuple[tuple[int, ...], tuple[int, ...]]]()
-    for fork in find_forks(graph, seconds, [int(p) for p in places]):
+    forks = (find_fork(graph, seconds, int(place)) for place in places)
+    for fork in (each for each in forks if each is not None):
         for stages in range(2, min(workers, len(fork.branches), MOST_WORKERS) + 1):
             partition = place_branches(graph, fork, seconds, stages)
             if partition is None or (partition.cuts, partition.stage_of_piece) in seen:
                 continue
             seen.add((partition.cuts, partition.stage_of_piece))
-            found += _rate_partition(estimates, partition, methods, limit)
+            found += _rate_partition(estimates, partition, limit)
     return found
 
 
@@ -152,26 +142,11 @@ def place_branches(graph: Graph, fork: Fork, seconds: Array, stages: int) -> Par
     return partition
 
 
-def _rate_partition(
-    estimates: CurveCache, partition: Partition, methods: Sequence[TrainingOptions], limit: float
-) -> Iterator[RatedPlan]:
-    meshes = (Degrees(),) * partition.stages
-    for method in methods:
-        basis = replace(estimates.basis, method=method)
-        for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
-            plan = fit.plan_from_partition(
-                partition, Spec.of_meshes(meshes, "1f1b", microbatches, "float32"), microbatches
-            )
-            prediction = predict(basis, partition, plan, estimates.batch, exact=False)
-            most = max(stage.memory.total for stage in prediction.stages)
-            yield RatedPlan(
-                meshes,
-                partition.cuts,
-                "1f1b",
-                microbatches,
-                method,
-                prediction.seconds,
-                float(most),
-                limit,
-                partition.stage_of_piece,
-            )
+def _rate_partition(estimates: CurveCache, partition: Partition, limit: float) -> Iterator[RatedPlan]:
+    meshes, pieces = (Degrees(),) * partition.stages, partition.stage_of_piece
+    for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
+        spec = Spec.of_meshes(meshes, "1f1b", microbatches, "float32")
+        plan = fit.plan_from_partition(partition, spec, microbatches)
+        prediction = predict(estimates.basis, partition, plan, estimates.batch, exact=False)
+        most = float(max(stage.memory.total for stage in prediction.stages))
+        yield RatedPlan(meshes, partition.cuts, microbatches, prediction.seconds, most, limit, pieces)

@@ -9,15 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
-from polylane.cost.cost_table import Clock, ShardedGraphCost
-from polylane.cost.memory.optimizer_state import OptimizerState, probe_optimizer_state
+from polylane.cost.cost_table import Clock
+from polylane.cost.interleave import check_interleaved
+from polylane.cost.memory.optimizer_state import Factory, OptimizerState, probe_optimizer_state
 from polylane.cost.memory.peak import MARGINS
 from polylane.cost.memory.saved_tensors import BackendSetting
-from polylane.cost.memory.search_bound import Footprint
 from polylane.cost.network import collectives as network
 from polylane.cost.operators import roofline
 from polylane.cost.operators.profile import Profile, ProfileClock
@@ -26,16 +25,13 @@ from polylane.cost.predict import CostModel
 from polylane.cost.stage_cost import Lay, StageCosts
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
-from polylane.graph.partition import Partition, balance_stages
-from polylane.placement.operator_view import OperatorView
-from polylane.placement.rewrite import AxisSplit
+from polylane.graph.partition import Partition, balance_stages, cut_positions
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Degrees, Spec
 from polylane.planner.stage_curves import CurveCache
+from polylane.program.interleave import deal_stages
 from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
-
-Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 # Passes over a parameter's bytes in an optimizer's step, besides reading and writing its states once: the parameter is
 # read and written, the gradient read, and set to zero for the next step.
@@ -77,7 +73,6 @@ def build_cost_model(
     states = probe_optimizer_state(graph, problem.optimizer, kind)
     # Layouts are chosen for the speed of two neighbouring ranks: operator axes fill a host first.
     rates = network.fit_rank_speed(cluster, range(min(cluster.count, 2)), method.dtype)
-
     offer = LayoutOffer(graph, graph.samples)
 
     def chosen(mesh: Degrees) -> Layout:
@@ -86,15 +81,10 @@ def build_cost_model(
             graph, degrees, graph.samples, pins=problem.pins, whole=problem.whole, rates=rates, offer=offer
         )
 
-    def sheet(splits: Mapping[str, AxisSplit], shown: OperatorView | None) -> ShardedGraphCost:
-        return ShardedGraphCost(
-            graph, splits, graph.samples, item=method.float_itemsize if method.is_half_precision else None, shown=shown
-        )
-
     setting = BackendSetting(graph.samples, device=kind, **_precision_setting(method))
     return CostModel(
         cluster=_with_measured_contention(cluster, problem.profile),
-        stages=StageCosts(graph, lay or chosen, sheet, setting),
+        stages=StageCosts(graph, lay or chosen, _passes_itemsize(method), setting),
         method=method,
         make_clock=_make_clocks(problem.profile, method),
         update_seconds=_make_update_clock(problem, states),
@@ -120,15 +110,20 @@ def _precision_setting(method: TrainingOptions) -> dict[str, Any]:
     return {"autocast": low} if method.masters and method.dtype == "bfloat16" else {"dtype": low}
 
 
+def _passes_itemsize(method: TrainingOptions) -> int | None:
+    """Return the most bytes of a floating-point element in 16-bit passes; None: values keep their own."""
+    return method.float_itemsize if method.is_half_precision else None
+
+
 def _make_clocks(profile: Profile | None, method: TrainingOptions) -> Callable[[Device], Clock]:
     def of(device: Device) -> Clock:
-        model = roofline.Roofline(device, method.dtype, method.float_itemsize if method.is_half_precision else None)
+        model = roofline.Roofline(device, method.dtype, _passes_itemsize(method))
         return model if profile is None else ProfileClock(profile, model, device.speed)
 
     return of
 
 
-def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Callable[[Device, int, int], float]:
+def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Callable[[Device, int], float]:
     """Return a function of the seconds of an optimizer step: measured, or from the bytes it reads and writes."""
     trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
     elements = sum(math.prod(info.shape) for _, info in trained)
@@ -138,24 +133,12 @@ def _make_update_clock(problem: CapturedProblem, states: OptimizerState) -> Call
     each = (PASSES * own + 2 * kept) / max(elements, 1)
     measured = None if problem.profile is None or not elements else problem.profile.update_seconds / elements
 
-    def seconds(device: Device, count: int, tensors: int) -> float:
+    def seconds(device: Device, count: int) -> float:
         if measured is not None:
             return measured * count / device.speed
         return count * each / (device.bandwidth * device.speed) + device.overhead
 
     return seconds
-
-
-def build_search_bound(problem: CapturedProblem, cluster: Cluster) -> Footprint:
-    """Build the memory bound of workers from the mean state bytes and item size of the parameters."""
-    device = cluster.device(0)
-    kind = device.type
-    states = probe_optimizer_state(problem.graph, problem.optimizer, kind)
-    trained = [(n, info) for n, info in problem.graph.parameters.items() if info.trainable]
-    elements = sum(math.prod(info.shape) for _, info in trained) or 1
-    kept = sum(states.bytes(name, info.shape) for name, info in trained) / elements
-    item = sum(info.bytes for _, info in trained) // elements or 4
-    return Footprint(kept, item, MARGINS[kind].share, MARGINS[kind].fixed_bytes)
 
 
 def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition, Plan]:
@@ -182,3 +165,34 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
         times = np.diff(table.forward + table.backward + table.waits + table.backward_waits)
         partition = balance_stages(graph, plan.pipeline, list(times), [mesh.workers for mesh in plan.meshes])
     return partition, fit.plan_from_partition(partition, plan, microbatches)
+
+
+def subdivide_plan(found: CostModel, plan: Spec | Plan, batch: int, chunks: int) -> tuple[Partition, Plan]:
+    """Complete a plan of interleaved pipelines: cut the graph into ``chunks`` balanced virtual stages per worker.
+
+    Returns:
+        The graph cut into virtual stages, and the plan of the workers; the plan unchanged for one chunk.
+
+    Raises:
+        PolylaneError: as of :func:`fit_plan`; or the plan cannot be interleaved, has fixed
+            cuts, or has more virtual stages than the graph can be cut into.
+    """
+    if chunks < 1:
+        raise PolylaneError(f"chunks of a stage must be at least 1, not {chunks}")
+    if chunks == 1:
+        return fit_plan(found, plan, batch)
+    check_interleaved(plan)
+    if isinstance(plan, Plan):
+        raise PolylaneError(
+            f"{plan.title} says where its stages begin, which {chunks} chunks of each would change: give it in one line"
+        )
+    graph, stages = found.stages.graph, plan.pipeline * chunks
+    most = len(cut_positions(graph)) + 1
+    if stages > most and not graph.is_opaque:
+        raise PolylaneError(
+            f"{plan.pipeline} stages of {chunks} chunks are {stages}, and the graph can be cut into at most {most}"
+        )
+    microbatches = default_microbatches(plan, batch)
+    # Balanced as a pipeline of ``stages * chunks`` stages, then dealt out to the workers.
+    partition, _ = fit_plan(found, replace(plan, pipeline=stages, microbatches=microbatches), batch)
+    return partition, fit.plan_from_partition(deal_stages(partition, plan.pipeline), plan, microbatches)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from polylane.cost.memory.search_bound import Footprint
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict
 from polylane.graph.partition import Partition
@@ -41,20 +40,16 @@ class SearchRequest:
     """Constraints of a search.
 
     Attributes:
-        batch: samples of a step.
         workers: numbers of workers to try.
         max_operator_ranks: most ranks over which an operator may be sharded.
-        methods: training options to choose from.
         memory_limit: bytes that a worker may have.
         plan_count: number of plans to return.
         batch_is_indivisible: whether the loss couples the samples of a batch, which then must not be divided over
             replicas or into microbatches.
     """
 
-    batch: int
     workers: tuple[int, ...]
     max_operator_ranks: int
-    methods: tuple[TrainingOptions, ...]
     memory_limit: float
     plan_count: int = 5
     batch_is_indivisible: bool = False
@@ -82,12 +77,16 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
+        estimates: cost curves of the graph on the cluster, by which the plans were rated.
+        wish: constraints of the search.
         ranked_plans: the best plans, fastest first; empty if nothing fits.
         fitting_candidates: all candidates that fit in memory, fastest first by estimate.
         too_large_candidates: candidates that do not fit, fastest first by estimate.
         skipped_count: number of plans skipped by their lower bound, whether they fit or not.
     """
 
+    estimates: CurveCache
+    wish: SearchRequest
     ranked_plans: tuple[RankedPlan, ...]
     fitting_candidates: tuple[RatedPlan, ...]
     too_large_candidates: tuple[RatedPlan, ...]
@@ -101,7 +100,6 @@ class SearchResult:
 
 def search(
     estimates: CurveCache,
-    footprint: Footprint,
     wish: SearchRequest,
     finalists: int = FINALISTS,
     keep: Callable[[RatedPlan], bool] = lambda candidate: True,
@@ -113,23 +111,21 @@ def search(
 
     Args:
         estimates: cost curves of the graph on the cluster.
-        footprint: memory bound of a worker.
         wish: constraints of the search.
         finalists: about how many are predicted exactly; 0: none, estimates only.
         keep: filter of the candidates that may be chosen.
     """
     # First pass with skipping; it may be repeated without.
-    answer = _search(estimates, footprint, wish, finalists, keep, FAR)
+    answer = _search(estimates, wish, finalists, keep, FAR)
     if (
         finalists and answer.skipped_count and not answer.ranked_plans
     ):  # only plans that do not fit were kept: the skipped ones may fit
-        answer = _search(estimates, footprint, wish, finalists, keep, math.inf)
+        answer = _search(estimates, wish, finalists, keep, math.inf)
     return answer
 
 
 def _search(
     estimates: CurveCache,
-    footprint: Footprint,
     wish: SearchRequest,
     finalists: int,
     keep: Callable[[RatedPlan], bool],
@@ -138,16 +134,14 @@ def _search(
     """Search once, skipping plans whose lower bound is more than ``far`` times the best time."""
     every, passed = list[RatedPlan](), 0
     for workers in wish.workers:
-        looking = _UniformSearch(
-            estimates, footprint, wish.memory_limit, keep, far if finalists else 1.0, finalists > 0
-        )
+        looking = _UniformSearch(estimates, wish.memory_limit, keep, far if finalists else 1.0, finalists > 0)
         found, more = _rate_uniform_plans(looking, wish, workers)
         every, passed = every + found, passed + more
     # Both searches divide the batch over replicas or microbatches.
     if not wish.batch_is_indivisible:
         most = max(wish.workers)
-        every += search_unequal_meshes(estimates, footprint, most, wish.methods, wish.memory_limit)
-        every += plan_branches(estimates, most, wish.methods, wish.memory_limit)
+        every += search_unequal_meshes(estimates, most, wish.memory_limit)
+        every += plan_branches(estimates, most, wish.memory_limit)
     every = [candidate for candidate in every if keep(candidate)]
     fitting = sorted((c for c in every if c.fits), key=lambda c: weighted_seconds(c.seconds, c.workers))
     excluded = [c for c in every if not c.fits]
@@ -157,7 +151,7 @@ def _search(
     exact.sort(key=lambda f: weighted_seconds(f.prediction.seconds, f.plan.workers))
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
     fitting = [c for c in fitting if id(c) not in too_big]
-    return SearchResult(tuple(exact[: wish.plan_count]), tuple(fitting), tuple(excluded), passed)
+    return SearchResult(estimates, wish, tuple(exact[: wish.plan_count]), tuple(fitting), tuple(excluded), passed)
 
 
 def _exact(
@@ -193,7 +187,7 @@ def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
     counts: dict[object, int] = {}
     kept = []
     for candidate in candidates:
-        key = (candidate.meshes, candidate.stage_of_piece, candidate.method)
+        key = (candidate.meshes, candidate.stage_of_piece)
         counts[key] = counts.get(key, 0) + 1
         if counts[key] <= 3:
             kept.append(candidate)
@@ -206,9 +200,7 @@ def _rate_uniform_plans(looking: _UniformSearch, wish: SearchRequest, workers: i
     Plans that shard operators along both axes are rated only for the rank counts at which one axis alone is best.
     """
     single, double = list[UniformPlan](), list[UniformPlan]()
-    for uniform in enumerate_uniform_plans(
-        workers, wish.max_operator_ranks, wish.batch, looking.max_stages, wish.methods
-    ):
+    for uniform in enumerate_uniform_plans(workers, wish.max_operator_ranks, looking.batch, looking.max_stages):
         if not wish.batch_is_indivisible or uniform.data == uniform.microbatches == 1:
             (double if uniform.sequence > 1 and uniform.tensor > 1 else single).append(uniform)
     found = looking.at(single)
@@ -223,30 +215,28 @@ class _UniformSearch:
     """Branch and bound over uniform plans: rate them in the order of their lower bounds, skip hopeless ones.
 
     Args:
-        estimates, footprint: cost curves and memory bound on the cluster.
+        estimates: cost curves and memory bound on the cluster.
         limit: bytes that a worker may have.
         keep: filter of the candidates that may be chosen.
         far: skip plans whose lower bound exceeds the best time by this factor.
         families: whether to find the best plan of every family, not only the best of all.
 
     Attributes:
-        max_stages: most stages into which the graph can be cut.
+        batch, max_stages: samples of a step, and most stages into which the graph can be cut.
         skipped_count: number of plans skipped so far.
     """
 
     def __init__(
         self,
         estimates: CurveCache,
-        footprint: Footprint,
         limit: float,
         keep: Callable[[RatedPlan], bool],
         far: float,
         families: bool,
     ) -> None:
-        self._estimates, self._footprint, self._limit, self._keep = estimates, footprint, limit, keep
-        self._far, self._families = far, families
+        self._estimates, self._limit, self._keep, self._far, self._families = estimates, limit, keep, far, families
         self._best: dict[object, float] = {}  # best seconds that fit, by family (axes in use)
-        self.max_stages, self.skipped_count = estimates.max_stages, 0
+        self.batch, self.max_stages, self.skipped_count = estimates.batch, estimates.max_stages, 0
 
     def at(self, uniforms: Sequence[UniformPlan]) -> list[tuple[UniformPlan, RatedPlan]]:
         """Rate plans in the order of their lower bounds; return those that were not skipped."""
@@ -258,7 +248,7 @@ class _UniformSearch:
             if self._is_hopeless(least, axes):
                 self.skipped_count += 1
                 continue
-            candidate = rate_uniform_plan(self._estimates, self._footprint, uniform, self._limit)
+            candidate = rate_uniform_plan(self._estimates, uniform, self._limit)
             if candidate is not None:
                 found.append((uniform, candidate))
                 if candidate.fits and self._keep(candidate):
@@ -274,16 +264,15 @@ class _UniformSearch:
 def realize_plan(estimates: CurveCache, candidate: RatedPlan) -> RankedPlan:
     """Return a candidate as a full plan with its exact prediction."""
     partition = Partition(estimates.basis.stages.graph, candidate.cuts, candidate.stage_of_piece)
-    plan = make_plan(partition, candidate)
-    basis = replace(estimates.basis, method=candidate.method)
-    return RankedPlan(candidate, plan, partition, predict(basis, partition, plan, estimates.batch, exact=False))
+    plan = make_plan(partition, candidate, estimates.basis.method)
+    prediction = predict(estimates.basis, partition, plan, estimates.batch, exact=False)
+    return RankedPlan(candidate, plan, partition, prediction)
 
 
-def make_plan(partition: Partition, candidate: RatedPlan) -> Plan:
+def make_plan(partition: Partition, candidate: RatedPlan, method: TrainingOptions) -> Plan:
     """Return a candidate's plan, with ranks ordered so that those that communicate most share a host."""
-    dtype = candidate.method.dtype
-    precision = dtype if dtype in PRECISIONS else PRECISIONS[0]
+    precision = method.dtype if method.dtype in PRECISIONS else PRECISIONS[0]
     shared = any(degrees.data > 1 for degrees in candidate.meshes)
-    sync = SyncOptions(shard=candidate.method.shard) if shared else SUM
-    spec = Spec.of_meshes(candidate.meshes, candidate.schedule, candidate.microbatches, precision, sync)
+    sync = SyncOptions(shard=method.shard) if shared else SUM
+    spec = Spec.of_meshes(candidate.meshes, "1f1b", candidate.microbatches, precision, sync)
     return fit.plan_from_partition(partition, spec, candidate.microbatches)

@@ -5,15 +5,18 @@ The figures are those of `polylane.cost`, but a pipeline's time comes from a for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polylane.cluster.cluster import ranks_along
+from polylane.cluster.cluster import Cluster, ranks_along
 from polylane.cluster.rank_span import Ranks
 from polylane.cost.cost_table import CostTable
+from polylane.cost.memory.peak import MemoryMargin, TrainedBytes, shard_trained_bytes
 from polylane.cost.network import collectives as network
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import CostModel
@@ -68,6 +71,43 @@ class StageCurves:
         return np.maximum(forward, gathers), np.maximum(backward, gathers + own(self.scatter_seconds))
 
 
+@dataclass(frozen=True)
+class Footprint:
+    """Memory bound of a worker, from its trained elements and saved activations.
+
+    Attributes:
+        state_bytes: bytes of optimizer states for each trained element.
+        itemsize: bytes per parameter element in the model.
+        margin: memory that a worker takes beyond its tensors.
+        method: precision and sharding of the training.
+    """
+
+    state_bytes: float
+    itemsize: int
+    margin: MemoryMargin
+    method: TrainingOptions
+
+    def __call__(self, elements: Array, held: Array, data: int) -> Array:
+        """Return the bytes of workers, one for each stage of the arrays.
+
+        Args:
+            elements: trained elements of one rank.
+            held: activation bytes of all microbatches in flight.
+            data: number of replicas of the stage.
+        """
+        tensors = elements * self.bytes_per_element(data) + held
+        return tensors * (1 + self.margin.share) + self.margin.fixed_bytes
+
+    def available_bytes(self, limit: float) -> float:
+        """Return the bytes that parameters, gradients, states and activations may take on a worker with this memory."""
+        return (limit - self.margin.fixed_bytes) / (1 + self.margin.share)
+
+    def bytes_per_element(self, data: int) -> float:
+        """Return the bytes of parameters, gradients and optimizer states per trained element of a rank."""
+        own = shard_trained_bytes(TrainedBytes(self.itemsize, self.itemsize, self.state_bytes), self.method, data)
+        return own.parameters + own.gradients + own.states
+
+
 class CurveCache:
     """Cache of the curves of one graph on one cluster.
 
@@ -98,32 +138,41 @@ class CurveCache:
         """Most stages into which the graph can be cut."""
         return len(self.positions) - 1
 
+    def on_cluster(self, cluster: Cluster) -> CurveCache:
+        """Return the curves of the same training on other devices or links."""
+        basis = replace(self.basis, cluster=cluster, stages=self.basis.stages.without_prices())
+        return CurveCache(basis, self.batch)
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """Memory bound of a worker, with the mean state bytes and item size of the trained parameters."""
+        basis = self.basis
+        trained = [(name, info) for name, info in basis.stages.graph.parameters.items() if info.trainable]
+        elements = sum(math.prod(info.shape) for _, info in trained) or 1
+        kept = sum(basis.optimizer.bytes(name, info.shape) for name, info in trained) / elements
+        item = sum(info.bytes for _, info in trained) // elements or 4
+        return Footprint(kept, item, basis.margin, basis.method)
+
     def table(self, mesh: Degrees, samples: int) -> CostTable:
         """Return the cost of every node on the slowest device of the cluster."""
-        basis = self.basis
-        device = min(
-            basis.cluster.devices(range(basis.cluster.count)), key=lambda d: d.speed * max(d.achieved.values())
-        )
-        axes = [axis for axis in ("sequence", "tensor") if getattr(mesh, axis) > 1]
-        axes += ["data"] if self._statistics_replicas(mesh) > 1 else []
+        cluster, replicas = self.basis.cluster, self._statistics_replicas(mesh)
         degrees = {"data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}
-        exchange = {axis: network.make_collective_clock(basis.cluster, ranks_along(degrees, axis)) for axis in axes}
-        rates = network.fit_rank_speed(basis.cluster, range(1), basis.method.dtype)
-        return basis.stages.table(
-            mesh, samples, ("estimate", self._statistics_replicas(mesh)), basis.make_clock(device), exchange, rates
-        )
+        axes = [axis for axis in ("sequence", "tensor") if degrees[axis] > 1] + ["data"] * (replicas > 1)
+        groups = {axis: ranks_along(degrees, axis) for axis in axes}
+        device, memory = self.basis.slowest_device(range(cluster.count)), cluster.device(0).stream
+        return self.basis.table(mesh, samples, device, memory, groups, ("estimate", replicas))
 
     def _statistics_replicas(self, mesh: Degrees) -> int:
         """Return how many replicas sum batch statistics inside their passes; 1 for graphs without."""
         return mesh.data if self.basis.stages.graph.code.has_batch_statistics else 1
 
-    def curves(self, mesh: Degrees, samples: int, method: TrainingOptions, replicas: Ranks = (0,)) -> StageCurves:
+    def curves(self, mesh: Degrees, samples: int, replicas: Ranks) -> StageCurves:
         """Return the curves of a rank with ``samples`` local samples; ``replicas`` are the ranks of its data group."""
         # The key leaves out what does not change the curves: the data degree, unless parameters are sharded
         # or statistics are shared.
-        parts = method.gathers_parameters(len(replicas))
+        parts = self.basis.method.gathers_parameters(len(replicas))
         where = self.basis.cluster.span(replicas) if parts else None
-        key = (mesh.sequence, mesh.tensor, samples, method.recompute, self._statistics_replicas(mesh), where)
+        key = (mesh.sequence, mesh.tensor, samples, self._statistics_replicas(mesh), where)
         if key not in self._curves:
             # Zeros broadcast to any length where nothing is gathered.
             beside = (
@@ -131,20 +180,18 @@ class CurveCache:
                 if parts
                 else [np.zeros(1)] * 2
             )
-            self._curves[key] = self._build_curves(mesh, samples, method, *beside)
+            self._curves[key] = self._build_curves(mesh, samples, *beside)
         return self._curves[key]
 
-    def _build_curves(
-        self, mesh: Degrees, samples: int, method: TrainingOptions, gathers: Array, scatters: Array
-    ) -> StageCurves:
-        stages, at = self.basis.stages, self.positions
-        table = add_recomputation(self.table(mesh, samples), stages.recompute_counts(method.recompute))
+    def _build_curves(self, mesh: Degrees, samples: int, gathers: Array, scatters: Array) -> StageCurves:
+        stages, recompute, at = self.basis.stages, self.basis.method.recompute, self.positions
+        table = add_recomputation(self.table(mesh, samples), stages.recompute_counts(recompute))
         forward = table.forward + table.waits + EXPOSED * gathers
         backward = table.backward + table.backward_waits + EXPOSED * (gathers + scatters)
-        if method.recompute == "full":
+        if recompute == "full":
             held = stages.block_input_bytes(mesh) * samples
         else:
-            held = self._activation_bytes(mesh, method.recompute == "selective") * samples
+            held = self._activation_bytes(mesh, recompute == "selective") * samples
         return StageCurves(
             forward[at],
             backward[at],
@@ -181,8 +228,9 @@ class CurveCache:
             self._counts_cache[key] = sizes
         return self._counts_cache[key]
 
-    def closing_seconds(self, method: TrainingOptions, elements: float, replicas: Ranks) -> tuple[float, float]:
+    def closing_seconds(self, elements: float, replicas: Ranks) -> tuple[float, float]:
         """Return the seconds of the gradient and of the parameter collective over replicas, for trained elements."""
+        method = self.basis.method
         size, cluster = elements * min(4, method.float_itemsize), self.basis.cluster
         summed = network.collective_seconds(cluster, method.gradient_collective, size, replicas, None)
         return summed, network.collective_seconds(cluster, method.parameter_collective, size, replicas, None)

@@ -7,16 +7,13 @@ are added from the last one back: in 1F1B a stage holds as many microbatches as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polylane.cost.memory.search_bound import Footprint
 from polylane.cost.network import collectives as network
-from polylane.cost.operators.training_options import TrainingOptions
 from polylane.plan.spec import Degrees
 from polylane.planner.balance import Array
 from polylane.planner.stage_curves import CurveCache
@@ -57,17 +54,13 @@ class MeshOption:
 Chosen = list[tuple[int, int, MeshOption]]
 
 
-def search_unequal_meshes(
-    estimates: CurveCache, footprint: Footprint, workers: int, methods: Sequence[TrainingOptions], limit: float
-) -> list[RatedPlan]:
-    """Return the best plan with unequal meshes for each number of microbatches and training option."""
+def search_unequal_meshes(estimates: CurveCache, workers: int, limit: float) -> list[RatedPlan]:
+    """Return the best plan with unequal meshes for each number of microbatches."""
     if workers > MOST_WORKERS or workers < 3 or estimates.max_stages < 2:
         return []
     found = []
-    for method in methods:
-        for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
-            search = StageMeshSearch(estimates, footprint, workers, microbatches, method, limit)
-            found += search.find_best()
+    for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
+        found += StageMeshSearch(estimates, workers, microbatches, limit).find_best()
     return found
 
 
@@ -75,24 +68,14 @@ class StageMeshSearch:
     """Finds the best unequal stages for one number of microbatches.
 
     Args:
-        estimates, footprint: cost curves and memory bound on the cluster.
+        estimates: cost curves and memory bound on the cluster.
         workers: number of workers over all stages.
         microbatches: number of microbatches of a step.
-        method: precision, sharding, recomputation and overlap.
         limit: bytes that a worker may have.
     """
 
-    def __init__(
-        self,
-        estimates: CurveCache,
-        footprint: Footprint,
-        workers: int,
-        microbatches: int,
-        method: TrainingOptions,
-        limit: float,
-    ) -> None:
-        self.estimates, self.footprint, self.workers = estimates, footprint, workers
-        self.microbatches, self.method, self.limit = microbatches, method, limit
+    def __init__(self, estimates: CurveCache, workers: int, microbatches: int, limit: float) -> None:
+        self.estimates, self.workers, self.microbatches, self.limit = estimates, workers, microbatches, limit
         self.places = choose_positions(estimates)
         self._bytes: dict[tuple[int, int], Array] = {}
 
@@ -116,7 +99,7 @@ class StageMeshSearch:
         )
         meshes = tuple(option.mesh for _, _, option in chosen)
         cuts = tuple(int(positions[self.places[a]]) for a, _, _ in chosen[1:])
-        return [RatedPlan(meshes, cuts, "1f1b", self.microbatches, self.method, seconds, most, self.limit)]
+        return [RatedPlan(meshes, cuts, self.microbatches, seconds, most, self.limit)]
 
     def step_seconds(self, chosen: Chosen) -> float:
         """Return the seconds of a step: sum of the stages, (m - 1) times the slowest, and the end of the step."""
@@ -134,10 +117,10 @@ class StageMeshSearch:
         return [self._build_option(mesh) for mesh in meshes if mesh.workers < self.workers]
 
     def _build_option(self, mesh: Degrees) -> MeshOption:
-        basis, at = self.estimates.basis, np.array(self.places)
+        basis, method, at = self.estimates.basis, self.estimates.basis.method, np.array(self.places)
         replicas = range(0, mesh.workers, mesh.sequence * mesh.tensor)
         samples = -(-self.estimates.batch // (self.microbatches * mesh.data))
-        curves = self.estimates.curves(mesh, samples, self.method, replicas)
+        curves = self.estimates.curves(mesh, samples, replicas)
         forward, backward = curves.stage_seconds(at[:, None], at[None, :])
         elements, held = curves.elements[at], curves.activation_bytes[at]
         inward = np.array(
@@ -148,12 +131,10 @@ class StageMeshSearch:
         inward[0] = 0.0
         own = np.maximum(elements[None, :] - elements[:, None], 0.0)
         device = basis.cluster.device(0)
-        ending = np.vectorize(lambda n: basis.update_seconds(device, self.method.count_updated(int(n), mesh.data), 1))(
-            own
-        )
-        summed, handed = self.estimates.closing_seconds(self.method, SAMPLE, replicas)
+        ending = np.vectorize(lambda n: basis.update_seconds(device, method.count_updated(int(n), mesh.data)))(own)
+        summed, handed = self.estimates.closing_seconds(SAMPLE, replicas)
         # About 70% of the gradient reduction overlaps with the last backward pass.
-        ending = ending + own / SAMPLE * (summed * (0.3 if self.method.overlap else 1.0) + handed)
+        ending = ending + own / SAMPLE * (summed * (0.3 if method.overlap else 1.0) + handed)
         seconds = forward + backward + 2 * inward[:, None]
         return MeshOption(mesh, seconds, ending, own, held[None, :] - held[:, None])
 
@@ -161,8 +142,8 @@ class StageMeshSearch:
         """Return the bytes of a rank of every stage on one option, with ``live`` microbatches in flight."""
         if (number, live) not in self._bytes:
             option = self.options[number]
-            self._bytes[number, live] = self.footprint(
-                option.elements, option.activation_bytes * live, option.mesh.data, self.method
+            self._bytes[number, live] = self.estimates.footprint(
+                option.elements, option.activation_bytes * live, option.mesh.data
             )
         return self._bytes[number, live]
 
@@ -225,7 +206,8 @@ def choose_positions(estimates: CurveCache) -> list[int]:
     if count <= MOST_PLACES:
         return list(range(count))
     entering = estimates.basis.stages.cut_bytes(Degrees())[estimates.positions]
-    work = estimates.curves(Degrees(), 1, TrainingOptions()).pass_seconds
+    table = estimates.table(Degrees(), 1)
+    work = ((table.forward + table.waits) + (table.backward + table.backward_waits))[estimates.positions]
     groups = np.searchsorted(np.linspace(work[0], work[-1], MOST_PLACES - 1), work[1:-1], side="right")
     kept = {0, count - 1}
     for group in np.unique(groups):

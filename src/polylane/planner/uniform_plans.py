@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from polylane.cluster.cluster import ranks_along
-from polylane.cost.memory.search_bound import Footprint
 from polylane.cost.network import collectives as network
-from polylane.cost.operators.training_options import TrainingOptions
 from polylane.plan.spec import Degrees
 from polylane.planner.balance import Array, BalancedCuts
 from polylane.planner.stage_curves import CurveCache, StageCurves
@@ -27,8 +25,7 @@ class RatedPlan:
         cuts: positions of the graph at which all stages but the first begin.
         stage_of_piece: stage of every piece of the graph, if stages have several pieces; else empty (see
             :class:`polylane.graph.partition.Partition`).
-        schedule, microbatches: name of the schedule, number of microbatches.
-        method: precision, sharding, recomputation and overlap.
+        microbatches: number of microbatches, which 1F1B schedules.
         seconds: estimated seconds of a step.
         peak_bytes: bytes of the worker that needs the most memory.
         memory_limit: bytes that a worker may have.
@@ -36,9 +33,7 @@ class RatedPlan:
 
     meshes: tuple[Degrees, ...]
     cuts: tuple[int, ...]
-    schedule: str
     microbatches: int
-    method: TrainingOptions
     seconds: float
     peak_bytes: float
     memory_limit: float
@@ -61,7 +56,7 @@ class UniformPlan:
 
     Attributes:
         data, stages, sequence, tensor: number of ranks along each axis.
-        microbatches, schedule, method: microbatches, schedule and training options of the plan.
+        microbatches: number of microbatches, which 1F1B schedules.
     """
 
     data: int
@@ -69,8 +64,6 @@ class UniformPlan:
     sequence: int
     tensor: int
     microbatches: int
-    schedule: str
-    method: TrainingOptions
 
     @property
     def mesh(self) -> Degrees:
@@ -83,9 +76,7 @@ class UniformPlan:
         return ranks_along(degrees, axis)
 
 
-def rate_uniform_plan(
-    estimates: CurveCache, footprint: Footprint, uniform: UniformPlan, limit: float
-) -> RatedPlan | None:
+def rate_uniform_plan(estimates: CurveCache, uniform: UniformPlan, limit: float) -> RatedPlan | None:
     """Find the best cuts of a uniform plan and rate it; None if the graph has too few cut positions.
 
     Stages are cut so that each fits in memory, if possible, and the slowest is as fast as possible.
@@ -93,16 +84,16 @@ def rate_uniform_plan(
     curves = stage_curves_of(estimates, uniform)
     if curves is None:
         return None
-    ends = _stage_bounds(estimates, footprint, uniform, limit)
+    ends = _stage_bounds(estimates, uniform, limit)
     if ends is None:  # cut without limit, to report how much memory is missing
-        ends = _stage_bounds(estimates, footprint, uniform, math.inf)
+        ends = _stage_bounds(estimates, uniform, math.inf)
         if ends is None:
             return None
-    most = _max_stage_bytes(footprint, uniform, curves, ends)
+    most = _max_stage_bytes(estimates, uniform, curves, ends)
     seconds = _step_seconds(estimates, uniform, curves, ends)
     cuts = tuple(int(estimates.positions[i]) for i in ends[1:-1])
     meshes = (uniform.mesh,) * uniform.stages
-    return RatedPlan(meshes, cuts, uniform.schedule, uniform.microbatches, uniform.method, seconds, most, limit)
+    return RatedPlan(meshes, cuts, uniform.microbatches, seconds, most, limit)
 
 
 def stage_curves_of(estimates: CurveCache, uniform: UniformPlan) -> StageCurves | None:
@@ -110,7 +101,7 @@ def stage_curves_of(estimates: CurveCache, uniform: UniformPlan) -> StageCurves 
     if uniform.stages > estimates.max_stages:
         return None
     samples = -(-estimates.batch // (uniform.microbatches * uniform.data))
-    return estimates.curves(uniform.mesh, samples, uniform.method, uniform.ranks("data"))
+    return estimates.curves(uniform.mesh, samples, uniform.ranks("data"))
 
 
 def min_step_seconds(estimates: CurveCache, uniform: UniformPlan) -> float:
@@ -124,22 +115,22 @@ def min_step_seconds(estimates: CurveCache, uniform: UniformPlan) -> float:
     return (uniform.stages + uniform.microbatches - 1) * each
 
 
-def _stage_bounds(estimates: CurveCache, footprint: Footprint, uniform: UniformPlan, limit: float) -> list[int] | None:
+def _stage_bounds(estimates: CurveCache, uniform: UniformPlan, limit: float) -> list[int] | None:
     """Return the stage boundaries as indices into the positions; None if nothing fits."""
     curves = stage_curves_of(estimates, uniform)
     assert curves is not None
     # Parameters, gradients and states per trained element.
-    weight = sum(footprint.bytes_per_element(uniform.data, uniform.method))
+    weight = estimates.footprint.bytes_per_element(uniform.data)
     # With at least as many microbatches as stages, 1F1B's memory does not depend on their number: cuts are shared.
-    filled = uniform.schedule == "1f1b" and uniform.microbatches >= uniform.stages
+    filled = uniform.microbatches >= uniform.stages
 
     def memory(last: int) -> Array:
         live = last if filled else _live_microbatches(uniform, uniform.stages - last)
         return curves.elements * weight + curves.activation_bytes * live
 
-    room = footprint.available_bytes(limit)
+    room = estimates.footprint.available_bytes(limit)
     # The cache keeps the curves alive, so that their id() is not reused.
-    key = (id(curves), weight, room, uniform.schedule, None if filled else uniform.microbatches)
+    key = (id(curves), weight, room, None if filled else uniform.microbatches)
     found = estimates.cuts_cache.get(key)
     if found is None:
         found = estimates.cuts_cache[key] = BalancedCuts(curves.pass_seconds, memory, room)
@@ -148,16 +139,14 @@ def _stage_bounds(estimates: CurveCache, footprint: Footprint, uniform: UniformP
 
 def _live_microbatches(uniform: UniformPlan, stage: int) -> int:
     """Return how many microbatches a stage holds at the same time."""
-    if uniform.schedule == "1f1b":
-        return min(uniform.microbatches, uniform.stages - stage)
-    return uniform.microbatches
+    return min(uniform.microbatches, uniform.stages - stage)
 
 
-def _max_stage_bytes(footprint: Footprint, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]) -> float:
+def _max_stage_bytes(estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]) -> float:
     """Return the bytes of a rank of the stage that needs the most memory."""
     elements, held = (np.diff(curve[list(ends)]) for curve in (curves.elements, curves.activation_bytes))
     live = np.array([_live_microbatches(uniform, stage) for stage in range(uniform.stages)])
-    return float(footprint(elements, held * live, uniform.data, uniform.method).max())
+    return float(estimates.footprint(elements, held * live, uniform.data).max())
 
 
 def _step_seconds(estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]) -> float:
@@ -185,23 +174,21 @@ def _closing_seconds(
     estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int], backward: Array
 ) -> float:
     """Return the seconds after the last backward pass: exposed reductions, optimizer step, parameter all-gather."""
-    basis, method, most = estimates.basis, uniform.method, 0.0
+    basis, method, most = estimates.basis, estimates.basis.method, 0.0
     device = basis.cluster.device(0)
     elements = np.diff(curves.elements[list(ends)])
     # Equal stages are priced once.
     # ``passed``: seconds of the last backward pass, behind which reductions can hide.
     for own, passed, pieces in set(zip(elements.tolist(), backward.tolist(), np.diff(ends).tolist(), strict=True)):
-        whole, handed = estimates.closing_seconds(method, own, uniform.ranks("data"))
+        whole, handed = estimates.closing_seconds(own, uniform.ranks("data"))
         left = whole
         if method.overlap:  # all but the last bucket may overlap with the backward pass
             left = max(whole - passed, whole / max(1, pieces))
-        most = max(most, left + basis.update_seconds(device, method.count_updated(int(own), uniform.data), 1) + handed)
+        most = max(most, left + basis.update_seconds(device, method.count_updated(int(own), uniform.data)) + handed)
     return most
 
 
-def enumerate_uniform_plans(
-    workers: int, inner: int, batch: int, pieces: int, methods: Sequence[TrainingOptions]
-) -> Iterator[UniformPlan]:
+def enumerate_uniform_plans(workers: int, inner: int, batch: int, pieces: int) -> Iterator[UniformPlan]:
     """Yield every uniform plan worth rating on ``workers`` workers.
 
     Args:
@@ -209,7 +196,6 @@ def enumerate_uniform_plans(
         inner: most ranks over which an operator may be sharded.
         batch: samples of a step over all replicas.
         pieces: most stages into which the graph can be cut.
-        methods: training options to choose from.
     """
     for sequence in _powers_of_two(inner):
         for tensor in _powers_of_two(inner // sequence):
@@ -221,9 +207,7 @@ def enumerate_uniform_plans(
                 if data > batch:
                     continue
                 for microbatches in _microbatch_counts(batch // data, stages):
-                    plain = UniformPlan(data, stages, sequence, tensor, microbatches, "1f1b", methods[0])
-                    for method in methods:
-                        yield replace(plain, method=method)
+                    yield UniformPlan(data, stages, sequence, tensor, microbatches)
 
 
 def _microbatch_counts(samples: int, stages: int) -> list[int]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from polylane.cost.memory.optimizer_state import Factory
 from polylane.cost.operators.profile import Both, Profile
 from polylane.graph.batch import Rebuild, clone_leaves, sample_count, take_first_samples
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
@@ -26,7 +27,7 @@ def profiled(
     graph: Graph,
     model: nn.Module,
     loss: Loss,
-    optimizer: Callable[[list[tuple[str, nn.Parameter]]], Any] | None,
+    optimizer: Factory,
     leaves: Sequence[Any],
     rebuild: Rebuild,
     sizes: Sequence[int],
@@ -38,7 +39,7 @@ def profiled(
     Args:
         graph: captured from ``model`` and ``loss``.
         model, loss: the user's, on the device to measure.
-        optimizer: (name, parameter) pairs -> optimizer; None: its step is not measured.
+        optimizer: (name, parameter) pairs -> optimizer.
         leaves, rebuild: flat batch of at least the largest size, and the function that restores its structure.
         sizes: batch sizes to measure; larger ones than the batch are left out.
     """
@@ -58,9 +59,8 @@ def profiled(
                 if node.name in shared:
                     shared[node.name].append(both)
         steps.append(passes(model, loss, part, rebuild))
-    update = _update(model, loss, optimizer) if optimizer is not None else 0.0
     of_nodes, of_shared = ({name: tuple(each) for name, each in found.items()} for found in (nodes, shared))
-    return Profile(tuple(wanted), of_nodes, tuple(steps), update, of_shared)
+    return Profile(tuple(wanted), of_nodes, tuple(steps), _update(model, loss, optimizer), of_shared)
 
 
 def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild) -> Both:
@@ -83,7 +83,7 @@ def passes(model: nn.Module, loss: Loss, leaves: Sequence[Any], rebuild: Rebuild
     return statistics.median(f for f, _ in times[1:]), statistics.median(b for _, b in times[1:])
 
 
-def _update(model: nn.Module, loss: Loss, factory: Callable[[list[tuple[str, nn.Parameter]]], Any]) -> float:
+def _update(model: nn.Module, loss: Loss, factory: Factory) -> float:
     """Return the median seconds of an optimizer step on all parameters, zero_grad included."""
     named = list(model.named_parameters())
     if isinstance(loss, nn.Module):

@@ -68,10 +68,9 @@ def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[An
 def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: str) -> tuple[Both, ...]:
     samples = sample_count(leaves)
     own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    table, part = (
-        tensors_by_role(whole, graph.code.constants, own),
-        SampleSlice(samples, batch=samples, sum_replicas=_alone if only else None),
-    )
+    table = tensors_by_role(whole, graph.code.constants, own)
+    # A single replica's sum over replicas is its own value.
+    part = SampleSlice(samples, batch=samples, sum_replicas=(lambda tensor: tensor) if only else None)
     wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
     # Values are freed after their last reader, so that timing needs no more memory than a forward pass.
     last_use = {used: node for node in graph.code.fx.nodes for used in node.all_input_nodes}
@@ -81,25 +80,19 @@ def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: s
     for node in graph.code.fx.nodes:
         if node.op == "placeholder":
             values[node] = placeholder_value(node, table, part)
-        elif node.op == "call_function" and only and node.meta["op"] != only:
-            seconds[node.name], values[node] = (0.0, 0.0), _once(node, values)
-            for done in [used for used in node.all_input_nodes if last_use[used] is node]:
-                del values[done]
         elif node.op == "call_function":
-            kind = _kind(node, values)
-            if kind not in kinds:
-                kinds[kind] = _written(node, values, wait) if _writes_memory(node) else _timed(node, values, wait)
-            seconds[node.name] = kinds[kind]
+            if only and node.meta["op"] != only:
+                seconds[node.name] = (0.0, 0.0)
+            else:
+                kind = _kind(node, values)
+                if kind not in kinds:
+                    kinds[kind] = _written(node, values, wait) if _writes_memory(node) else _timed(node, values, wait)
+                seconds[node.name] = kinds[kind]
             if node not in values:
                 values[node] = _once(node, values)
             for done in [used for used in node.all_input_nodes if last_use[used] is node]:
                 del values[done]
     return tuple(seconds[node.id] for node in graph.nodes)
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return the sum over a single replica."""
-    return tensor
 
 
 def wait_for(device: torch.device) -> Callable[[], None]:

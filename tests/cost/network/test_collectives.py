@@ -10,7 +10,13 @@ from polylane.cluster.link import Link
 from polylane.cluster.rank_span import Ranks
 from polylane.cluster.spec import parse
 from polylane.cost.network.alpha_beta import bytes_per_rank
-from polylane.cost.network.collectives import collective_seconds, fastest, fit_rank_speed, message_seconds
+from polylane.cost.network.collectives import (
+    collective_curves,
+    collective_seconds,
+    fastest,
+    fit_rank_speed,
+    message_seconds,
+)
 
 GB = 1e9
 DEVICE = Device(kind="device", memory=80 * 10**9, flops={"bfloat16": 3e14}, achieved={"bfloat16": 2e14}, bandwidth=2e12)
@@ -23,7 +29,7 @@ def boxes(hosts: int, devices: int, inside: Link | None = INSIDE, outside: Link 
 
 
 def ring(cluster: Cluster, kind: str, size: float, ranks: Ranks, groups: int | None = 1) -> float:
-    return collective_seconds(cluster, kind, size, ranks, groups, ("ring",))
+    return collective_curves(cluster.span(ranks), kind, groups)[0].seconds(size)
 
 
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter"])
@@ -77,8 +83,9 @@ def test_an_all_to_all_between_hosts_sends_each_message_straight() -> None:
 def test_a_tree_has_few_steps_between_hosts() -> None:
     """64 hosts: six steps up and six down, where a ring takes 126."""
     cluster = boxes(64, 1, None)
-    tree = collective_seconds(cluster, "all_reduce", GB, range(64), 1, ("tree",))
-    assert tree == pytest.approx(50e-6 + 12 * 20e-6 + 2 / 0.92 * GB / 10e9, rel=1e-12)
+    _, tree = collective_curves(cluster.span(range(64)), "all_reduce", 1)
+    assert tree.algorithm == "tree"
+    assert tree.seconds(GB) == pytest.approx(50e-6 + 12 * 20e-6 + 2 / 0.92 * GB / 10e9, rel=1e-12)
     small, large = (fastest(cluster, "all_reduce", size, range(64)) for size in (1e3, 10 * GB))
     assert small is not None and large is not None
     assert (small.algorithm, large.algorithm) == ("tree", "ring")

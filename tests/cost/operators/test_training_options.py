@@ -10,7 +10,8 @@ from benchmarks.closed_form import sharded
 import jobs
 from polylane.cost.network import collectives as network
 from polylane.cost.operators.training_options import TrainingOptions
-from polylane.cost.predict import Prediction, predict, table_of
+from polylane.cost.plan_cost import PlanCost
+from polylane.cost.predict import Prediction, predict
 from polylane.cost.shard_traffic import EXPOSED, ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import StageCosts
 from polylane.graph.graph import Graph
@@ -62,7 +63,7 @@ def test_selective_recomputation_runs_attention_once_more() -> None:
     core = {name for each in found.stages.attention_cores for name in each}
     assert len(found.stages.attention_cores) == 3
     for stage, (plain, again) in enumerate(zip(none.stages, selective.stages, strict=True)):
-        table = table_of(found, partition, plan, 16, stage)
+        table = PlanCost(found, partition, plan, 16).table(stage)
         own = [i for a, b, s in partition.pieces if s == stage for i in range(a, b) if graph.nodes[i].name in core]
         forward = sum(table.between("forward", i, i + 1) for i in own)
         assert own and again.passes.backward == pytest.approx(plain.passes.backward + forward)
@@ -118,7 +119,7 @@ def test_two_replicas_scatter_update_a_half_each_and_gather(shard: str, dtype: s
     scattered, gathered = (
         network.collective_seconds(basis.cluster, kind, size, both, None) for kind in ("reduce_scatter", "all_gather")
     )
-    update = basis.update_seconds(basis.cluster.device(0), weights(SMALL) // 4 // 2, 1)
+    update = basis.update_seconds(basis.cluster.device(0), weights(SMALL) // 4 // 2)
     assert found.seconds == pytest.approx(passes + scattered + update + gathered, rel=1e-9)
     assert found.timeline.exposed_communication()[0] == pytest.approx(scattered + gathered, rel=1e-9)
     (reduce,), (step,) = spans(found, ActionKind.REDUCE), spans(found, ActionKind.STEP)

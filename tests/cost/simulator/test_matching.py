@@ -106,7 +106,6 @@ def test_tasks_that_mean_nothing_are_refused(arguments: dict[str, object], messa
         ({"seconds": -1}, "seconds of a transfer must be at least 0, not -1"),
         ({"latency": float("inf")}, "latency of a transfer must be at least 0, not inf"),
         ({"cpu": -0.5}, "cpu of a transfer"),
-        ({"links": {"x": 0}}, "must take more than 0 of link 'x', not 0"),
     ],
 )
 def test_transfers_that_mean_nothing_are_refused(arguments: dict[str, object], message: str) -> None:
@@ -114,7 +113,7 @@ def test_transfers_that_mean_nothing_are_refused(arguments: dict[str, object], m
         TransferTime(**arguments)  # type: ignore[arg-type]
 
 
-def test_hosts_and_links_that_mean_nothing_are_refused() -> None:
+def test_hosts_that_mean_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="cores of a host must be more than 0, not 0"):
         SharedCores((0,), 0)
     with pytest.raises(ValueError, match="lanes of a host must differ"):
@@ -125,5 +124,3 @@ def test_hosts_and_links_that_mean_nothing_are_refused() -> None:
         simulate_tasks(alone(1), [SharedCores((0, 1), 1)])
     with pytest.raises(ValueError, match="a host cannot have lane 0, which has another host"):
         simulate_tasks(alone(1), [SharedCores((0,), 1), SharedCores((0,), 1)])
-    with pytest.raises(ValueError, match="the capacity of link 'x' must be more than 0, not 0"):
-        simulate_tasks(alone(1), links={"x": 0})

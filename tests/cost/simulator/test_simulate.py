@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from playing import BACKWARD, FORWARD, backward, ends, forward, receive, reduce, send, step, times
-from polylane.cost.simulator.schedule_tasks import scheduled
+from playing import BACKWARD, FORWARD, backward, ends, forward, receive, reduce, scheduled, send, step, times
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.simulator.task import Task, TransferTime
 from polylane.observe.timeline import Span
@@ -109,9 +108,22 @@ def test_spans_carry_bytes_and_waits() -> None:
 @pytest.mark.parametrize(("schedule", "makespan"), [("afab", 39), ("1f1b", 49)])
 def test_a_hop_costs_1f1b_more(schedule: str, makespan: int) -> None:
     lanes = schedule_lanes(schedule, 4, 8)
-    assert simulate_tasks(scheduled(lanes, 1, 2, TransferTime(latency=1))).makespan() == makespan
-    assert simulate_tasks(scheduled(lanes, 1, 2, TransferTime(1))).makespan() == makespan
-    assert type(simulate_tasks(scheduled(lanes, 1, 2, TransferTime(1))).makespan()) is int
+    ticks: dict[ActionKind, float] = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 2}
+    for transfer in (TransferTime(latency=1), TransferTime(1)):
+        timeline = simulate_tasks(scheduled(lanes, ticks, transfer))
+        assert timeline.makespan() == makespan
+        assert type(timeline.makespan()) is int
+
+
+def test_steps_follow_each_other_without_a_barrier() -> None:
+    ticks: dict[ActionKind, float] = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: 1}
+    passes = scheduled(schedule_lanes("afab", 2, 2), ticks, TransferTime())
+    lanes = [[*lane, Task(Action(ActionKind.STEP, rank))] for rank, lane in enumerate(passes)]
+    one, two = simulate_tasks(lanes), simulate_tasks([2 * lane for lane in lanes])
+    assert (one.makespan(), two.makespan()) == (6, 12)
+    last = [span.start for span in two.spans if span.rank == 1 and span.action.kind is ActionKind.STEP]
+    assert last == [5, 11]
+    assert two.peak_live_microbatches() == one.peak_live_microbatches() == (2, 2)
 
 
 # Reductions
@@ -140,12 +152,10 @@ def test_buckets_leave_in_the_course_of_the_last_backward_pass() -> None:
         assert times(timeline, rank)[-1] == ("step", 9, 9)
 
 
-def test_reductions_of_a_lane_run_one_after_another_but_for_other_channels() -> None:
+def test_reductions_of_a_lane_run_one_after_another() -> None:
     first = reduce("a", 5, (0,), overlapped=True)
     second = reduce("b", 5, (0,), overlapped=True)
-    other = reduce("b", 5, (0,), overlapped=True, channel="tensor")
     assert simulate_tasks([[first, second, step()]]).makespan() == 10
-    assert simulate_tasks([[first, other, step()]]).makespan() == 5
 
 
 def test_a_reduction_waits_for_its_channel_in_every_lane() -> None:

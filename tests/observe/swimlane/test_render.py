@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 from counting import calls
-from polylane.inspection.schedule_theory import lanes_summary, lanes_timeline
+from polylane.commands.lanes import lanes_summary, lanes_timeline
 from polylane.observe.swimlane.layout import (
     STYLES,
     build_rows,

@@ -88,10 +88,8 @@ def make_runnable(target: Any, device: str, fused: bool, shared: bool) -> Callab
         around = copy.copy(target)
         around.function = make_runnable(target.function, device, fused, shared)
         found = around
-    elif target is torch.ops.aten.scaled_dot_product_attention.default and not fused:
-        found = _attention_with_scores
-    elif target is torch.ops.aten.scaled_dot_product_attention.default and device == "cuda":
-        found = _attention_on_cuda
+    elif target is torch.ops.aten.scaled_dot_product_attention.default and (device == "cuda" or not fused):
+        found = functools.partial(_attention, fused)
     return found
 
 
@@ -115,7 +113,8 @@ def _batch_norm(shared: bool, part: SampleSlice, x: Tensor, weight: Any, bias: A
     return found
 
 
-def _attention_with_scores(
+def _attention(
+    fused: bool,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -126,45 +125,17 @@ def _attention_with_scores(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention by two products and a softmax, which saves the scores."""
-    if enable_gqa:
-        key, value = _repeat_heads(query, key, value)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, float("-inf"))
-    if attn_mask is not None:
-        is_bool = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(~attn_mask, float("-inf")) if is_bool else scores + attn_mask
-    return scores.softmax(-1) @ value
+    """Attention by a fused kernel of CUDA, or else by two products and a softmax, which save the scores.
 
-
-def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat the heads of keys and values for grouped-query attention."""
-    repeats = query.shape[-3] // key.shape[-3]
-    return key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-
-
-def _attention_on_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Choose the kernel as torch does (aten/native/transformers/cuda/sdp_utils.cpp): flash, efficient, with scores."""
-    if query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
-        return _attention_with_scores(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    if enable_gqa:
-        key, value = _repeat_heads(query, key, value)
+    Torch chooses among flash, efficient and unfused kernels (aten/native/transformers/cuda/sdp_utils.cpp).
+    """
     features = query.shape[-1]
     factor = features**-0.5 if scale is None else scale
+    if enable_gqa:  # the heads of keys and values are repeated for those of the queries
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    if not fused or query.dim() != 4 or query.dtype not in (*_HALF, torch.float32):
+        return _attention_with_scores(query, key, value, attn_mask, is_causal, factor)
     if query.dtype in _HALF and attn_mask is None and max(features, value.shape[-1]) <= _WIDEST_FLASH:
         # Flash kernels need head sizes that are multiples of 8: torch pads, and saves the padded copies.
         query, key, value = (F.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t for t in (query, key, value))
@@ -177,3 +148,15 @@ def _attention_on_cuda(
         attn_mask = attn_mask.expand(*query.shape[:-1], key.shape[-2])
     found: Tensor = _EFFICIENT(query, key, value, attn_mask, True, dropout_p, is_causal, scale=factor)[0]
     return found
+
+
+def _attention_with_scores(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, factor: float
+) -> Tensor:
+    scores = query @ key.transpose(-2, -1) * factor
+    if is_causal:
+        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return scores.softmax(-1) @ value

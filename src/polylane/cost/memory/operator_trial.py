@@ -54,41 +54,30 @@ class OutputMemory:
 
 
 @dataclass(frozen=True)
-class SavedTensor:
-    """Memory that autograd saves and that belongs to no input or output.
-
-    Attributes:
-        bytes: bytes of its storage.
-        shape: shape of the saved tensor; None where the saved-tensor hooks did not see one.
-    """
-
-    bytes: int
-    shape: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
 class OperatorTrial:
     """Result of running one operator forward and backward.
 
     Attributes:
         outputs: storage of each output, in order.
         saved_inputs, saved_outputs: indices of the inputs and outputs that are saved for backward.
-        own_tensors: other tensors that are saved for backward.
+        own_tensors: bytes of each further piece of memory that is saved, such as masks and statistics.
         forward_peak: most bytes alive while it ran, beyond inputs, outputs and saved tensors.
         gradient_origins: for every input: None for no gradient; ("output", j) if it shares the storage of output j's
             gradient; ("new", bytes) if it has its own.
         backward: most bytes alive in the backward pass, beyond the outputs' gradients and saved tensors.
         returns_list: whether its result is a list or tuple.
+        is_known: False if it could not be run, and all its inputs and outputs are assumed saved.
     """
 
     outputs: tuple[OutputMemory, ...]
     saved_inputs: tuple[int, ...] = ()
     saved_outputs: tuple[int, ...] = ()
-    own_tensors: tuple[SavedTensor, ...] = ()
+    own_tensors: tuple[int, ...] = ()
     forward_peak: int = 0
     gradient_origins: tuple[tuple[str, int] | None, ...] = ()
     backward: int = 0
     returns_list: bool = False
+    is_known: bool = True
 
 
 class _MadeTensor(torch.autograd.Function):
@@ -115,10 +104,10 @@ def try_operator(
     """
     tensors = [_make_tensor(form, make) for form in inputs]
     ledger = AllocationMeter(tensors)
-    packed: dict[int, tuple[int, ...]] = {}  # shapes of saved tensors, by storage
+    packed = set[int]()  # storages of saved tensors
 
     def pack(tensor: Tensor) -> Tensor:
-        packed[storage_id(tensor)] = tuple(tensor.shape)
+        packed.add(storage_id(tensor))
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor), ledger:
@@ -137,7 +126,7 @@ def try_operator(
         outputs=tuple(_output_memory(value, of_input, new, alive) for value in every),
         saved_inputs=tuple(sorted(i for at, i in of_input.items() if at in packed)),
         saved_outputs=tuple(sorted(j for at, j in new.items() if at in packed)),
-        own_tensors=tuple(SavedTensor(size, packed.get(at)) for at, size in alive.items() if at not in new),
+        own_tensors=tuple(size for at, size in alive.items() if at not in new),
         forward_peak=more,
         gradient_origins=gradients,
         backward=back,

@@ -48,23 +48,15 @@ class OptimizerState:
         states: state tensors by name of the parameter.
         workspace_factor: temporary bytes of a step per byte of the parameters that it updates at once.
         steps_all_at_once: whether it updates all parameters at once (foreach), or one after another.
-        unknown_reason: why the optimizer could not be probed, in which case Adam's states are assumed; else "".
     """
 
     states: Mapping[str, tuple[StateTensor, ...]]
     workspace_factor: float = 0.0
     steps_all_at_once: bool = False
-    unknown_reason: str = ""
 
     def bytes(self, name: str, shape: Sequence[int]) -> int:
         """Return the bytes of a parameter's states, given its local shape on a rank."""
         return sum(state.bytes(shape) for state in self.states.get(name, ()))
-
-    def bytes_per_element(self, name: str) -> float:
-        """Return the state bytes per element of a parameter, of the states that grow with its size."""
-        return float(
-            sum(s.itemsize for s in self.states.get(name, ()) if len({n for k, n in s.sizes if k == "dim"}) > 0)
-        )
 
     def step_bytes(self, parameters: Sequence[int]) -> int:
         """Return the temporary bytes of a step over parameters of these sizes in bytes."""
@@ -90,9 +82,8 @@ def probe_optimizer_state(graph: Graph, factory: Factory, device: str = "cpu") -
     try:
         with torch.random.fork_rng(devices=[]):
             return _run_optimizer(dims, dtypes, factory, device)
-    except Exception as error:
-        why = f"its optimizer does not run on small parameters ({type(error).__name__}: {error})"
-        return OptimizerState({n: _adam_states(d, dtypes[n].itemsize) for n, d in dims.items()}, unknown_reason=why)
+    except Exception:  # it does not run on small parameters: Adam's states are assumed
+        return OptimizerState({n: _adam_states(d, dtypes[n].itemsize) for n, d in dims.items()})
 
 
 def _run_optimizer(

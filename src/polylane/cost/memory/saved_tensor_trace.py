@@ -64,19 +64,19 @@ class SavedTensorTrace(GraphInterpreter):
         # Tensor -> first tensor with the same storage; storages -> bytes; kind of call -> its trial.
         self._places: dict[Key, Key] = {}
         self._bytes: dict[Key, int] = {}
-        self._kinds: dict[Any, tuple[OperatorTrial, bool]] = {}
+        self._kinds: dict[Any, OperatorTrial] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def keeping(self) -> SavedTensors:
         """Run the trace and return what every operator saves."""
         results = self.run()
         loss = results[0] if results and _is_key(results[0]) else None
-        return SavedTensors(self._setting, self._saved, self._forms, self._places, self._bytes, loss)
+        return SavedTensors(self._saved, self._forms, self._places, self._bytes, loss)
 
     def call_operator(self, node: fx.Node) -> Any:
 
         value, saved = self._visit(node)
-        self._saved[self._name(node)] = saved or SavedByOperator(self._position(node), (), ())
+        self._saved[self._name(node)] = saved or SavedByOperator(self._position(node), (), (), OperatorTrial(()))
         return value
 
     def _visit(self, node: fx.Node) -> tuple[Any, SavedByOperator | None]:
@@ -86,8 +86,8 @@ class SavedTensorTrace(GraphInterpreter):
             return taken, None
         if isinstance(node.target, SymbolicSize):
             return node.target(self._part), None
-        if _is_number(node.meta.get("val")):
-            val = node.meta["val"]
+        val = node.meta.get("val")
+        if isinstance(val, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
             return val if isinstance(val, (int, float)) else self._number(val), None
         return self._operator(node)
 
@@ -126,28 +126,16 @@ class SavedTensorTrace(GraphInterpreter):
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), numbered)
         forms = [self._forms[key] for key in reads]
-        found, known = self._cached_trial(node, _on_cpu(args), _on_cpu(kwargs), forms)
+        found = self._cached_trial(node, _on_cpu(args), _on_cpu(kwargs), forms)
         name = self._name(node)
         for j, given in enumerate(found.outputs):
             if given.form is not None:
                 self._record_output((name, j), given, reads, name)
         keys = [(name, j) if given.form is not None else None for j, given in enumerate(found.outputs)]
-        return keys if found.returns_list else keys[0], SavedByOperator(
-            self._position(node),
-            tuple(reads),
-            tuple((name, j) for j in range(len(keys))),
-            found.saved_inputs,
-            found.saved_outputs,
-            found.own_tensors,
-            found.forward_peak,
-            found.gradient_origins,
-            found.backward,
-            known,
-        )
+        saved = SavedByOperator(self._position(node), tuple(reads), tuple((name, j) for j in range(len(keys))), found)
+        return keys if found.returns_list else keys[0], saved
 
-    def _cached_trial(
-        self, node: fx.Node, args: Any, kwargs: Any, forms: Sequence[TensorForm]
-    ) -> tuple[OperatorTrial, bool]:
+    def _cached_trial(self, node: fx.Node, args: Any, kwargs: Any, forms: Sequence[TensorForm]) -> OperatorTrial:
         own_python = isinstance(unwrap_target(node.target), (LeafCall, FunctionCall))
         kind = node if own_python else (call_identity(node.target), repr(without_key(args)), repr(kwargs), tuple(forms))
         if kind not in self._kinds:
@@ -156,7 +144,7 @@ class SavedTensorTrace(GraphInterpreter):
 
     def _run_trial(
         self, node: fx.Node, args: Any, kwargs: Any, forms: Sequence[TensorForm], own_python: bool
-    ) -> tuple[OperatorTrial, bool]:
+    ) -> OperatorTrial:
         setting = self._setting
         target = make_runnable(node.target, setting.device, setting.fused_attention, setting.sync_batch_norm)
 
@@ -178,10 +166,10 @@ class SavedTensorTrace(GraphInterpreter):
         for mode, make in ways:
             try:
                 with mode, torch.enable_grad():
-                    return try_operator(call, forms, make), True
+                    return try_operator(call, forms, make)
             except Exception:  # it looks at data, or no kernel of it runs without
                 continue
-        return self._assume_all_saved(node, forms), False
+        return self._assume_all_saved(node, forms)
 
     def _assume_all_saved(self, node: fx.Node, forms: Sequence[TensorForm]) -> OperatorTrial:
         """Return the result for an operator that cannot be run: all inputs and outputs saved, full-size gradients."""
@@ -202,6 +190,7 @@ class SavedTensorTrace(GraphInterpreter):
             gradient_origins=tuple(("new", form.bytes) if form.gradient else None for form in forms),
             backward=sum(form.bytes for form in forms if form.gradient),
             returns_list=isinstance(val, (list, tuple)),
+            is_known=False,
         )
 
 
@@ -260,10 +249,6 @@ def _on_cpu(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(_on_cpu(v) for v in value)
     return {k: _on_cpu(v) for k, v in value.items()} if isinstance(value, dict) else value
-
-
-def _is_number(val: Any) -> bool:
-    return isinstance(val, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _getitem_value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -20,9 +20,6 @@ from polylane.cost.network.alpha_beta import RankSpeed, bytes_per_rank
 
 Algorithm = Literal["ring", "tree", "switch"]
 
-# Algorithms that NCCL chooses among.
-NCCL: tuple[Algorithm, ...] = ("ring", "tree", "switch")
-
 # Bandwidth of a tree relative to a ring's: the factor in NCCL's tuning table.
 _TREE = 0.92
 
@@ -39,8 +36,6 @@ class LinkFlow:
     out of buffers.
     """
 
-    link: str
-    level: Level
     per_byte: float
     per_root: float
     copies: float = 0.0
@@ -74,14 +69,7 @@ class CollectiveCurve:
         return total
 
 
-def collective_seconds(
-    cluster: Cluster,
-    kind: str,
-    size: float,
-    ranks: Ranks,
-    groups: int | None = 1,
-    algorithms: tuple[Algorithm, ...] = NCCL,
-) -> float:
+def collective_seconds(cluster: Cluster, kind: str, size: float, ranks: Ranks, groups: int | None = 1) -> float:
     """Return the seconds of a collective that starts on all ranks at once, by the fastest algorithm.
 
     Args:
@@ -91,38 +79,28 @@ def collective_seconds(
         ranks: global ranks of the group.
         groups: how many such groups use the same links at the same time; None: as many as fit, so that every device is
             in one.
-        algorithms: those to choose from; ring if none of them is possible.
 
     Raises:
         ValueError: ``kind`` is no collective.
     """
-    curves = _curves_of_group(cluster, kind, ranks, groups, algorithms)
+    curves = collective_curves(cluster.span(ranks), kind, groups)
     return min([curve.seconds(size) for curve in curves]) if curves else 0.0
 
 
 def make_collective_clock(cluster: Cluster, ranks: Ranks) -> CollectiveClock:
     """Return a clock of collectives and messages along an axis, with all parallel groups of the axis active."""
 
-    own = collective_seconds
-
     def seconds(collective: str, size: float) -> float:
         if collective == "message":
             return message_seconds(cluster, size, ranks[0], ranks[1])
-        return own(cluster, collective, size, ranks, None)
+        return collective_seconds(cluster, collective, size, ranks, None)
 
     return seconds
 
 
-def fastest(
-    cluster: Cluster,
-    kind: str,
-    size: float,
-    ranks: Ranks,
-    groups: int | None = 1,
-    algorithms: tuple[Algorithm, ...] = NCCL,
-) -> CollectiveCurve | None:
+def fastest(cluster: Cluster, kind: str, size: float, ranks: Ranks, groups: int | None = 1) -> CollectiveCurve | None:
     """Return the curve that :func:`collective_seconds` uses; None where a collective takes no time."""
-    found = _curves_of_group(cluster, kind, ranks, groups, algorithms)
+    found = collective_curves(cluster.span(ranks), kind, groups)
     return min(found, key=lambda curve: curve.seconds(size), default=None)
 
 
@@ -165,31 +143,16 @@ def fit_rank_speed(
     return RankSpeed(flops, own, latency, bytes_per_rank("all_reduce", size, len(ranks)) / (whole - latency))
 
 
-def _curves_of_group(
-    cluster: Cluster, kind: str, ranks: Ranks, groups: int | None, algorithms: tuple[Algorithm, ...]
-) -> tuple[CollectiveCurve, ...]:
-    if kind == "" or len(ranks) < 2:
-        return ()
-    return collective_curves(cluster.span(ranks), kind, groups, algorithms)
-
-
 @lru_cache(maxsize=2**14)
-def collective_curves(
-    span: RankSpan, kind: str, groups: int | None = 1, algorithms: tuple[Algorithm, ...] = NCCL
-) -> tuple[CollectiveCurve, ...]:
-    """Return the possible algorithms for a collective on a group; arguments as in :func:`collective_seconds`."""
-    name = _check_kind(kind)
-    if span.ranks < 2:
+def collective_curves(span: RankSpan, kind: str, groups: int | None) -> tuple[CollectiveCurve, ...]:
+    """Return NCCL's possible algorithms, ring first; none on a single rank. Arguments as :func:`collective_seconds`."""
+    if kind == "" or span.ranks < 2:
         return ()
-    made = {"ring": _ring_curve, "tree": _tree_curve, "switch": _switch_curve}
-    found = [made[algorithm](span, name, groups) for algorithm in algorithms]
-    return tuple(curve for curve in found if curve is not None) or (_ring_curve(span, name, groups),)
-
-
-def _check_kind(kind: str) -> Kind:
     if kind == "send" or kind not in get_args(Kind):
         raise ValueError(f"{kind} is no collective")
-    return cast(Kind, kind)
+    name = cast(Kind, kind)
+    found = (_ring_curve(span, name, groups), _tree_curve(span, name, groups), _switch_curve(span, name, groups))
+    return tuple(curve for curve in found if curve is not None)
 
 
 def _ring_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveCurve:
@@ -233,7 +196,7 @@ def _switch_curve(span: RankSpan, kind: Kind, groups: int | None) -> CollectiveC
         return None
     rate, volume = link.switch * link.bandwidth, 1 + 1 / span.ranks
     copies = _copy_seconds_per_byte(span, span.crossings[0], kind)
-    flow = LinkFlow(link.kind, Level.HOST, volume / rate, math.sqrt(volume * link.half) / rate, copies)
+    flow = LinkFlow(volume / rate, math.sqrt(volume * link.half) / rate, copies)
     return CollectiveCurve("switch", link.delay(kind), 2 * link.hop, ((flow,),))
 
 
@@ -267,9 +230,7 @@ def _link_flow(span: RankSpan, crossing: LinkUse, kind: Kind, groups: int | None
         rate = _bytes_per_second(crossing.link, kind, ranks, inside, devices // ranks if groups is None else groups)
         per_byte = max(per_byte, leaves / rate)
         per_root = max(per_root, math.sqrt(leaves * crossing.link.half * senders) / rate)
-    return LinkFlow(
-        crossing.link.kind, crossing.level, per_byte, per_root, _copy_seconds_per_byte(span, crossing, kind)
-    )
+    return LinkFlow(per_byte, per_root, _copy_seconds_per_byte(span, crossing, kind))
 
 
 def _all_to_all_volume(ranks: int, own: int, inside: bool) -> float:

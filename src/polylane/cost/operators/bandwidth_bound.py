@@ -10,8 +10,8 @@ from polylane.cost.operators.demand import NOTHING, LocalCall, Operation, PassDe
 def bandwidth_bound(
     local: LocalCall, forward: float, backward: float, kernels: tuple[float, float] = (1, 1)
 ) -> Operation:
-    back = PassDemand(bytes=backward, kernels=kernels[1]) if local.has_backward else NOTHING
-    return Operation("memory", PassDemand(bytes=forward, kernels=kernels[0]), back, itemsize=local.first_itemsize)
+    there, back = kernels
+    return local.operation("memory", PassDemand(bytes=forward, kernels=there), PassDemand(bytes=backward, kernels=back))
 
 
 def read_and_write(local: LocalCall) -> Operation:
@@ -27,8 +27,6 @@ def linear_combination(local: LocalCall) -> Operation:
     value); a broadcast input's gradient is summed.
     """
     forward = local.bytes_read + local.bytes_written
-    if not local.has_backward:
-        return bandwidth_bound(local, forward, 0.0)
     whole = [s for s, v in zip(local.inputs, local.call.inputs, strict=True) if v.gradient]
     forks = sum(math.prod(s) == math.prod(local.outputs[0]) for s in whole) > 1
     smaller = any(math.prod(s) < math.prod(local.outputs[0]) for s in whole)
@@ -85,34 +83,25 @@ def embedding(local: LocalCall) -> Operation | None:
 
 
 def view(local: LocalCall) -> Operation:
-    return Operation("view", NOTHING, NOTHING, itemsize=local.first_itemsize)
+    return local.operation("view", NOTHING, NOTHING)
 
 
 def break_down_collective(local: LocalCall) -> Operation:
     """Return the demand of split and chunk: adjoining views, whose gradients are concatenated."""
-    back = PassDemand(bytes=2 * local.input_gradient_bytes, kernels=1) if local.has_backward else NOTHING
-    return Operation("view", NOTHING, back, itemsize=local.first_itemsize)
+    return local.operation("view", NOTHING, PassDemand(bytes=2 * local.input_gradient_bytes, kernels=1))
 
 
 def slice_view(local: LocalCall) -> Operation:
     """Return the demand of a view of one part, whose gradient is written into zeros."""
-    back = (
-        PassDemand(bytes=local.input_gradient_bytes + 2 * local.bytes_written, kernels=2)
-        if local.has_backward
-        else NOTHING
-    )
-    return Operation("view", NOTHING, back, itemsize=local.first_itemsize)
+    moved = local.input_gradient_bytes + 2 * local.bytes_written
+    return local.operation("view", NOTHING, PassDemand(bytes=moved, kernels=2))
 
 
 def expand_view(local: LocalCall) -> Operation:
     """Return the demand of a broadcasting view, whose gradients are summed."""
     grown = sum(math.prod(s) for s in local.outputs) > sum(math.prod(s) for s in local.inputs)
-    back = (
-        PassDemand(bytes=local.bytes_written + local.input_gradient_bytes, kernels=1)
-        if local.has_backward and grown
-        else NOTHING
-    )
-    return Operation("view", NOTHING, back, itemsize=local.first_itemsize)
+    moved = local.bytes_written + local.input_gradient_bytes
+    return local.operation("view", NOTHING, PassDemand(bytes=moved, kernels=1) if grown else NOTHING)
 
 
 def fill_tensor(local: LocalCall) -> Operation:

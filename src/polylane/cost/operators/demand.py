@@ -88,11 +88,6 @@ class Operation:
         """Return the demand on a rank that does a fraction of the work."""
         return replace(self, forward=self.forward.scaled(share), backward=self.backward.scaled(share))
 
-    @property
-    def flops(self) -> float:
-        """Floating-point operations of the forward pass."""
-        return self.forward.flops + sum(product.flops for product in self.forward.products)
-
 
 @dataclass(frozen=True)
 class LocalCall:
@@ -108,6 +103,10 @@ class LocalCall:
     inputs: Sequence[Shape]
     outputs: Sequence[Shape]
     float_itemsize: int | None
+
+    def operation(self, kind: Kind, forward: PassDemand, backward: PassDemand, key_length: int = 0) -> Operation:
+        """Return the operation with this demand; without its backward pass where no gradient flows."""
+        return Operation(kind, forward, backward if self.has_backward else NOTHING, self.first_itemsize, key_length)
 
     def shape(self, name: str) -> Shape | None:
         """Return the local shape of a tensor argument; None if it is absent or no tensor."""

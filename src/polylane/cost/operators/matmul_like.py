@@ -9,27 +9,26 @@ from dataclasses import replace
 from polylane.cost.operators.demand import LocalCall, Operation, PassDemand, Product, Shape
 
 
-def _product(local: LocalCall, product: Product, left: bool, right: bool, weight: float, bias: bool) -> Operation:
+def _product(
+    local: LocalCall, product: Product, left: bool, right: bool, bias: bool = False, *, weight: float = 0.0
+) -> Operation:
     """Return the demand of a product, with one more for the gradient of each factor that has one.
 
     Args:
         local: the call with its local shapes.
         product: the forward product (m, k) x (k, n).
         left, right: whether the first and the second factor have gradients.
-        weight: bytes of the second factor if it is a parameter, whose gradient is added to earlier microbatches'; else
-            0.
         bias: whether a bias has a gradient, a sum over rows.
+        weight: elements of the second factor if it is a parameter, whose gradient is added to earlier microbatches';
+            else 0.
     """
-    forward = PassDemand((product,), kernels=1)
-    if not local.has_backward:
-        return Operation("matmul", forward, itemsize=local.first_itemsize)
     m, n, k = product.m, product.n, product.k
     back = [replace(product, n=k, k=n)] if left else []
     back += [replace(product, m=n, n=k, k=m)] if right else []
     # Accumulating a weight gradient reads two and writes one tensor of its size.
-    moved = 3 * weight * right + local.bytes_written * bias
+    moved = 3 * (weight * local.first_itemsize) * right + local.bytes_written * bias
     kernels = len(back) + bool(weight * right) + bias
-    return Operation("matmul", forward, PassDemand(tuple(back), moved, kernels=kernels), itemsize=local.first_itemsize)
+    return local.operation("matmul", PassDemand((product,), kernels=1), PassDemand(tuple(back), moved, kernels=kernels))
 
 
 def linear(local: LocalCall) -> Operation | None:
@@ -38,10 +37,7 @@ def linear(local: LocalCall) -> Operation | None:
         return None
     n, k = weight
     product = Product(math.prod(x[:-1]), n, k, row_elements=min(n, k))
-    size = n * k * local.first_itemsize
-    return _product(
-        local, product, local.has_gradient("input"), local.has_gradient("weight"), size, local.has_gradient("bias")
-    )
+    return _product(local, product, *map(local.has_gradient, ("input", "weight", "bias")), weight=n * k)
 
 
 def matmul(left: str, right: str, bias: str = "") -> Callable[[LocalCall], Operation | None]:
@@ -57,14 +53,7 @@ def matmul(left: str, right: str, bias: str = "") -> Callable[[LocalCall], Opera
         else:
             m = a[-2] if len(a) > 1 else 1
             product = Product(m, b[-1], k, batch=math.prod(out) / max(m * b[-1], 1), row_elements=min(b[-1], k))
-        return _product(
-            local,
-            product,
-            local.has_gradient(left),
-            local.has_gradient(right),
-            0.0,
-            bool(bias) and local.has_gradient(bias),
-        )
+        return _product(local, product, *map(local.has_gradient, (left, right, bias)))
 
     return rule
 
@@ -88,8 +77,7 @@ def einsum(local: LocalCall) -> Operation | None:
     a, b, c = set(left), set(right), set(out)
     n, k = size((b & c) - a), size((a & b) - c)
     product = Product(size((a & c) - b), n, k, batch=size(a & b & c), row_elements=min(n, k))
-    gradients = [v.gradient for v in local.call.inputs]
-    return _product(local, product, gradients[0], gradients[1], 0.0, False)
+    return _product(local, product, *(v.gradient for v in local.call.inputs))
 
 
 def contraction(local: LocalCall) -> Operation | None:
@@ -98,8 +86,7 @@ def contraction(local: LocalCall) -> Operation | None:
     if len(sizes) < 3 or not all(sizes):
         return None
     k = math.sqrt(sizes[0] * sizes[1] / sizes[2])
-    gradients = [v.gradient for v in local.call.inputs]
-    return _product(local, Product(sizes[0] / k, sizes[1] / k, k), gradients[0], gradients[1], 0.0, False)
+    return _product(local, Product(sizes[0] / k, sizes[1] / k, k), *(v.gradient for v in local.call.inputs[:2]))
 
 
 def bilinear(local: LocalCall) -> Operation | None:
@@ -107,10 +94,7 @@ def bilinear(local: LocalCall) -> Operation | None:
     if not first or weight is None or len(weight) != 3:
         return None
     product = Product(math.prod(first[:-1]), weight[0], weight[1] * weight[2], row_elements=min(weight))
-    size = math.prod(weight) * local.first_itemsize
-    return _product(
-        local, product, local.has_gradient("input1"), local.has_gradient("weight"), size, local.has_gradient("bias")
-    )
+    return _product(local, product, *map(local.has_gradient, ("input1", "weight", "bias")), weight=math.prod(weight))
 
 
 def convolution(local: LocalCall) -> Operation | None:
@@ -133,21 +117,11 @@ def convolution(local: LocalCall) -> Operation | None:
     data = replace(forward, m=inner, n=weight[1], k=forward.flops / (2.0 * groups * inner * max(weight[1], 1)))
     weights = replace(forward, m=n, n=k, k=pixels)
     first, second = (data, forward) if transposed else (forward, data)
-    if not local.has_backward:
-        return Operation("convolution", PassDemand((first,), kernels=1), itemsize=local.first_itemsize)
-    back = tuple(
-        p for p, wanted in ((second, local.has_gradient("input")), (weights, local.has_gradient("weight"))) if wanted
-    )
-    moved = 3 * math.prod(weight) * local.first_itemsize * local.has_gradient(
-        "weight"
-    ) + local.bytes_written * local.has_gradient("bias")
-    kernels = len(back) + local.has_gradient("weight") + local.has_gradient("bias")
-    return Operation(
-        "convolution",
-        PassDemand((first,), kernels=1),
-        PassDemand(back, moved, kernels=kernels),
-        itemsize=local.first_itemsize,
-    )
+    has_data, has_weights, has_bias = map(local.has_gradient, ("input", "weight", "bias"))
+    back = tuple(p for p, wanted in ((second, has_data), (weights, has_weights)) if wanted)
+    moved = 3 * math.prod(weight) * local.first_itemsize * has_weights + local.bytes_written * has_bias
+    backward = PassDemand(back, moved, kernels=len(back) + has_weights + has_bias)
+    return local.operation("convolution", PassDemand((first,), kernels=1), backward)
 
 
 # Reads and writes of the scores in attention with dropout, forward and backward: product, mask, softmax, dropout,
@@ -164,13 +138,11 @@ def attention(local: LocalCall) -> Operation | None:
     causal = 0.5 if local.call.arguments.get("is_causal") else 1.0
     flops = 2.0 * causal * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     forward = PassDemand(bytes=local.bytes_read + local.bytes_written, flops=flops, kernels=1)
-    if not local.has_backward:
-        return Operation("attention", forward, itemsize=local.first_itemsize, key_length=key[-2])
     # Backward: recomputed scores, and a product for each gradient of scores, queries, keys and values: 5 products to
     # the forward pass's 2.
     moved = local.bytes_read + 2 * local.bytes_written + local.input_gradient_bytes
     backward = PassDemand(bytes=moved, flops=2.5 * flops, kernels=2)
-    return Operation("attention", forward, backward, itemsize=local.first_itemsize, key_length=key[-2])
+    return local.operation("attention", forward, backward, key[-2])
 
 
 def _attention_with_scores(local: LocalCall, query: Shape, key: Shape, value: Shape) -> Operation:
@@ -181,11 +153,9 @@ def _attention_with_scores(local: LocalCall, query: Shape, key: Shape, value: Sh
     second = Product(rows, value[-1], columns, batch=heads, row_elements=value[-1])
     there, back = (times * scores for times in OVER_SCORES)
     forward = PassDemand((first, second), local.bytes_read + local.bytes_written + there, kernels=5)
-    if not local.has_backward:
-        return Operation("matmul", forward, itemsize=local.first_itemsize)
     moved = local.bytes_read + 2 * local.bytes_written + local.input_gradient_bytes + back
     backward = PassDemand((first, first, second, second), moved, kernels=8)
-    return Operation("matmul", forward, backward, itemsize=local.first_itemsize)
+    return local.operation("matmul", forward, backward)
 
 
 def recurrent(local: LocalCall) -> Operation | None:
@@ -213,13 +183,9 @@ def recurrent(local: LocalCall) -> Operation | None:
     moved = 4 * sum(rows * gates for gates, _ in weights) * local.first_itemsize
     kernels = len(weights) * 2.0 + 2.0 * sum(p.repeats for p in products if p.repeats > 1)
     forward = PassDemand(tuple(products), moved, kernels=kernels)
-    if not local.has_backward:
-        return Operation("recurrent", forward, itemsize=local.first_itemsize)
     back = tuple(
         each
         for p in products
         for each in (replace(p, n=p.k, k=p.n), replace(p, m=p.n, n=p.k, k=p.m * p.repeats, repeats=1))
     )
-    return Operation(
-        "recurrent", forward, PassDemand(back, 2 * moved + 3 * size, kernels=2 * kernels), itemsize=local.first_itemsize
-    )
+    return local.operation("recurrent", forward, PassDemand(back, 2 * moved + 3 * size, kernels=2 * kernels))

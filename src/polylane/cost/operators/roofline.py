@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from polylane.cluster.device import Device
 from polylane.cost.cost_table import OperatorWork
@@ -107,7 +107,6 @@ class Roofline:
     device: Device
     dtype: str
     float_itemsize: int | None = None
-    _operations: dict[object, Operation] = field(default_factory=dict, repr=False)
 
     def __call__(self, work: OperatorWork) -> tuple[float, float]:
         """Return the seconds of the operator's forward and backward pass."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from polylane.cost.network.fair_share import max_min_speeds, water_fill_level
 from polylane.cost.simulator.matching import Role, ScheduledTask, Transmission
-from polylane.cost.simulator.shared_cores import SharedCores
+from polylane.cost.simulator.shared_cores import SharedCores, water_fill_level
 
 
 @dataclass(slots=True, eq=False)
@@ -18,14 +17,11 @@ class _Activity:
     Attributes:
         full: its undisturbed duration in seconds.
         since, seconds_done, speed: at time ``since`` it has done ``seconds_done`` of its duration; from then on it
-            gains
-            ``speed`` per second.
+            gains ``speed`` per second.
         lane, op: lane and task, if it is a task.
-        message, hosts, links: if it is a transfer: itself, number of its end lanes by host, amount taken by link.
-
+        message, hosts: if it is a transfer: itself, number of its end lanes by host.
         freed_count: how many of the transfers that its task releases have been released.
         version: number of its valid event; queued events with another one are stale.
-        speed_limit: speed that the cores at its ends allow a transfer, 1 if undisturbed.
     """
 
     full: float
@@ -34,12 +30,10 @@ class _Activity:
     op: ScheduledTask | None = None
     message: Transmission | None = None
     hosts: dict[int, int] = field(default_factory=dict)
-    links: dict[Hashable, float] = field(default_factory=dict)
     seconds_done: float = 0
     speed: float = 0
     freed_count: int = 0
     version: int = 0
-    speed_limit: float = 1
 
 
 class ContentionSimulator:
@@ -48,15 +42,11 @@ class ContentionSimulator:
     Args:
         lanes: matched tasks by lane; start and end of every task and transfer are written to them.
         hosts: hosts whose cores may not suffice for all their lanes.
-        links: capacity of the links that may not suffice for all transfers.
     """
 
-    def __init__(
-        self, lanes: list[list[ScheduledTask]], hosts: Sequence[SharedCores], links: Mapping[Hashable, float]
-    ) -> None:
+    def __init__(self, lanes: list[list[ScheduledTask]], hosts: Sequence[SharedCores]) -> None:
         self.lanes = lanes
         self.hosts = hosts
-        self.capacity = links
         self.now: float = 0
         # Position of every lane, and lanes that may be able to proceed.
         self.at = [0] * len(lanes)
@@ -70,9 +60,7 @@ class ContentionSimulator:
         self.computing: list[dict[_Activity, None]] = [{} for _ in hosts]
         self.moving: list[dict[_Activity, None]] = [{} for _ in hosts]
         self.levels = [float("inf")] * len(hosts)
-        self.users: dict[Hashable, dict[_Activity, None]] = {link: {} for link in links}
         self.changed_hosts: dict[int, None] = {}
-        self.changed_links: dict[Hashable, None] = {}
 
     def run(self) -> None:
         """Run to the end, or until nothing can proceed (a deadlock, reported by the caller)."""
@@ -80,7 +68,9 @@ class ContentionSimulator:
             while self.again:
                 self._advance(self.again.pop())
             # Speeds are recomputed once for all changes at this time, before the clock moves.
-            self._share_resources()
+            for host in self.changed_hosts:
+                self._share_cores(host)
+            self.changed_hosts.clear()
             if not self.events:
                 return
             self.now = self.events[0][0]
@@ -160,24 +150,17 @@ class ContentionSimulator:
             for lane in travel.end_lanes:
                 if lane in self.host_of:
                     work.hosts[self.host_of[lane]] = work.hosts.get(self.host_of[lane], 0) + 1
-        work.links = {link: amount for link, amount in transfer.links.items() if link in self.capacity}
         for host in work.hosts:
             self.moving[host][work] = None
         self.changed_hosts |= dict.fromkeys(work.hosts)
-        for link in work.links:
-            self.users[link][work] = None
-        self.changed_links |= dict.fromkeys(work.links)
-        if not work.hosts and not work.links:
+        if not work.hosts:
             self._set_speed(work, 1)
 
     def _finish_transfer(self, work: _Activity, travel: Transmission) -> None:
-        """End a transfer: release its cores and links, start those queued behind it, deliver it after its latency."""
+        """End a transfer: release its cores, start those queued behind it, deliver it after its latency."""
         for host in work.hosts:
             del self.moving[host][work]
         self.changed_hosts |= dict.fromkeys(work.hosts)
-        for link in work.links:
-            del self.users[link][work]
-        self.changed_links |= dict.fromkeys(work.links)
         travel.end = self.now
         if travel.transfer.latency:
             self._push_event(self.now + travel.transfer.latency, 0, travel)
@@ -236,15 +219,8 @@ class ContentionSimulator:
 
     # Shares
 
-    def _share_resources(self) -> None:
-        """Recompute the speeds on hosts and links whose users have changed."""
-        for host in self.changed_hosts:
-            self._share_cores(host)
-        self.changed_hosts.clear()
-        while self.changed_links:
-            self._share_links(next(iter(self.changed_links)))
-
     def _share_cores(self, host: int) -> None:
+        """Recompute the speeds on a host whose users have changed."""
         computing, moving = self.computing[host], self.moving[host]
         # Water filling: every computing lane asks for a core, a transfer for its share at each of its ends.
         demands = [(work.message.transfer.cpu, work.hosts[host]) for work in moving if work.message is not None]
@@ -260,29 +236,4 @@ class ContentionSimulator:
         for work in moving:
             assert work.message is not None
             cpu = work.message.transfer.cpu
-            cap = min(1.0, *(self.levels[each] / cpu for each in work.hosts))
-            if cap != work.speed_limit:
-                work.speed_limit = cap
-                self.changed_links |= dict.fromkeys(work.links)
-            if not work.links:
-                self._set_speed(work, cap)
-
-    def _share_links(self, link: Hashable) -> None:
-        """Recompute the speeds of all transfers connected to a link through shared links."""
-        links: dict[Hashable, None] = {link: None}
-        works: dict[_Activity, None] = {}
-        # Connected component by breadth-first search; the list grows while it is iterated.
-        for each in (look := [link]):
-            self.changed_links.pop(each, None)
-            for work in self.users[each]:
-                if work not in works:
-                    works[work] = None
-                    look += [other for other in work.links if other not in links]
-                    links |= dict.fromkeys(work.links)
-        found = max_min_speeds(
-            [work.speed_limit for work in works],
-            [work.links for work in works],
-            {each: self.capacity[each] for each in links},
-        )
-        for work, speed in zip(works, found, strict=True):
-            self._set_speed(work, speed)
+            self._set_speed(work, min(1.0, *(self.levels[each] / cpu for each in work.hosts)))

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from polylane.cost.simulator.matching import Role, ScheduledTask, Transmission
 
 
-def longest_path(lanes: list[list[ScheduledTask]]) -> None:
-    """Compute start and end of every task and transfer; those that can never run keep end None."""
+def longest_path(lanes: Iterable[Iterable[ScheduledTask]]) -> None:
+    """Compute start and end of every task and transfer; those that can never run keep end None.
+
+    Args:
+        lanes: the tasks of every lane in order. A task is taken from its lane once the one before it has its end, so
+            that a lane may also be a generator which makes its tasks as they are run.
+    """
     # Each lane runs until it needs a transfer of unknown arrival; the lanes that complete the transfer put it
     # back on ``again``.
-    at = [0] * len(lanes)
-    clock: list[float] = [0] * len(lanes)
-    again = list(range(len(lanes)))
+    left = [iter(lane) for lane in lanes]
+    current = [next(tasks, None) for tasks in left]
+    clock: list[float] = [0] * len(left)
+    again = list(range(len(left)))
     while again:
         lane = again.pop()
-        ops, now = lanes[lane], clock[lane]
-        index = at[lane]
-        while index < len(ops):
-            op = ops[index]
-            missing = _unknown_message(op, now, again)
+        while (op := current[lane]) is not None:
+            missing = _unknown_message(op, clock[lane], again)
             if missing is not None:
                 missing.waiting_lanes += (lane,)  # its arrival puts the lane on again
                 break
-            now = _finish_time(op, now, again)
-            index += 1
-        at[lane], clock[lane] = index, now
+            clock[lane] = _finish_time(op, clock[lane], again)
+            current[lane] = next(left[lane], None)
 
 
 def _unknown_message(op: ScheduledTask, now: float, again: list[int]) -> Transmission | None:

@@ -28,13 +28,13 @@ class Transmission:
 
     Attributes:
         action: the send, or the reduce of the first lane.
-        transfer: undisturbed duration, latency, links and cores.
+        transfer: undisturbed duration, latency and cores.
         lanes: lanes that request it: the sender's, or all of a reduction.
         end_lanes: all lanes at its ends, the receiver's included.
         missing_count: number of lanes not yet ready for it, plus transfers still ahead of it on its channels.
         requested_at: latest time so far at which a lane was ready for it.
         channel_free_at: latest time so far at which a transfer ahead of it ended.
-        start, end, arrival: when it begins to move, frees its links, and has arrived; None while unknown.
+        start, end, arrival: when it begins to move, frees its channel, and has arrived; None while unknown.
         next_on_channel: transfers queued directly behind it on its channels.
         waiting_lanes: lanes to resume once it has arrived.
         exclusive_key: transfers with the same key are queued on one channel and never overlap.
@@ -149,9 +149,8 @@ class _LaneMatcher:
 
     def _message(self, lane: int, task: Task) -> Transmission:
         key = _task_key(task, lane)
-        travel = Transmission(
-            task.action, task.transfer, (lane,), (lane, _channel_key(task)), end_lanes=(lane,), missing_count=1
-        )
+        chain = lane, task.action.kind, task.action.peer
+        travel = Transmission(task.action, task.transfer, (lane,), chain, end_lanes=(lane,), missing_count=1)
         if self.sent[key] and self.sent[key][0].lanes != (lane,):
             raise ValueError(
                 f"{describe_action(task.action)} is sent by lane {self.sent[key][0].lanes[0]} and by lane {lane}"
@@ -169,7 +168,7 @@ class _LaneMatcher:
         self.seen[lane, key] = number + 1
         same = self.reduced.setdefault(key, [])
         if number == len(same):
-            chain = lane, _channel_key(task)
+            chain = lane, task.action.kind, task.action.peer
             same.append(
                 Transmission(task.action, task.transfer, lanes, chain, end_lanes=lanes, missing_count=len(lanes))
             )
@@ -225,17 +224,13 @@ class _LaneMatcher:
 
 
 def _queue_on_channel(channels: dict[Hashable, Transmission], task: Task, travel: Transmission) -> Transmission:
-    """Queue a transfer behind the last one on its channel of this lane."""
-    channel = _channel_key(task)
+    """Queue a transfer behind the last one on its channel of this lane: one for each peer, one for all reductions."""
+    channel = (task.action.kind, task.action.peer)
     if channel in channels:
         channels[channel].next_on_channel += (travel,)
         travel.missing_count += 1
     channels[channel] = travel
     return travel
-
-
-def _channel_key(task: Task) -> Hashable:
-    return (task.action.kind, task.action.peer) if task.channel is None else task.channel
 
 
 def _task_key(task: Task, lane: int) -> Hashable:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+# Shares that add up to 1 may exceed it by rounding, which must not count as contention.
+_ENOUGH = 1 + 1e-12
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +17,8 @@ class SharedCores:
         lanes: indices of the lanes on this host.
         cores: number of lanes that may compute at the same time without sharing a core.
         contention: speed of each of k computing lanes relative to one alone, with enough cores, since they share memory
-            bandwidth. A function of k, or some of its values: 1.0 for k = 1 by default, linear between the given
-            counts, constant beyond the last; None: always 1.0.
+            bandwidth, for some k: 1.0 for k = 1 by default, linear between the given counts, constant beyond the
+            last; None: always 1.0.
 
     Raises:
         ValueError: cores or a contention are not above 0, or a lane is listed twice.
@@ -23,7 +26,7 @@ class SharedCores:
 
     lanes: tuple[int, ...]
     cores: float
-    contention: Mapping[int, float] | Callable[[int], float] | None = None
+    contention: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
         if not self.cores > 0:
@@ -38,9 +41,30 @@ class SharedCores:
         """Return the relative speed of each of ``count`` >= 1 lanes that compute at once."""
         if self.contention is None:
             return 1.0
-        if not isinstance(self.contention, Mapping):
-            return self.contention(count)
         known = sorted({1: 1.0, **self.contention}.items())
         low, start = max(each for each in known if each[0] <= count)
         high, end = min((each for each in known if each[0] > count), default=(count, start))
         return start if high == low else start + (end - start) * (count - low) / (high - low)
+
+
+def water_fill_level(capacity: float, demands: Sequence[tuple[float, int]]) -> float:
+    """Return the water level of a capacity that users share equally, none taking more than its demand.
+
+    Args:
+        capacity: total that is shared, in the unit of the demands.
+        demands: (demand of a user, number of such users) pairs.
+
+    Returns:
+        The level: every user gets the smaller of it and its demand; infinity where all demands are met.
+    """
+    if sum(demand * count for demand, count in demands) <= capacity * _ENOUGH:
+        return float("inf")
+    # In ascending order: a demand below the current equal share is met in full, which raises the share of the
+    # others.
+    left, users = capacity, sum(count for _, count in demands)
+    for demand, count in sorted(demands):
+        if demand * users > left:
+            break
+        left -= demand * count
+        users -= count
+    return left / users

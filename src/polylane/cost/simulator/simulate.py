@@ -1,9 +1,8 @@
-"""Simulation of a step: start and end of the tasks of all lanes, where cores and links may be shared."""
+"""Simulation of a step: start and end of the tasks of all lanes, where cores may be shared."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from polylane.cost.simulator.contention import ContentionSimulator
 from polylane.cost.simulator.longest_path import longest_path
@@ -13,47 +12,43 @@ from polylane.cost.simulator.task import Task, describe_action
 from polylane.observe.timeline import Span, Timeline
 
 
-def simulate_tasks(
-    lanes: Sequence[Sequence[Task]], hosts: Sequence[SharedCores] = (), links: Mapping[Hashable, float] | None = None
-) -> Timeline:
+def simulate_tasks(lanes: Sequence[Sequence[Task]], hosts: Sequence[SharedCores] = ()) -> Timeline:
     """Run the tasks of every lane in order, each as early as what it waits for allows.
 
     A computing task keeps its lane; a step first waits for the overlapped reductions before it. A send keeps the lane
     for its own seconds, if any; its transfer then proceeds independently. A receive waits until its message has
-    arrived. A reduction moves once all its lanes are ready for it and its channel is free in each of them; unless it is
-    overlapped it keeps its lanes until it is done.
+    arrived. Messages of a lane to one peer move one after another, and so do its reductions. A reduction moves once all
+    its lanes are ready for it, and done with those before it; unless it is overlapped it keeps its lanes until it is
+    done.
 
     If more lanes of a host compute than it has cores, all are slowed equally: k lanes on c cores run at speed c/k. A
-    transfer takes its share of a core for as long as it lasts, however slow it is. Transfers that exceed the capacity
-    of a link are slowed max-min fairly.
+    transfer takes its share of a core for as long as it lasts, however slow it is.
 
     In the timeline a pass, a step and a send last as long as they keep their lane; a receive begins when its lane waits
     for it and its message has been requested; a reduction lasts from when it moves until it is done and no lane waits
     for it. Time in which a lane neither computes nor communicates is a bubble: it waits for a lane that is still busy.
     The timeline ends when all lanes are done; messages that no lane waits for may then still be in flight.
 
-    If cores and links suffice for everything at once, the run time is linear in the tasks, and integers stay integers.
-    Else every start and end is an event, which changes the speeds of all that share a resource with it.
+    If cores suffice for everything at once, the run time is linear in the tasks, and integers stay integers.
+    Else every start and end is an event, which changes the speeds of all that share cores with it.
 
     Args:
         lanes: the tasks of every lane, first to last.
         hosts: hosts whose lanes share cores; a lane of no host has a core of its own.
-        links: capacity of links by name; 1 for links that are not listed.
 
     Returns:
         The timeline in seconds; rank = lane.
 
     Raises:
         ValueError: tasks that `polylane.cost.simulator.matching.match_lanes` refuses; hosts with unknown lanes, or
-            lanes with two hosts; a capacity not above 0; or a deadlock, with the blocked task and what it waits for.
+            lanes with two hosts; or a deadlock, with the blocked task and what it waits for.
     """
-    _check_inputs(len(lanes), hosts, links or {})
+    _check_hosts(len(lanes), hosts)
     matched = match_lanes(lanes)
     # Without possible contention the linear algorithm gives the same result, exact for integers.
     tight = [host for host in hosts if _can_contend(host, matched)]
-    narrow = _narrow_links(matched.messages, links or {})
-    if tight or narrow:
-        ContentionSimulator(matched.lanes, tight, narrow).run()
+    if tight:
+        ContentionSimulator(matched.lanes, tight).run()
     else:
         longest_path(matched.lanes)
     _check_all_ran(matched)
@@ -73,18 +68,6 @@ def _can_contend(host: SharedCores, matched: MatchedLanes) -> bool:
     return contended or len(host.lanes) + sum(most.values()) > host.cores
 
 
-def _narrow_links(travels: Sequence[Transmission], capacity: Mapping[Hashable, float]) -> dict[Hashable, float]:
-    """Return the capacity of the links that could be exceeded if all their transfers ran at once."""
-    most: dict[Hashable, dict[Hashable, float]] = {}  # by exclusive key: these never overlap
-    for travel in travels:
-        for link, amount in travel.transfer.links.items() if travel.transfer.seconds else ():
-            chains = most.setdefault(link, {})
-            chains[travel.exclusive_key] = max(chains.get(travel.exclusive_key, 0), amount)
-    # Shares that exceed the capacity by rounding only are no contention.
-    limits = {link: (capacity.get(link, 1.0), sum(chains.values())) for link, chains in most.items()}
-    return {link: limit for link, (limit, total) in limits.items() if total > limit * (1 + 1e-12)}
-
-
 def _spans(lane: int, ops: Sequence[ScheduledTask]) -> Iterator[Span]:
     for op in ops:
         start, end, task, travel = op.start, op.end, op.task, op.message
@@ -94,7 +77,7 @@ def _spans(lane: int, ops: Sequence[ScheduledTask]) -> Iterator[Span]:
         yield Span(rank=lane, action=task.action, start=start, end=end, waited=task.waited, bytes=task.bytes)
 
 
-def _check_inputs(lanes: int, hosts: Sequence[SharedCores], links: Mapping[Hashable, float]) -> None:
+def _check_hosts(lanes: int, hosts: Sequence[SharedCores]) -> None:
     seen: set[int] = set()
     for host in hosts:
         for lane in host.lanes:
@@ -102,9 +85,6 @@ def _check_inputs(lanes: int, hosts: Sequence[SharedCores], links: Mapping[Hasha
                 why = "has another host" if lane in seen else f"is none of {lanes} lanes"
                 raise ValueError(f"a host cannot have lane {lane}, which {why}")
             seen.add(lane)
-    for link, capacity in links.items():
-        if not 0 < capacity < math.inf:
-            raise ValueError(f"the capacity of link {link!r} must be more than 0, not {capacity}")
 
 
 def _check_all_ran(matched: MatchedLanes) -> None:

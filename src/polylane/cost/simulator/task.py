@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 from polylane.schedule.action import COMMUNICATION, Action, ActionKind
 
@@ -14,12 +14,10 @@ class TransferTime:
     """Undisturbed duration and resources of a transfer; one object may serve all messages of a kind.
 
     Attributes:
-        seconds: duration for which it occupies its links and its channel.
+        seconds: duration for which it occupies its channel.
         latency: further seconds until it has arrived, in which it occupies nothing.
-        links: shared link -> amount that it takes, in the unit of the link's capacity (1 unless given, so that the
-            amount is a fraction).
-        cpu: cores that it takes in every lane at its ends (a message: sender and receiver) while it occupies its links;
-            2 for two cores.
+        cpu: cores that it takes in every lane at its ends (a message: sender and receiver) while it moves; 2 for two
+            cores.
 
     Raises:
         ValueError: a figure is negative or not finite.
@@ -27,16 +25,12 @@ class TransferTime:
 
     seconds: float = 0
     latency: float = 0
-    links: Mapping[Hashable, float] = field(default_factory=dict)
     cpu: float = 0
 
     def __post_init__(self) -> None:
         for name, value in (("seconds", self.seconds), ("latency", self.latency), ("cpu", self.cpu)):
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} of a transfer must be at least 0, not {value}")
-        for link, amount in self.links.items():
-            if not 0 < amount < math.inf:
-                raise ValueError(f"a transfer must take more than 0 of link {link!r}, not {amount}")
 
 
 NOTHING = TransferTime()
@@ -57,8 +51,6 @@ class Task:
             value and lanes of a reduction. A receive whose own lane reduces the key waits for that reduction.
         transfer: undisturbed transfer of a send or a reduction.
         lanes: lanes that take part in a reduction; default: its own only.
-        channel: transfers that a lane requests on one channel move one after another, in the order of its tasks.
-            Default: one channel for each peer, and one for all reductions.
         after: an earlier computing task of the lane (the last with that action) from which on the lane is ready for the
             transfer, even though it reaches this task later. Default: a send or reduction may start when the lane
             reaches it, a receive is ready at any time.
@@ -77,7 +69,6 @@ class Task:
     key: Hashable = None
     transfer: TransferTime = NOTHING
     lanes: tuple[int, ...] = ()
-    channel: Hashable = None
     after: Action | None = None
     fraction: float = 1
     overlapped: bool = False
