@@ -9,7 +9,7 @@ COVERING = "tests/equivalence/test_equivalence.py -k test_covering"
 PROGRAMS = [
     Mutant(
         "dropped-send", "the first value that a stage makes is not sent on",
-        "program.lower:with_communication",
+        "program.lower:_with_communication",
         "[a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]",
         "[a for c in sends[1:] for a in travel(ActionKind.SEND, c, c.consumers, False)]",
         "tests/program/test_lower.py", gpt="pipeline=2,microbatches=2", network="pipeline=2,microbatches=2",
@@ -17,7 +17,7 @@ PROGRAMS = [
     ),
     Mutant(
         "gradient-not-sent-back", "a stage does not send the gradient of what it received, and nobody waits for it",
-        "program.lower:with_communication",
+        "program.lower:_with_communication",
         "if action.kind is ActionKind.FORWARD:\n"
         "    before = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]\n"
         "    after = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]\n"
@@ -521,7 +521,7 @@ SERVERS = [
     ),
     Mutant(
         "gradients-summed-apart", "replicas that take steps of their own sum gradients all the same",
-        "program.replica_local:without_replica_sync",
+        "program.lower:without_replica_sync",
         "plan.stage_and_replica(r)[1] == program.replica",
         "True",
         "tests/runtime/sync/test_local_sgd.py", gpt="data=2,every=2", network="data=2,every=2",

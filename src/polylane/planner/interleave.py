@@ -12,7 +12,7 @@ from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Spec
 from polylane.planner.problem import fit_plan
-from polylane.program.interleave import deal_stages
+from polylane.program.lower import deal_stages
 
 
 def subdivide_plan(found: CostModel, plan: Spec | Plan, batch: int, chunks: int) -> tuple[Partition, Plan]:

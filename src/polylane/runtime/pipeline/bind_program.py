@@ -16,9 +16,8 @@ from polylane.graph.autocast_dtypes import dtypes_under_autocast
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.program.check import check
-from polylane.program.lower import lower, lower_evaluation
+from polylane.program.lower import lower, lower_evaluation, without_replica_sync
 from polylane.program.program import Program
-from polylane.program.replica_local import without_replica_sync
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.pipeline.stage_runner import (
