@@ -13,19 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polylane.runtime.transport import plain_objects as objects
-from polylane.runtime.transport.c10d_work import (
-    BackendResult,
-    BackendTransfer,
-    BlamePeer,
-    view_as_bytes,
-    view_as_real,
-)
+from polylane.runtime.transport.c10d_work import BackendResult, BlamePeer, view_as_bytes, view_as_real
 from polylane.runtime.transport.protocol import (
+    Channel,
     FinishedTransfer,
     PendingResult,
     PendingTransfer,
     TransportCounters,
     all_reduce_bytes,
+    copy_back,
     gathered_sizes,
     make_contiguous,
     normalize_group,
@@ -38,8 +34,6 @@ from polylane.runtime.transport.protocol import (
     undeclared,
 )
 from polylane.runtime.workers.world import TIMEOUT, World
-
-Channel = tuple[int, int]  # (sender, receiver)
 
 
 @dataclass
@@ -132,7 +126,7 @@ class C10dTransport:
         self._device = world.device
         self._tag = tag
         # Sends that were not waited for yet: gloo loses a message whose handle is freed before it has been sent.
-        self._unsent: set[BackendTransfer] = set()
+        self._unsent: set[BackendResult[Tensor]] = set()
         has_tags = world.backend == "gloo"
         # Making a group is a collective over the whole world: every rank goes through the same lists in their order.
         if world.size > 1:
@@ -186,7 +180,7 @@ class C10dTransport:
         with (blame := BlamePeer(peer, "sending", wire)):
             # The group's own method: dist.isend repeats checks, which take 5 to 10 us.
             work = group.send([wire], there, self._tag)
-        return BackendTransfer(work, blame, wire, unsent=self._unsent)
+        return BackendResult(work, blame, lambda: wire, unsent=self._unsent)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
         group, there = self._channel(peer, self.rank)
@@ -196,7 +190,7 @@ class C10dTransport:
         self.counters.count_local("receive", wire)
         with (blame := BlamePeer(peer, "receiving", wire)):
             work = group.recv([wire], there, self._tag)
-        return BackendTransfer(work, blame, wire)
+        return BackendResult(work, blame, lambda: wire)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
         require_summable(tensor)
@@ -208,7 +202,8 @@ class C10dTransport:
         self.counters.count_sent("all_reduce", wire, all_reduce_bytes(wire, len(members)))
         with (blame := BlamePeer(None, f"summing over ranks {members}", wire)):
             work = group.allreduce([view_as_real(wire)])
-        return BackendTransfer(work, blame, wire, target=tensor.detach())
+        target = tensor.detach()
+        return BackendResult(work, blame, lambda: copy_back(wire, target))
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         group, members = self._group(ranks)
@@ -270,7 +265,8 @@ class C10dTransport:
         options.rootRank = members.index(source)
         with (blame := BlamePeer(None, f"broadcasting from rank {source}", wire)):
             work = group.broadcast([view_as_bytes(wire)], options)
-        return BackendTransfer(work, blame, wire, target=tensor.detach())
+        target = tensor.detach()
+        return BackendResult(work, blame, lambda: copy_back(wire, target))
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
@@ -307,26 +303,11 @@ class C10dTransport:
         return BackendResult(work, blame, part, given)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        values: list[Any] = [value] * self.size
-        if self._groups.control is not None:
-            self.counters.count_local("object")
-            with BlamePeer(None, "gathering objects"):
-                values = objects.all_gather(value, self._groups.control)
-        return values
-
-    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
         if self._groups.control is None:
             return [value]
         self.counters.count_local("object")
-        with BlamePeer(None, f"gathering objects at rank {destination}"):
-            return objects.gather(value, destination, self._groups.control)
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        if self._groups.control is None:
-            return value
-        self.counters.count_local("object")
-        with BlamePeer(source, "waiting for its object"):
-            return objects.broadcast(value, source, self._groups.control)
+        with BlamePeer(None, "gathering objects"):
+            return objects.all_gather(value, self._groups.control)
 
     def barrier(self) -> None:
         if self._groups.control is not None:

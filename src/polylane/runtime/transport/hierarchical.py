@@ -25,6 +25,7 @@ from torch import Tensor
 from polylane.runtime.transport import c10d
 from polylane.runtime.transport.one_at_a_time import SerialThread
 from polylane.runtime.transport.protocol import (
+    Channel,
     Deferred,
     FinishedTransfer,
     PendingResult,
@@ -39,8 +40,6 @@ from polylane.runtime.transport.shared_memory import transport as shared_memory
 from polylane.runtime.transport.shared_memory.hub import MessageHub
 from polylane.runtime.transport.shared_memory.rendezvous import reconnect_hub
 from polylane.runtime.workers.world import World
-
-Channel = tuple[int, int]  # (sender, receiver)
 
 
 @dataclass(frozen=True)
@@ -192,12 +191,6 @@ class HierarchicalTransport:
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._between_hosts.all_gather_object(value)
 
-    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        return self._between_hosts.gather_object(value, destination)
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        return self._between_hosts.broadcast_object(value, source)
-
     def barrier(self) -> None:
         self._between_hosts.barrier()
 
@@ -253,13 +246,15 @@ class HierarchicalConnections:
     ) -> HierarchicalTransport | shared_memory.SharedMemoryTransport:
         """Build a transport; the arguments are those of :class:`.c10d.C10dTransport`.
 
+        Over shared memory every transport has keys and groups of its own, whatever ``tag`` and ``own_groups`` say.
+
         Raises:
             PolylaneError: earlier transports have been closed, and the workers of a host cannot connect again.
         """
         if self._hub.is_closed:  # closed with its last transport, at all workers alike: they close the same ones
             self._hub = reconnect_hub(self._world, self._hosts)
         if len(set(self._hosts)) == 1:
-            return shared_memory.SharedMemoryTransport(self._hub, world, channels, groups, tag, own_groups)
+            return shared_memory.SharedMemoryTransport(self._hub, world, channels, groups)
         return HierarchicalTransport(self._hub, self._hosts, world, channels, groups, tag, own_groups)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polylane.runtime.transport.protocol import (
+    Channel,
     FinishedTransfer,
     PendingResult,
     PendingTransfer,
@@ -35,7 +36,6 @@ from polylane.runtime.transport.shared_memory.message import (
     OBJECT,
     SCATTER,
     SEND,
-    SUM,
     Message,
     encode_description,
     memory_of,
@@ -48,10 +48,8 @@ from polylane.runtime.transport.shared_memory.pending import (
     slice_length,
 )
 from polylane.runtime.transport.shared_memory.pending import part_slices as parts_of
-from polylane.runtime.transport.shared_memory.reduce import ChunkedSum, DirectSum, TwoStepSum, sum_parts
+from polylane.runtime.transport.shared_memory.reduce import ChunkedSum, DirectSum, PendingSum, TwoStepSum, sum_parts
 from polylane.runtime.workers.world import World
-
-Channel = tuple[int, int]  # (sender, receiver)
 
 # A key is 64 bits: 12 of the transport's number, 12 of the stream in it, 40 that count operations in steps of 2.
 MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; from GROUPS on one for each group
@@ -77,18 +75,10 @@ class SharedMemoryTransport:
         world: this worker among all workers.
         channels: every (sender, receiver) pair that will be used, in the same order at every rank.
         groups: the ranks of every collective, in the same order at every rank.
-        tag: not used: every transport has keys of its own.
-        own_groups: not used: every transport has groups of its own.
     """
 
     def __init__(
-        self,
-        hub: MessageHub,
-        world: World,
-        channels: Iterable[Channel] = (),
-        groups: Iterable[Iterable[int]] = (),
-        tag: int = 0,
-        own_groups: bool = False,
+        self, hub: MessageHub, world: World, channels: Iterable[Channel], groups: Iterable[Iterable[int]]
     ) -> None:
         self.rank = world.rank
         self.size = world.size
@@ -146,20 +136,15 @@ class SharedMemoryTransport:
         group = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return FinishedTransfer(tensor)
-        wire, target = make_contiguous(tensor), tensor.detach()
-        description = encode_description(SUM, wire.dtype, tuple(wire.shape))
-        counters, peers = self.counters, group.peers
-        key = group.next_key()
-        if wire.nbytes <= (INLINE if len(peers) > 1 else IN_TURNS):
-            headers = self._hub.send_values(peers, key, description, wire)
-            counters.count_sent("all_reduce", wire, wire.nbytes * len(peers))
-            counters.wire["header"] += headers
-            return DirectSum(self._hub, group, key, description, wire, target)
-        counters.count_sent("all_reduce", wire, all_reduce_bytes(wire, len(group.members)))
-        kind = TwoStepSum if len(peers) > 1 else ChunkedSum
-        large = kind(self._hub, group, key, description, wire, target)
-        counters.wire["header"] += large.start_sum()
-        return large
+        several = len(group.peers) > 1
+        pending: PendingSum
+        if tensor.nbytes <= (INLINE if several else IN_TURNS):
+            pending, sent = DirectSum(self._hub, group, tensor), tensor.nbytes * len(group.peers)
+        else:
+            pending = (TwoStepSum if several else ChunkedSum)(self._hub, group, tensor)
+            sent = all_reduce_bytes(tensor, len(group.members))
+        self.counters.count_sent("all_reduce", tensor, sent, pending.start_sum())
+        return pending
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         ranks, group = tuple(ranks), self._group(ranks)
@@ -233,8 +218,8 @@ class SharedMemoryTransport:
                     headers += hub.send_block((peer,), key, description, block, place.start * item, nbytes)
                 else:
                     headers += hub.send_inline((peer,), key, description, memory_of(wire[place]))
-        self.counters.count_sent("reduce_scatter", wire, sum(slice_length(place) for place in given.values()) * item)
-        self.counters.wire["header"] += headers
+        sent = sum(slice_length(place) for place in given.values()) * item
+        self.counters.count_sent("reduce_scatter", wire, sent, headers)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
         group = self._group(ranks)
@@ -281,49 +266,31 @@ class SharedMemoryTransport:
         self, kind: str, number: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]
     ) -> None:
         headers = self._hub.send_values(peers, key, encode_description(number, wire.dtype, shape), wire)
-        self.counters.count_sent(kind, wire, wire.nbytes * len(peers))
-        self.counters.wire["header"] += headers
+        self.counters.count_sent(kind, wire, wire.nbytes * len(peers), headers)
 
     # --------------------------------------------------------------------------------------------------------- objects
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        everyone = range(self.size)
         data = encode(value)
-        self._send_bytes([rank for rank in everyone if rank != self.rank], data)
-        return [decode(data if rank == self.rank else self._receive_bytes(rank)) for rank in everyone]
-
-    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        if self.rank != destination:
-            self._send_bytes([destination], encode(value))
-            return None
-        self._send_bytes([], b"")  # sends nothing, but counts the call and advances the key as at other ranks
-        return [value if rank == self.rank else decode(self._receive_bytes(rank)) for rank in range(self.size)]
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        if self.rank == source:
-            self._send_bytes([rank for rank in range(self.size) if rank != source], encode(value))
-            return value
-        self._send_bytes([], b"")
-        return decode(self._receive_bytes(source))
+        self._send_to_others(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.counters.messages["object"] += 1
+        self.counters.wire["header"] += len(data) * (self.size - 1)
+        return [decode(data if rank == self.rank else self._receive_bytes(rank)) for rank in range(self.size)]
 
     def barrier(self) -> None:
-        others = [rank for rank in range(self.size) if rank != self.rank]
         # An empty message to and from every other rank.
-        self._objects += 2
-        self.counters.wire["header"] += self._hub.send_values(others, self._objects, _OBJECT, _NOTHING)
-        for peer in others:
+        for peer in self._send_to_others(_NOTHING):
             self._hub.receive_message(peer, self._objects, self)
 
     def describe_wait(self) -> str:
         return "exchanging objects, or waiting for all ranks"
 
-    def _send_bytes(self, peers: Sequence[int], data: bytes) -> None:
-        self.counters.messages["object"] += 1
+    def _send_to_others(self, values: Tensor) -> list[int]:
+        """Send bytes to all other ranks, under the key of the next object; return these ranks."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
         self._objects += 2
-        if peers:
-            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            headers = self._hub.send_values(peers, self._objects, _OBJECT, values)
-            self.counters.wire["header"] += headers + len(data) * len(peers)
+        self.counters.wire["header"] += self._hub.send_values(others, self._objects, _OBJECT, values)
+        return others
 
     def _receive_bytes(self, peer: int) -> bytes | bytearray:
         message = self._hub.receive_message(peer, self._objects, self)
