@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from local_transport import LocalTransport, run_local
 from polylane.program.program import GradientBucket
 from polylane.runtime.sync.all_reduce import AllReducer
-from polylane.runtime.sync.compression.compressor import GradientCompressor, NoCompression
+from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
 from polylane.runtime.sync.compression.top_k import TopKCompressor
@@ -153,7 +153,7 @@ def copied(tensors: Any) -> Tensors:
 
 
 KINDS: dict[str, Callable[[], GradientCompressor]] = {
-    "plain": NoCompression,
+    "plain": GradientCompressor,
     "bfloat16": lambda: HalfPrecisionCompressor(torch.bfloat16),
     "float16": lambda: HalfPrecisionCompressor(torch.float16),
     "powersgd": lambda: PowerSGDCompressor(2),

@@ -132,7 +132,7 @@ def bind_program(
         device=tensors.device,
         autocast=autocast,
         local_code=None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, gates),
-        hooks=StageHooks() if cut is None else cut.hooks,
+        hooks=StageHooks() if cut is None else cut,
     )
     reducer = cut.reducer if cut else AllReducer(program.buckets, held, optional, transport, codec, program.replicas)
     travelling = value_specs(partition, dtypes, layout, mesh.coordinates)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from polylane.plan.sync import OuterOptimizer, SyncOptions
 from polylane.runtime.sync.gradient_sync import GradientSync
-from polylane.runtime.sync.replica_mean import average_over_replicas, restore_values
+from polylane.runtime.sync.replica_mean import average_over_replicas, copy_values, restore_values
 from polylane.runtime.transport.protocol import Transport
 
 # Upper bound on steps in flight, however rarely replicas synchronize: a step's loss is known that many steps later.
@@ -93,9 +93,7 @@ class LocalSgd(GradientSync):
         course.steps_taken += 1
         if not apart:
             # During warmup replicas are equal after every step: the anchor follows their weights.
-            with torch.no_grad():
-                for name, anchor in course.anchor.items():
-                    anchor.copy_(course.parameters[name])
+            copy_values(course.anchor, {name: course.parameters[name] for name in course.anchor})
             return
         course.samples_seen = [a + b for a, b in zip(course.samples_seen or [0] * len(samples), samples, strict=True)]
         if (course.steps_taken - self._sync.warmup) % self._sync.every == 0:
@@ -110,9 +108,7 @@ class LocalSgd(GradientSync):
                 anchor.grad = anchor.detach() - found[name]
             course.outer_optimizer.step()
             found |= {name: anchor.detach() for name, anchor in course.anchor.items()}
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(found[name])
+        copy_values(tensors, found)
         course.samples_seen = []
 
     def _average_tensors(self, tensors: Mapping[str, Tensor], seen: Sequence[int]) -> dict[str, Tensor]:
@@ -127,12 +123,9 @@ class LocalSgd(GradientSync):
         if courses:
             tensors |= self._buffers
         with restore_values(tensors.values()):
-            with torch.no_grad():
-                for course in courses:
-                    for name, mean in self._average_tensors(
-                        {**course.parameters, **self._buffers}, course.samples_seen
-                    ).items():
-                        tensors[name].copy_(mean)
+            for course in courses:
+                own = {**course.parameters, **self._buffers}
+                copy_values(tensors, self._average_tensors(own, course.samples_seen))
             yield
 
 

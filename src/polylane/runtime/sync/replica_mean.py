@@ -29,6 +29,13 @@ def average_over_replicas(
     return packing.unpack([each.wait() for each in sums])
 
 
+def copy_values(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Overwrite the tensors that have a value of the same name by it, in place."""
+    with torch.no_grad():
+        for name, value in values.items():
+            tensors[name].copy_(value)
+
+
 @contextmanager
 def restore_values(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Context manager: restore the values of tensors at its end.

@@ -15,7 +15,7 @@ from polylane.plan.spec import parse
 from polylane.plan.sync import SUM
 from polylane.runtime.job import Job
 from polylane.runtime.sync.compression.choose import choose_compressor
-from polylane.runtime.sync.compression.compressor import NoCompression
+from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
 from polylane.runtime.sync.compression.top_k import TopKCompressor
@@ -53,7 +53,7 @@ def test_state_of_another_plan_is_refused() -> None:
 
 def test_a_plans_sync_makes_a_codec() -> None:
     weight = {"w": torch.zeros(1)}
-    assert type(choose_compressor(SUM, weight)) is NoCompression
+    assert type(choose_compressor(SUM, weight)) is GradientCompressor
     half = [choose_compressor(parse(f"data=2,wire={name}").sync, weight) for name in ("bfloat16", "float16")]
     assert [own.dtype for own in half if isinstance(own, HalfPrecisionCompressor)] == [torch.bfloat16, torch.float16]
     power, top = (
@@ -61,7 +61,7 @@ def test_a_plans_sync_makes_a_codec() -> None:
     )
     assert isinstance(power, PowerSGDCompressor) and (power.rank, power.start) == (3, 7)
     assert isinstance(top, TopKCompressor) and top.fraction == 1
-    assert type(choose_compressor(SUM, {"w": torch.zeros(1, dtype=torch.complex64)})) is NoCompression
+    assert type(choose_compressor(SUM, {"w": torch.zeros(1, dtype=torch.complex64)})) is GradientCompressor
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,10 @@ class PendingReduction:
 
 
 class GradientCompressor:
-    """Base of gradient compressors; this one is stateless from one step to the next."""
+    """Base of gradient compressors; this one sums uncompressed, by the transport's all-reduce.
+
+    Bytes of a bucket handed over by each rank: (elements + flags) x bytes of the dtype.
+    """
 
     def begin_step(self) -> None:
         """Begin the sums of a step; called at every rank."""
@@ -81,7 +84,7 @@ class GradientCompressor:
             shares: this worker's gradients of the bucket, and the ranks that sum it.
             transport: connects the workers; the bucket's ranks are one of its groups.
         """
-        raise NotImplementedError
+        return PendingPlainReduction(shares, transport.all_reduce(flatten_gradients(shares), shares.ranks))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state for a checkpoint; tensors are the compressor's own, not copies."""
@@ -93,16 +96,6 @@ class GradientCompressor:
         Args:
             state: state of this rank, or of the rank with the same shards in an earlier run.
         """
-
-
-class NoCompression(GradientCompressor):
-    """Uncompressed sum, by the transport's all-reduce.
-
-    Bytes of a bucket handed over by each rank: (elements + flags) x bytes of the dtype.
-    """
-
-    def launch_sum(self, shares: BucketGradients, transport: Transport) -> PendingReduction:
-        return PendingPlainReduction(shares, transport.all_reduce(flatten_gradients(shares), shares.ranks))
 
 
 @dataclass

@@ -18,7 +18,6 @@ from torch import Tensor
 from polylane.runtime.sync.compression.compressor import (
     BucketGradients,
     GradientCompressor,
-    NoCompression,
     PendingReduction,
     ReducedBucket,
     sum_dtype,
@@ -58,15 +57,13 @@ class PowerSGDCompressor(GradientCompressor):
     Args:
         rank: rank r of the approximation, at least 1.
         start: number of first steps that are not compressed, while gradients change quickly.
-        seed: integer seed of the first Q, equal on all ranks.
 
     Attributes:
         error_feedback: residual E_k of every compressed parameter, of this rank.
     """
 
-    def __init__(self, rank: int, start: int = 0, seed: int = 0) -> None:
-        self.rank, self.start, self.seed = rank, start, seed
-        self._uncompressed = NoCompression()
+    def __init__(self, rank: int, start: int = 0) -> None:
+        self.rank, self.start = rank, start
         self._steps = 0  # number of begin_step calls
         self.error_feedback = ErrorFeedback()
         self._directions: dict[str, Tensor] = {}  # Q^T (r x m): products with few rows are several times as fast
@@ -81,7 +78,7 @@ class PowerSGDCompressor(GradientCompressor):
             if saves_bytes(g.shape, g.dtype, self.rank)
         )
         if self._steps <= self.start or not low:
-            return self._uncompressed.launch_sum(shares, transport)
+            return super().launch_sum(shares, transport)
         return _PendingPowerSGD(self, shares, low, transport)
 
     def directions_of(self, name: str, like: Tensor) -> Tensor:
@@ -91,7 +88,7 @@ class PowerSGDCompressor(GradientCompressor):
         if found is None:
             # From the name, not from a running generator: equal on all ranks without communication. crc32, because
             # Python's own hash of strings differs between processes.
-            random = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
+            random = torch.Generator().manual_seed(zlib.crc32(f"0 {name}".encode()))
             found = torch.randn(self.rank, columns, generator=random, dtype=torch.float64)
         return restore_residual(name, found, (self.rank, columns), like.device, sum_dtype(like.dtype))
 

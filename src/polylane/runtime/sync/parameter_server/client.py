@@ -24,7 +24,7 @@ from polylane.runtime.sync.parameter_server.messages import CPU, Channel, Messag
 from polylane.runtime.sync.parameter_server.packing import ServerShard
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.sync.parameter_server.weights import encode_options
-from polylane.runtime.sync.replica_mean import average_over_replicas, restore_values
+from polylane.runtime.sync.replica_mean import average_over_replicas, copy_values, restore_values
 from polylane.runtime.tensor_parallel import CollectiveWaits
 from polylane.runtime.transport.protocol import Transport, TransportCounters
 
@@ -134,7 +134,7 @@ class ParameterServerSync(GradientSync):
     def _receive_weights(self, server: int, trade: ServerShard, line: Channel) -> MessageHead:
         """Wait for a server's answer and load the new weights in it."""
         head, values = self._receive_answer(trade, line)
-        self._load_weights(values)
+        copy_values(self._parameters, values)
         self._versions[server] = head.version
         return head
 
@@ -147,11 +147,6 @@ class ParameterServerSync(GradientSync):
 
     def _objectives_of(self, head: MessageHead) -> list[str]:
         return [name for number, name in enumerate(self._objective_names) if head.objectives >> number & 1]
-
-    def _load_weights(self, values: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, value in values.items():
-                self._parameters[name].copy_(value)
 
     # ---- optimizer options that the user changes ---------------------------------------------------------------------
 
@@ -211,15 +206,12 @@ class ParameterServerSync(GradientSync):
                 for _, line in self._host.channels.values():
                     line.put(MessageHead(MessageKind.READ_WEIGHTS))
                 for trade, line in self._host.channels.values():
-                    self._load_weights(self._receive_answer(trade, line)[1])
+                    copy_values(self._parameters, self._receive_answer(trade, line)[1])
             # Servers have no buffers: running statistics are averaged over replicas, weighted by samples.
             if any(self._samples_seen):
                 share = self._samples_seen[self._members.index(self._transport.rank)] / sum(self._samples_seen)
-                with torch.no_grad():
-                    for name, mean in average_over_replicas(
-                        self._buffers, share, self._members, self._transport
-                    ).items():
-                        self._buffers[name].copy_(mean)
+                means = average_over_replicas(self._buffers, share, self._members, self._transport)
+                copy_values(self._buffers, means)
             yield
 
     def server_updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:

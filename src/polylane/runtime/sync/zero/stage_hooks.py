@@ -11,7 +11,6 @@ from torch import nn
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.runtime.pipeline.stage_runner import Gates, StageHooks, no_gates
-from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.zero.all_gather_passes import GatheredPasses
 from polylane.runtime.sync.zero.flat_shards import FlatBuffer, Shards
 from polylane.runtime.sync.zero.reduce_scatter import BucketShard, ReduceScatterer
@@ -22,10 +21,20 @@ from polylane.runtime.transport.protocol import Transport
 
 @dataclass
 class ShardedStageHooks(StageHooks):
-    """Gathers parameters for a pass (ZeRO-3), and reduces gradients in the backward pass."""
+    """Gathers parameters for a pass (ZeRO-3), and reduces gradients in the backward pass.
+
+    Attributes:
+        reducer: reduces the gradients of the program's parameters.
+        gathered_passes: gathers and releases the program's units; None where parameters stay full.
+    """
 
     reducer: ReduceScatterer
     gathered_passes: GatheredPasses | None
+
+    @property
+    def gates(self) -> Gates:
+        """What inserts gathers and releases into the graph of the program's stage."""
+        return no_gates if self.gathered_passes is None else self.gathered_passes.insert_gates
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -41,21 +50,6 @@ class ShardedStageHooks(StageHooks):
             self.reducer.end_backward()
 
 
-@dataclass(frozen=True)
-class ShardedProgram:
-    """The ZeRO objects of one program.
-
-    Attributes:
-        reducer: reduces the gradients of the program's parameters.
-        hooks: context managers around the program's passes.
-        gates: inserts gathers and releases into the graph of the program's stage.
-    """
-
-    reducer: AllReducer
-    hooks: StageHooks
-    gates: Gates
-
-
 def build_sharded_program(
     program: Program,
     plan: Plan,
@@ -64,7 +58,7 @@ def build_sharded_program(
     optional: Collection[str],
     transport: Transport,
     waits: CollectiveWaits,
-) -> ShardedProgram:
+) -> ShardedStageHooks:
     """Build the reducer and the hooks of a program whose parameters are sharded over replicas.
 
     Args:
@@ -102,9 +96,7 @@ def build_sharded_program(
         each_pass=plan.sync.shard != "optimizer",
         used=_keep_unit if passes is None else passes.release_reduced,
     )
-    return ShardedProgram(
-        reducer, ShardedStageHooks(reducer, passes), no_gates if passes is None else passes.insert_gates
-    )
+    return ShardedStageHooks(reducer, passes)
 
 
 def _keep_unit(flat: FlatBuffer) -> None:
