@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 import networkx as nx
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, suggest_name
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, StageCrossing, cut_positions
 from polylane.plan.pinned_placements import check_pins
@@ -190,14 +189,12 @@ def _find_nodes(plan: Plan, nodes: tuple[Node, ...], name: str, index: int) -> l
 
 def _hint(plan: Plan, nodes: tuple[Node, ...], name: str) -> str:
     """Suggest a name for one that the graph does not have; and the graph's first or last node, if it was for that."""
-    hints = []
-    if close := difflib.get_close_matches(name, [*(n.name for n in nodes), *(n.module for n in nodes)], 1):
-        hints.append(f"did you mean {close[0]}?")
+    hint = suggest_name(name, [*(n.name for n in nodes), *(n.module for n in nodes)])
     if name == plan.stages[-1].nodes[-1]:  # a loss, say, that the model computes itself
-        hints.append(f"this graph's last node is {nodes[-1].name}")
+        hint += f"; this graph's last node is {nodes[-1].name}"
     elif name == plan.stages[0].nodes[0]:
-        hints.append(f"this graph's first node is {nodes[0].name}")
-    return "".join(f"; {hint}" for hint in hints)
+        hint += f"; this graph's first node is {nodes[0].name}"
+    return hint
 
 
 def _difference(plan: Plan, said: Fingerprint, graph: Graph, own: Fingerprint) -> str:

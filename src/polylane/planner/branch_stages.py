@@ -160,7 +160,7 @@ def _rate_partition(
         basis = replace(estimates.basis, method=method)
         for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
             plan = fit.plan_from_partition(
-                partition, Spec.of_meshes(meshes, "1f1b", microbatches, "float32"), microbatches
+                partition, Spec(stages=tuple(meshes), microbatches=microbatches), microbatches
             )
             prediction = predict(basis, partition, plan, estimates.batch, exact=False)
             most = max(stage.memory.total for stage in prediction.stages)

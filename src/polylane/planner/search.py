@@ -285,5 +285,5 @@ def make_plan(partition: Partition, candidate: RatedPlan) -> Plan:
     precision = dtype if dtype in PRECISIONS else PRECISIONS[0]
     shared = any(degrees.data > 1 for degrees in candidate.meshes)
     sync = SyncOptions(shard=candidate.method.shard) if shared else SUM
-    spec = Spec.of_meshes(candidate.meshes, candidate.schedule, candidate.microbatches, precision, sync)
+    spec = Spec(schedule=candidate.schedule, precision=precision, stages=candidate.meshes, sync=sync)
     return fit.plan_from_partition(partition, spec, candidate.microbatches)

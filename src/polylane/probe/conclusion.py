@@ -89,9 +89,8 @@ def _cpu_device(seen: WorkerMeasurements, workers: int) -> Device:
 
 def _gpu_device(seen: WorkerMeasurements, gpu: Accelerator) -> Device:
     """Fit a GPU; peak rates, price and tile sizes come from its preset, if there is one."""
-    presets = device_presets()
-    preset = find_preset(gpu.name, gpu.memory, presets)
-    base = Device.model_validate(presets[preset or _GENERIC])
+    preset = find_preset(gpu.name, gpu.memory)
+    base = Device.model_validate(device_presets()[preset or _GENERIC])
     known: dict[str, Any] = {"memory": gpu.memory, "units": gpu.units, "dispatch": gpu.dispatch}
     if preset is None:
         known |= {"kind": gpu.name, "flops": {}, "achieved": {}, "price": 0.0}

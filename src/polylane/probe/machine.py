@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from polylane.cluster.cluster import Cluster, Hosts
 from polylane.cluster.device import Device
 from polylane.cluster.link import Link
 from polylane.errors import PolylaneError
-from polylane.runtime.workers.fork import threads_per_worker
+from polylane.runtime.workers.fork import affine_cores, threads_per_worker
 from polylane.runtime.workers.world import accelerator_type
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -33,8 +32,7 @@ _ALIKE = 0.12  # relative difference between the memory that a driver reports an
 
 def cores() -> int:
     """Return the cores that this process may use: those of its CPU affinity, limited by its cgroup quota."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([bound, *map(int, _quotas(CGROUPS, OWN_CGROUPS))]))
+    return max(1, min([affine_cores(), *map(int, _quotas(CGROUPS, OWN_CGROUPS))]))
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
@@ -127,16 +125,16 @@ def check_workers(workers: int) -> None:
         )
 
 
-def find_preset(name: str, memory: int, presets: Mapping[str, Mapping[str, Any]]) -> str | None:
+def find_preset(name: str, memory: int) -> str | None:
     """Return the preset of an accelerator: all words of its name are in the driver's, and its memory is nearest.
 
-    >>> find_preset("NVIDIA A100-SXM4-80GB", 80 << 30, device_presets())
+    >>> find_preset("NVIDIA A100-SXM4-80GB", 80 << 30)
     'a100-80g'
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     alike = {
         preset: abs(figures["memory"] / memory - 1)
-        for preset, figures in presets.items()
+        for preset, figures in device_presets().items()
         if figures.get("type", "cuda") == "cuda" and words.issuperset(_own_words(preset))
     }
     best = min(alike, key=alike.__getitem__, default=None)
@@ -152,7 +150,7 @@ def device_kind() -> str:
     if not accelerators():
         return cpu_name()
     properties = torch.cuda.get_device_properties(0)
-    return find_preset(properties.name, properties.total_memory, device_presets()) or str(properties.name)
+    return find_preset(properties.name, properties.total_memory) or str(properties.name)
 
 
 def preset_device(workers: int) -> Device:
@@ -161,14 +159,13 @@ def preset_device(workers: int) -> Device:
     Raises:
         PolylaneError: the accelerator has no preset.
     """
-    presets = device_presets()
     if not accelerators():
         return _share_of_cpu(workers)
     properties = torch.cuda.get_device_properties(0)
-    preset = find_preset(properties.name, properties.total_memory, presets)
+    preset = find_preset(properties.name, properties.total_memory)
     if preset is None:
         raise PolylaneError(f"there is no preset for {properties.name}: measure it with polylane probe -o cluster.yaml")
-    return Device.model_validate({**presets[preset], "memory": properties.total_memory})
+    return Device.model_validate({**device_presets()[preset], "memory": properties.total_memory})
 
 
 def _share_of_cpu(workers: int) -> Device:

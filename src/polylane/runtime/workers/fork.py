@@ -132,12 +132,16 @@ def _refuse_unsafe_fork(workers: int) -> None:
         )
 
 
+def affine_cores() -> int:
+    """Return the number of cores that this process may use, by its CPU affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def threads_per_worker(workers: int) -> int:
     """Return the number of intra-op threads of each worker of this host: its share of the cores, at least one."""
     if torch.get_num_threads() > 1:  # an OpenMP pool may have started here; a single thread never uses it
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // workers)
+    return max(1, affine_cores() // workers)
 
 
 # ---------------------------------------------------------------------------------------------------- the parent's side

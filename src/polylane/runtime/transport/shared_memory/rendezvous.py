@@ -26,6 +26,7 @@ from polylane.errors import PolylaneError
 from polylane.runtime.transport.serialization import serializable
 from polylane.runtime.transport.shared_memory.blocks import max_block_bytes
 from polylane.runtime.transport.shared_memory.hub import MessageHub
+from polylane.runtime.workers.fork import affine_cores
 from polylane.runtime.workers.world import TIMEOUT, World
 
 LONGEST_BASE = 70  # longest path in bytes of the folder for temporary files: the path of a socket is limited to 108
@@ -85,7 +86,7 @@ class HostRendezvous:
         if unable is None:
             listener, folder, unable = _open_listener(2 * world.size)
         name = _socket_path(folder) if folder is not None else ""
-        card = WorkerCard(host_identity(), os.getuid(), _count_cores(), name, secrets.token_bytes(16), unable, asked)
+        card = WorkerCard(host_identity(), os.getuid(), affine_cores(), name, secrets.token_bytes(16), unable, asked)
         met = cls(listener, folder)
         try:
             met.cards = tuple(world.all_gather_object(card))
@@ -256,10 +257,6 @@ def _peer_user(connection: socket.socket) -> int:
     """Return the user id of the process at the other end, from the kernel."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(told)[1])
-
-
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def why_no_shared_memory(cards: Sequence[WorkerCard]) -> str | None:
