@@ -50,7 +50,7 @@ class AllReducer:
 
     Attributes:
         bucket_bytes: bytes that this worker handed to the transport for a bucket's latest sum, by the bucket's name.
-        compressor: sums the gradients of replicas; its state belongs in a checkpoint.
+        compressor: sums the gradients of replicas; it may keep residuals from step to step.
     """
 
     def __init__(

@@ -11,9 +11,7 @@ A sum goes through up to two rounds of messages, so that no rank waits inside th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,17 +83,6 @@ class GradientCompressor:
             transport: connects the workers; the bucket's ranks are one of its groups.
         """
         return PendingPlainReduction(shares, transport.all_reduce(flatten_gradients(shares), shares.ranks))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state for a checkpoint; tensors are the compressor's own, not copies."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`.
-
-        Args:
-            state: state of this rank, or of the rank with the same shards in an earlier run.
-        """
 
 
 @dataclass

@@ -7,10 +7,8 @@ all ranks' matrices; algorithm 2 adds the residual to the next step's gradient (
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +20,7 @@ from polylane.runtime.sync.compression.compressor import (
     ReducedBucket,
     sum_dtype,
 )
-from polylane.runtime.sync.compression.error_feedback import ErrorFeedback, restore_residual
+from polylane.runtime.sync.compression.error_feedback import ErrorFeedback
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
@@ -90,7 +88,7 @@ class PowerSGDCompressor(GradientCompressor):
             # Python's own hash of strings differs between processes.
             random = torch.Generator().manual_seed(zlib.crc32(f"0 {name}".encode()))
             found = torch.randn(self.rank, columns, generator=random, dtype=torch.float64)
-        return restore_residual(name, found, (self.rank, columns), like.device, sum_dtype(like.dtype))
+        return found.to(like.device, sum_dtype(like.dtype))
 
     def keep_directions(self, name: str, directions: Tensor) -> None:
         """Store Q^T for the next step; if it is not finite, drop the parameter's state so that it starts anew."""
@@ -98,16 +96,7 @@ class PowerSGDCompressor(GradientCompressor):
             self._directions[name] = directions
         else:
             self._directions.pop(name, None)
-            self.error_feedback.drop_residual(name)
-
-    def state_dict(self) -> dict[str, Any]:
-        # Residuals are this rank's own; the directions Q^T are equal at all ranks.
-        return {"steps": self._steps, "memory": self.error_feedback.state_dict(), "directions": dict(self._directions)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps = state["steps"]
-        self.error_feedback.load_state_dict(state["memory"])
-        self._directions = {name: tensor.clone() for name, tensor in state["directions"].items()}
+            self.error_feedback.residuals.pop(name, None)
 
 
 def saves_bytes(shape: torch.Size, dtype: torch.dtype, rank: int) -> bool:

@@ -5,10 +5,9 @@ Stich, Cordonnier, Jaggi, NeurIPS 2018 (arXiv 1809.07599), algorithm 1 with its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,12 +62,6 @@ class TopKCompressor(GradientCompressor):
             count = count_top_k_entries(self.fraction, gradient.numel())
             picks.append(take_largest(self.error_feedback.add_gradient(name, gradient), count, gradient.dtype))
         return _PendingTopK(shares, picks, transport.all_gather(pack_message(shares, picks), shares.ranks))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"memory": self.error_feedback.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.error_feedback.load_state_dict(state["memory"])
 
 
 @dataclass(frozen=True)
