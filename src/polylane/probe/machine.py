@@ -38,17 +38,17 @@ def cores() -> int:
 def _quotas(root: Path, own: Path) -> Iterator[float]:
     """Yield the CPU quotas of this process's cgroups (version 1 or 2) in cores; nothing if there is no limit."""
     for folder in _folders(root, own, "cpu"):
-        limit = _words(folder / "cpu.max") or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / _PERIOD)]
+        limit = (_read_text(folder / "cpu.max") or " ".join(_read_text(folder / name) for name in _QUOTA)).split()
         if len(limit) == 2 and limit[0] != "max" and float(limit[0]) > 0:
             yield float(limit[0]) / float(limit[1])
 
 
-_PERIOD = "cpu.cfs_period_us"
+_QUOTA = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors; lines read "4:cpu,cpuacct:/path"."""
-    for line in own.read_text().splitlines() if own.exists() else ():
+    for line in _read_text(own).splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
             # Hierarchy 0 is cgroup version 2; version 1 has a folder for each controller.
@@ -57,34 +57,28 @@ def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:
             yield from (each for each in (inner, *inner.parents) if each.is_relative_to(base))
 
 
-def _words(file: Path) -> list[str]:
+def _read_text(file: Path) -> str:
+    """Return the text of a file of the system; empty where there is none."""
     try:
-        return file.read_text().split()
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
+        return ""
 
 
 def available_memory() -> int:
     """Return the bytes of memory available to new processes, limited by the cgroup."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", "\n".join(_lines(Path("/proc/meminfo"))))
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _read_text(Path("/proc/meminfo")))
     free = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_words(folder / name) for folder in _folders(CGROUPS, OWN_CGROUPS, "memory") for name in _MEMORY]
-    return min([free, *(int(limit[0]) for limit in limits if limit and limit[0].isdecimal())])
+    limits = [_read_text(folder / name) for folder in _folders(CGROUPS, OWN_CGROUPS, "memory") for name in _MEMORY]
+    return min([free, *(int(limit) for limit in limits if limit.strip().isdecimal())])
 
 
 _MEMORY = ("memory.max", "memory.limit_in_bytes")
 
 
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 def cpu_name() -> str:
     """Return the processor's model name from /proc/cpuinfo; "cpu" if it is not there."""
-    for line in _lines(Path("/proc/cpuinfo")):
+    for line in _read_text(Path("/proc/cpuinfo")).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name" and value.strip():
             return " ".join(value.split())

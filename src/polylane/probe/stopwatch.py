@@ -69,11 +69,9 @@ def run_small_operators(device: torch.device) -> None:
 
 def warm_up(device: torch.device, seconds: float) -> None:
     """Compute for some seconds, so that clock rates and caches are as in the middle of a training."""
-    own, wait = torch.ones(64, 64, device=device), synchronizer_of(device)
-    end = time.perf_counter() + seconds
+    end, wait = time.perf_counter() + seconds, synchronizer_of(device)
     while time.perf_counter() < end:
-        for _ in range(20):
-            own @ own
+        run_small_operators(device)
         wait()
 
 

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polylane.runtime.sync.flat_packing import FlatPacking, PackedTensor
 from polylane.runtime.transport.protocol import Transport
+
+if TYPE_CHECKING:
+    from polylane.runtime.parameters.local_model import LocalModel
+
+
+def averaged_buffers(holding: LocalModel) -> dict[str, Tensor]:
+    """Return this worker's buffers that have a mean, by name; integer ones (a count of batches, say) have none."""
+    return {
+        name: tensor
+        for name, tensor in holding.local_tensors().items()
+        if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    }
 
 
 def average_over_replicas(

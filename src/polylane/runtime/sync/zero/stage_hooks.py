@@ -12,7 +12,7 @@ from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.runtime.pipeline.stage_runner import Gates, StageHooks, no_gates
 from polylane.runtime.sync.zero.all_gather_passes import GatheredPasses
-from polylane.runtime.sync.zero.flat_shards import FlatBuffer, Shards
+from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.reduce_scatter import BucketShard, ReduceScatterer
 from polylane.runtime.sync.zero.units import cross_shard_group
 from polylane.runtime.tensor_parallel import CollectiveWaits
@@ -94,10 +94,6 @@ def build_sharded_program(
         shards,
         waits,
         each_pass=plan.sync.shard != "optimizer",
-        used=_keep_unit if passes is None else passes.release_reduced,
+        passes=passes,
     )
     return ShardedStageHooks(reducer, passes)
-
-
-def _keep_unit(flat: FlatBuffer) -> None:
-    """Keep a unit full after its gradients have been sent (ZeRO-1 and -2)."""
