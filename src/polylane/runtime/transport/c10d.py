@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polylane.runtime.transport import plain_objects as objects
-from polylane.runtime.transport.c10d_work import BackendResult, BlamePeer, view_as_bytes, view_as_real
+from polylane.runtime.transport.c10d_work import BlamePeer, view_as_bytes, view_as_real, wait_for_work
 from polylane.runtime.transport.protocol import (
     Channel,
+    Deferred,
     FinishedTransfer,
     PendingResult,
     PendingTransfer,
@@ -126,7 +127,7 @@ class C10dTransport:
         self._device = world.device
         self._tag = tag
         # Sends that were not waited for yet: gloo loses a message whose handle is freed before it has been sent.
-        self._unsent: set[BackendResult[Tensor]] = set()
+        self._unsent: set[Deferred[Tensor]] = set()
         has_tags = world.backend == "gloo"
         # Making a group is a collective over the whole world: every rank goes through the same lists in their order.
         if world.size > 1:
@@ -180,7 +181,16 @@ class C10dTransport:
         with (blame := BlamePeer(peer, "sending", wire)):
             # The group's own method: dist.isend repeats checks, which take 5 to 10 us.
             work = group.send([wire], there, self._tag)
-        return BackendResult(work, blame, lambda: wire, unsent=self._unsent)
+
+        def finish() -> Tensor:
+            self._unsent.discard(pending)
+            with blame:
+                work.wait()
+            return wire
+
+        pending = Deferred(finish)
+        self._unsent.add(pending)
+        return pending
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
         group, there = self._channel(peer, self.rank)
@@ -190,7 +200,7 @@ class C10dTransport:
         self.counters.count_local("receive", wire)
         with (blame := BlamePeer(peer, "receiving", wire)):
             work = group.recv([wire], there, self._tag)
-        return BackendResult(work, blame, lambda: wire)
+        return wait_for_work(work, blame, lambda: wire)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
         require_summable(tensor)
@@ -203,7 +213,7 @@ class C10dTransport:
         with (blame := BlamePeer(None, f"summing over ranks {members}", wire)):
             work = group.allreduce([view_as_real(wire)])
         target = tensor.detach()
-        return BackendResult(work, blame, lambda: copy_back(wire, target))
+        return wait_for_work(work, blame, lambda: copy_back(wire, target))
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         group, members = self._group(ranks)
@@ -227,7 +237,7 @@ class C10dTransport:
                 return whole
             return torch.cat([found[rank][: by_rank[rank]] for rank in ranks])
 
-        return BackendResult(work, blame, join, (padded, parts))
+        return wait_for_work(work, blame, join, (padded, parts))
 
     def reduce_scatter(
         self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
@@ -249,7 +259,7 @@ class C10dTransport:
         parts = [view_as_real(part) for part in padded.split(longest)]
         with (blame := BlamePeer(None, f"summing parts over ranks {members}", wire)):
             work = group.reduce_scatter([view_as_real(own)], [parts])
-        return BackendResult(work, blame, lambda: own[: by_rank[self.rank].numel()], (padded, parts))
+        return wait_for_work(work, blame, lambda: own[: by_rank[self.rank].numel()], (padded, parts))
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
         group, members = self._group(ranks)
@@ -266,7 +276,7 @@ class C10dTransport:
         with (blame := BlamePeer(None, f"broadcasting from rank {source}", wire)):
             work = group.broadcast([view_as_bytes(wire)], options)
         target = tensor.detach()
-        return BackendResult(work, blame, lambda: copy_back(wire, target))
+        return wait_for_work(work, blame, lambda: copy_back(wire, target))
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
@@ -300,7 +310,7 @@ class C10dTransport:
                 view_as_bytes(result[ranks.index(rank)]).copy_(came)
             return result
 
-        return BackendResult(work, blame, part, given)
+        return wait_for_work(work, blame, part, given)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         if self._groups.control is None:

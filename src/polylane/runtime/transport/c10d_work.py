@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -39,41 +40,23 @@ class BlamePeer:
         raise PeerLost(self._peer, self._doing + what, str(error)) from error
 
 
-class BackendResult(Deferred[R]):
-    """One pending operation of the backend, whose result is built from the buffers that it wrote.
+def wait_for_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], kept: object = None) -> Deferred[R]:
+    """Return a pending operation of the backend, whose result is built from the buffers that it wrote.
 
     Args:
         work: the backend's handle of the operation.
         blame: turns the end of a connection into an error that names the peer.
         make: builds the result, once the operation is complete.
         kept: buffers that the backend reads or writes beside those of ``make``; alive until the result is built.
-        unsent: the transport's set of sends not waited for; this operation is in it until its wait.
     """
 
-    __slots__ = ("_blame", "_kept", "_make", "_unsent", "_work")
+    return Deferred(partial(_finish_work, work, blame, make, kept))
 
-    def __init__(
-        self,
-        work: dist.Work,
-        blame: BlamePeer,
-        make: Callable[[], R],
-        kept: object = None,
-        unsent: set[BackendResult[R]] | None = None,
-    ) -> None:
-        super().__init__()
-        self._work, self._blame, self._make, self._kept, self._unsent = work, blame, make, kept, unsent
-        if unsent is not None:
-            unsent.add(self)
 
-    def _finish(self) -> R:
-        if self._unsent is not None:
-            self._unsent.discard(self)
-        with self._blame:
-            self._work.wait()
-        result = self._make()
-        # The buffers can be freed now, although this handle lives on.
-        del self._work, self._make, self._kept
-        return result
+def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], kept: object) -> R:
+    with blame:
+        work.wait()
+    return make()
 
 
 def view_as_bytes(tensor: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ main thread is waiting for.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +159,13 @@ class HierarchicalTransport:
             return FinishedTransfer(tensor)
         wire = make_contiguous(tensor)
         self.counters.count_sent("all_reduce", wire, climb.bytes_sent(wire.numel(), wire.element_size()))
-        return _PendingTreeSum(self._thread.submit(self._sum_over_hosts, wire.view(-1), climb), wire, tensor.detach())
+        future, target = self._thread.submit(self._sum_over_hosts, wire.view(-1), climb), tensor.detach()
+
+        def finish() -> Tensor:
+            future.result()
+            return copy_back(wire, target)
+
+        return Deferred(finish)
 
     def _sum_over_hosts(self, wire: Tensor, climb: HostTree) -> None:
         """Run the three steps of a sum, in place, in the sums' own thread."""
@@ -202,26 +207,6 @@ class HierarchicalTransport:
     def _transport_of(self, ranks: Iterable[int]) -> shared_memory.SharedMemoryTransport | c10d.C10dTransport:
         """Return the transport of a group's collectives: between hosts if it has members on several."""
         return self._between_hosts if normalize_group(ranks, self.size) in self._host_trees else self._inside_host
-
-
-class _PendingTreeSum(Deferred[Tensor]):
-    """A pending sum over hosts, which the sums' own thread runs.
-
-    Args:
-        future: future of the thread's call, which leaves the sum in ``wire``.
-        wire: this worker's values, contiguous; overwritten by the sum.
-        target: the caller's tensor, to which the sum is copied if it has other memory than ``wire``.
-    """
-
-    __slots__ = ("_future", "_target", "_wire")
-
-    def __init__(self, future: Future[None], wire: Tensor, target: Tensor) -> None:
-        super().__init__()
-        self._future, self._wire, self._target = future, wire, target
-
-    def _finish(self) -> Tensor:
-        self._future.result()
-        return copy_back(self._wire, self._target)
 
 
 class HierarchicalConnections:

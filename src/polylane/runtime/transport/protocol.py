@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -232,20 +232,22 @@ class FinishedTransfer(Generic[R]):
 
 
 class Deferred(Generic[R]):
-    """A pending operation whose first wait computes the result; later waits return it again."""
+    """A pending operation whose first wait computes the result; later waits return it again.
 
-    __slots__ = ("_result",)
+    Args:
+        finish: waits for the other workers, and computes the result; freed afterwards, with the buffers it refers to.
+    """
 
-    def __init__(self) -> None:
-        self._result: R | None = None
+    __slots__ = ("_finish", "_result")
+    _result: R
 
-    def _finish(self) -> R:
-        """Wait for the other workers, and compute the result."""
-        raise NotImplementedError
+    def __init__(self, finish: Callable[[], R]) -> None:
+        self._finish: Callable[[], R] | None = finish
 
     def wait(self) -> R:
-        if self._result is None:
+        if self._finish is not None:
             self._result = self._finish()
+            self._finish = None
         return self._result
 
 

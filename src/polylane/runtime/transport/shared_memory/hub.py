@@ -33,7 +33,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -60,12 +59,8 @@ ANSWERED_AT_ONCE = 256 << 10  # bytes of a block from which on it is answered at
 KEPT = 256 << 10  # bytes from which on a received tensor stays in the sender's block instead of being copied
 
 
-class Awaited(Protocol):
-    """An operation that waits for messages, and can describe that in an error."""
-
-    def describe_wait(self) -> str:
-        """Return what is waited for, as ``"receiving torch.float32 (3, 4)"``."""
-        ...
+# Returns what is waited for in words, as "receiving torch.float32 (3, 4)"; called only for an error.
+DescribeWait = Callable[[], str]
 
 
 class MessageHub:
@@ -126,7 +121,7 @@ class MessageHub:
         with self.lock:
             self._send_answers()
             self._handle_until(
-                lambda: not any(link.has_queued for link in self.links.values()), None, "sending what is left"
+                lambda: not any(link.has_queued for link in self.links.values()), None, lambda: "sending what is left"
             )
             self._users -= 1
             if self._users == 0:
@@ -172,9 +167,8 @@ class MessageHub:
                 blocks.extend([block] if block is not None else [])
                 return block is not None
 
-            self._handle_until(
-                taken, None, f"waiting for others to read what was sent, before {nbytes} bytes more can be"
-            )
+            waiting = f"waiting for others to read what was sent, before {nbytes} bytes more can be"
+            self._handle_until(taken, None, lambda: waiting)
             found = blocks[0]
         return found
 
@@ -228,7 +222,7 @@ class MessageHub:
         else:
             link.expected[key] = call
 
-    def receive_message(self, peer: int, key: int, what: Awaited) -> Message:
+    def receive_message(self, peer: int, key: int, what: DescribeWait) -> Message:
         """Wait for a message of a peer, and take it out of the inbox; ``what`` describes the wait in errors.
 
         Raises:
@@ -244,7 +238,7 @@ class MessageHub:
                 message = link.inbox.pop(key)
             return message
 
-    def peek_message(self, peer: int, key: int, what: Awaited) -> Message:
+    def peek_message(self, peer: int, key: int, what: DescribeWait) -> Message:
         """Wait for a message, and leave it in the inbox; raises as :meth:`receive_message`."""
         link = self.links[peer]
         with self.lock:
@@ -252,13 +246,13 @@ class MessageHub:
                 self._wait_for(link, lambda: key in link.inbox, what)
             return link.inbox[key]
 
-    def wait_until(self, peer: int, ready: Callable[[], bool], what: Awaited) -> None:
+    def wait_until(self, peer: int, ready: Callable[[], bool], what: DescribeWait) -> None:
         """Wait for a condition that a peer's messages bring about; raises as :meth:`receive_message`."""
         with self.lock:
             if not ready():
                 self._wait_for(self.links[peer], ready, what)
 
-    def _wait_for(self, link: SocketLink, ready: Callable[[], bool], what: Awaited) -> None:
+    def _wait_for(self, link: SocketLink, ready: Callable[[], bool], what: DescribeWait) -> None:
         # Most messages arrive within microseconds, faster than a thread can fall asleep and be woken up.
         if not self._is_polling:
             end = time.perf_counter() + self._spin
@@ -271,7 +265,7 @@ class MessageHub:
                 os.sched_yield()  # the peer may need this core: without, a round trip takes 70 us instead of 17
         self._handle_until(ready, link, what)
 
-    def _handle_until(self, ready: Callable[[], bool], link: SocketLink | None, what: Awaited | str) -> None:
+    def _handle_until(self, ready: Callable[[], bool], link: SocketLink | None, what: DescribeWait) -> None:
         """Handle messages until a condition holds, which the link's peer must bring about (None: any peer may)."""
         deadline = time.monotonic() + self._timeout
         while not ready():
@@ -279,8 +273,8 @@ class MessageHub:
             # A condition that one peer must bring about fails with that peer; otherwise once all others are lost.
             gone = self._why_all_gone() if link is None else link.gone
             if gone is not None or left <= 0:
-                doing = what if isinstance(what, str) else what.describe_wait()
-                raise PeerLost(None if link is None else link.peer, doing, gone or f"no answer in {self._timeout:g} s")
+                peer = None if link is None else link.peer
+                raise PeerLost(peer, what(), gone or f"no answer in {self._timeout:g} s")
             if self._is_polling:
                 self._update_polling()  # epoll sleeps in another thread: send answers, and watch queues filled since
                 self._listening += 1

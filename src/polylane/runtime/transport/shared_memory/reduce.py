@@ -38,7 +38,7 @@ class PendingSum(Deferred[Tensor]):
     __slots__ = ("_description", "_error", "_group", "_hub", "_key", "_target", "_wire")
 
     def __init__(self, hub: MessageHub, group: RankGroup, tensor: Tensor) -> None:
-        super().__init__()
+        super().__init__(self._finish_sum)
         # The operation's first message has the key, its second one ``key | LAST``.
         self._hub, self._group, self._key = hub, group, group.next_key()
         wire = make_contiguous(tensor)
@@ -54,7 +54,7 @@ class PendingSum(Deferred[Tensor]):
         """Wait for the other ranks until ``wire`` has the sum."""
         raise NotImplementedError
 
-    def _finish(self) -> Tensor:
+    def _finish_sum(self) -> Tensor:
         self._complete()
         return copy_back(self._wire, self._target)
 
@@ -78,7 +78,7 @@ class DirectSum(PendingSum):
         return self._hub.send_values(self._group.peers, self._key, self._description, self._wire)
 
     def _complete(self) -> None:
-        messages = [self._hub.receive_message(peer, self._key, self) for peer in self._group.peers]
+        messages = [self._hub.receive_message(peer, self._key, self.describe_wait) for peer in self._group.peers]
         for message in messages:
             check_message(self._hub, self._description, message)
         parts = [message.as_tensor(self._wire.dtype) for message in messages]
@@ -159,14 +159,14 @@ class TwoStepSum(PendingSum):
 
     def _complete(self) -> None:
         for peer in self._group.peers:  # wait for all before any is taken: _add_parts reads them from the inbox
-            self._hub.peek_message(peer, self._key, self)
-        summands = [self._hub.receive_message(peer, self._key, self) for peer in self._group.peers]
+            self._hub.peek_message(peer, self._key, self.describe_wait)
+        summands = [self._hub.receive_message(peer, self._key, self.describe_wait) for peer in self._group.peers]
         if self._error is not None:
             raise self._error
         for index, peer in enumerate(self._group.members):
             if index == self._group.index:
                 continue
-            part = self._hub.receive_message(peer, self._key | LAST, self)
+            part = self._hub.receive_message(peer, self._key | LAST, self.describe_wait)
             self._wire[self._bounds[index] : self._bounds[index + 1]].copy_(part.as_tensor(self._wire.dtype))
             self._hub.release_messages(part)
         self._hub.release_messages(*summands)
@@ -236,7 +236,7 @@ class ChunkedSum(PendingSum):
             self._hub.call_when_received(self._peer, self._key + self._added % 2, self._add_chunk)
 
     def _complete(self) -> None:
-        self._hub.wait_until(self._peer, lambda: self._last is not None or self._error is not None, self)
+        self._hub.wait_until(self._peer, lambda: self._last is not None or self._error is not None, self.describe_wait)
         if self._error is not None:
             raise self._error
         assert self._last is not None

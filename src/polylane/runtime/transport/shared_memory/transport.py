@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polylane.runtime.transport.protocol import (
     Channel,
+    Deferred,
     FinishedTransfer,
     PendingResult,
     PendingTransfer,
@@ -41,10 +42,9 @@ from polylane.runtime.transport.shared_memory.message import (
     memory_of,
 )
 from polylane.runtime.transport.shared_memory.pending import (
-    PendingCollective,
-    PendingExchange,
-    PendingReceive,
     RankGroup,
+    receive_from_members,
+    receive_tensor,
     slice_length,
 )
 from polylane.runtime.transport.shared_memory.pending import part_slices as parts_of
@@ -127,7 +127,7 @@ class SharedMemoryTransport:
         self.counters.messages["receive"] += 1
         self.counters.bytes["receive"] += elements * dtype.itemsize
         self._receives[peer] = key = self._receives[peer] + 2
-        return PendingReceive(self._hub, peer, key, dtype, shape)
+        return receive_tensor(self._hub, peer, key, dtype, shape)
 
     # ----------------------------------------------------------------------------------------------------- collectives
 
@@ -170,7 +170,7 @@ class SharedMemoryTransport:
                 whole[places[peer]].copy_(message.as_tensor(own.dtype))
             return whole
 
-        return PendingCollective(self._hub, group.members, key, expected, join)
+        return receive_from_members(self._hub, group.members, key, expected, join)
 
     def reduce_scatter(
         self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
@@ -196,7 +196,7 @@ class SharedMemoryTransport:
             sum_parts(parts, result)
             return result
 
-        return PendingCollective(self._hub, group.members, key, dict.fromkeys(group.peers, description), total)
+        return receive_from_members(self._hub, group.members, key, dict.fromkeys(group.peers, description), total)
 
     def _send_parts(
         self, group: RankGroup, key: int, wire: Tensor, places: dict[int, slice], sizes: tuple[int, ...]
@@ -238,7 +238,7 @@ class SharedMemoryTransport:
 
         self.counters.messages["broadcast"] += 1
         expected = {source: encode_description(BROADCAST, target.dtype, shape)}
-        return PendingCollective(self._hub, group.members, key, expected, overwrite)
+        return receive_from_members(self._hub, group.members, key, expected, overwrite)
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
@@ -252,15 +252,15 @@ class SharedMemoryTransport:
         for peer, piece in zip(ranks, pieces, strict=True):
             if peer != self.rank and piece.numel():
                 self._post_values("all_to_all", EXCHANGE, (peer,), key, make_contiguous(piece), tuple(piece.shape))
-        parts: list[Tensor | PendingReceive] = []
+        parts: list[PendingTransfer] = []
         for peer, shape in zip(ranks, map(tuple, shapes), strict=True):
             if peer == self.rank:
-                parts.append(own)
+                parts.append(FinishedTransfer(own))
             elif 0 in shape:
-                parts.append(torch.empty(shape, dtype=own.dtype))
+                parts.append(FinishedTransfer(torch.empty(shape, dtype=own.dtype)))
             else:
-                parts.append(PendingReceive(self._hub, peer, key, own.dtype, shape, EXCHANGE))
-        return PendingExchange(parts)
+                parts.append(receive_tensor(self._hub, peer, key, own.dtype, shape, EXCHANGE))
+        return Deferred(lambda: [part.wait() for part in parts])
 
     def _post_values(
         self, kind: str, number: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]
@@ -280,10 +280,7 @@ class SharedMemoryTransport:
     def barrier(self) -> None:
         # An empty message to and from every other rank.
         for peer in self._send_to_others(_NOTHING):
-            self._hub.receive_message(peer, self._objects, self)
-
-    def describe_wait(self) -> str:
-        return "exchanging objects, or waiting for all ranks"
+            self._hub.receive_message(peer, self._objects, _describe_object_wait)
 
     def _send_to_others(self, values: Tensor) -> list[int]:
         """Send bytes to all other ranks, under the key of the next object; return these ranks."""
@@ -293,7 +290,7 @@ class SharedMemoryTransport:
         return others
 
     def _receive_bytes(self, peer: int) -> bytes | bytearray:
-        message = self._hub.receive_message(peer, self._objects, self)
+        message = self._hub.receive_message(peer, self._objects, _describe_object_wait)
         data = message.as_bytes()
         self._hub.release_messages(message)
         return data
@@ -314,3 +311,7 @@ class SharedMemoryTransport:
                 raise undeclared(self.rank, f"group {members}")
             group = self._named[named] = self._groups[members]
         return group if group.peers else None
+
+
+def _describe_object_wait() -> str:
+    return "exchanging objects, or waiting for all ranks"
