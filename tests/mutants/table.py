@@ -54,8 +54,8 @@ PROGRAMS = [
     Mutant(
         "relay-cut-off-by-one", "a box that is cut along a dimension loses its last position",
         "program.boxes:_to_global",
-        "min(last, at + stop - start)",
-        "min(last, at + stop - start) - 1",
+        "at, start, length)",
+        "at, start, length - 1)",
         "tests/program/test_boxes.py", gpt="[tensor=2|1],microbatches=2", network="[tensor=2|1],microbatches=2",
         error="nobody has",
     ),

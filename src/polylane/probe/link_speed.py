@@ -14,7 +14,8 @@ from torch import Tensor
 from polylane.cluster.link import Kind
 from polylane.placement.placement import PARTIAL, REPLICATE, Placement, Shard, even_cuts
 from polylane.placement.redistribute import redistribute
-from polylane.probe.stopwatch import run_small_operators, synchronizer_of
+from polylane.probe.stopwatch import run_small_operators
+from polylane.profiling.time_operators import wait_for
 from polylane.runtime.tensor_parallel import CollectiveWaits, TransportAxis
 from polylane.runtime.transport.c10d import C10dTransport
 from polylane.runtime.workers.world import World
@@ -142,7 +143,7 @@ def _time_run(run: Callable[[], Any] | None, world: World) -> _Run:
     )  # as in a step, where computations come before a message and leave their traces in caches
     start, computing = time.perf_counter(), time.process_time()
     run()
-    synchronizer_of(world.device)()
+    wait_for(world.device)()
     return time.perf_counter() - start, time.process_time() - computing
 
 

@@ -298,12 +298,10 @@ class C10dTransport:
                 self.counters.count_sent("all_to_all", leaving[rank], leaving[rank].numel())
         given = torch.cat([leaving[rank] for rank in others])
         got = given.new_empty(sum(coming.values()))
-        lengths = (
-            [coming.get(rank, 0) for rank in members],
-            [leaving[rank].numel() if rank in leaving else 0 for rank in members],
-        )
+        received = [coming.get(rank, 0) for rank in members]
+        sent = [leaving[rank].numel() if rank in leaving else 0 for rank in members]
         with (blame := BlamePeer(None, f"exchanging pieces among ranks {members}", own)):
-            work = group.alltoall_base(got, given, *lengths, dist.AllToAllOptions())
+            work = group.alltoall_base(got, given, received, sent, dist.AllToAllOptions())
 
         def part() -> list[Tensor]:
             for rank, came in zip(others, got.split([coming[rank] for rank in others]), strict=True):

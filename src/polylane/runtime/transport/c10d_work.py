@@ -61,11 +61,7 @@ def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], kept:
 
 def view_as_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as uint8 vector, which a backend carries for any dtype."""
-    return (
-        torch.view_as_real(tensor).view(-1).view(torch.uint8)
-        if tensor.is_complex()
-        else tensor.view(-1).view(torch.uint8)
-    )
+    return view_as_real(tensor).view(-1).view(torch.uint8)
 
 
 def view_as_real(tensor: Tensor) -> Tensor:

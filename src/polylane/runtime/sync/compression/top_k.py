@@ -162,13 +162,10 @@ class _PendingTopK(PendingReduction):
 
     def _unpack_messages(self, elements: int) -> tuple[Tensor, Tensor]:
         """Return (values then flags, positions) of all ranks: a row for each rank."""
-        ranks, dtype, where = (
-            len(self.bucket_gradients.ranks),
-            self.bucket_gradients.flags.dtype,
-            _index_dtype(elements),
-        )
+        ranks, flags = len(self.bucket_gradients.ranks), self.bucket_gradients.flags
+        dtype, where = flags.dtype, _index_dtype(elements)
         count = sum(len(pick.positions) for pick in self.selected)
-        end = (count + len(self.bucket_gradients.flags)) * dtype.itemsize
+        end = (count + len(flags)) * dtype.itemsize
         messages = self.pending.wait().view(ranks, end + count * where.itemsize)
         numbers, places = messages[:, :end].reshape(-1).view(dtype), messages[:, end:].reshape(-1).view(where)
-        return numbers.view(ranks, count + len(self.bucket_gradients.flags)), places.view(ranks, count)
+        return numbers.view(ranks, count + len(flags)), places.view(ranks, count)

@@ -57,10 +57,8 @@ class BucketShard:
     pending_flags: PendingTransfer | None = None
 
     def __post_init__(self) -> None:
-        flat, own = (
-            self.flat_buffer,
-            [i for i, n in enumerate(self.flat_buffer.unit.parameters) if n in self.bucket.parameters],
-        )
+        flat = self.flat_buffer
+        own = [i for i, name in enumerate(flat.unit.parameters) if name in self.bucket.parameters]
         self.parameters = {flat.unit.parameters[i]: flat.parameters[i] for i in own}
         spans = [flat.spans[i] for i in own]
         self.sizes = tuple(sum(max(0, min(b, end) - max(a, begin)) for a, b in spans) for begin, end in flat.bounds)

@@ -161,7 +161,7 @@ def connect_hub(world: World, meeting: HostRendezvous, hosts: Sequence[Hashable]
     own = _connect_lower_ranks(world.rank, here, meeting, connections) or _accept_higher_ranks(
         world.rank, here, meeting, connections
     )
-    trouble = _first_trouble(world, own)
+    trouble = _first_reason(world.all_gather_object(own))
     meeting.stop_listening()
     if trouble is not None:
         for connection in connections.values():
@@ -183,20 +183,16 @@ def reconnect_hub(world: World, hosts: Sequence[Hashable]) -> MessageHub:
         PolylaneError: a worker cannot connect any more.
     """
     meeting = HostRendezvous.meet_workers(world)
-    unable = [
-        f"rank {rank}: {card.why_unable}" for rank, card in enumerate(meeting.cards) if card.why_unable is not None
-    ]
-    met = unable[0] if unable else connect_hub(world, meeting, hosts)
+    met = _first_reason([card.why_unable for card in meeting.cards]) or connect_hub(world, meeting, hosts)
     meeting.stop_listening()
     if isinstance(met, str):
         raise PolylaneError(f"the workers cannot share memory any more: {met}; make the job anew in a new process")
     return met
 
 
-def _first_trouble(world: World, trouble: str | None) -> str | None:
-    """Return the lowest rank's trouble, in words, or None if no worker had any; a collective of the world."""
-    troubles: list[str | None] = world.all_gather_object(trouble)
-    return next((f"rank {rank}: {each}" for rank, each in enumerate(troubles) if each is not None), None)
+def _first_reason(reasons: Sequence[str | None]) -> str | None:
+    """Return the first of the ranks' reasons, with its rank; None if there is none."""
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None), None)
 
 
 def _connect_lower_ranks(

@@ -34,6 +34,7 @@ from polylane.runtime.transport.shared_memory.message import (
     EXCHANGE,
     GATHER,
     INLINE,
+    NAMES,
     OBJECT,
     SCATTER,
     SEND,
@@ -112,7 +113,7 @@ class SharedMemoryTransport:
             return FinishedTransfer(tensor)
         wire = make_contiguous(tensor)
         self._sends[peer] = key = self._sends[peer] + 2
-        self._post_values("send", SEND, (peer,), key, wire, tuple(wire.shape))
+        self._post_values(SEND, (peer,), key, wire, tuple(wire.shape))
         return FinishedTransfer(tensor)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
@@ -155,7 +156,7 @@ class SharedMemoryTransport:
         key = group.next_key()
         # Empty parts are not sent: every rank knows the sizes of all parts, so nobody waits for them.
         if own.numel():
-            self._post_values("all_gather", GATHER, group.peers, key, own, (own.numel(),))
+            self._post_values(GATHER, group.peers, key, own, (own.numel(),))
         places = dict(zip(ranks, parts_of(sizes), strict=True))
         expected = {
             peer: encode_description(GATHER, own.dtype, (slice_length(places[peer]),))
@@ -229,7 +230,7 @@ class SharedMemoryTransport:
         key = group.next_key()
         shape = tuple(tensor.shape)
         if source == self.rank:
-            self._post_values("broadcast", BROADCAST, group.peers, key, make_contiguous(tensor), shape)
+            self._post_values(BROADCAST, group.peers, key, make_contiguous(tensor), shape)
             return FinishedTransfer(tensor)
         target = tensor.detach()
 
@@ -251,7 +252,7 @@ class SharedMemoryTransport:
         key = group.next_key()
         for peer, piece in zip(ranks, pieces, strict=True):
             if peer != self.rank and piece.numel():
-                self._post_values("all_to_all", EXCHANGE, (peer,), key, make_contiguous(piece), tuple(piece.shape))
+                self._post_values(EXCHANGE, (peer,), key, make_contiguous(piece), tuple(piece.shape))
         parts: list[PendingTransfer] = []
         for peer, shape in zip(ranks, map(tuple, shapes), strict=True):
             if peer == self.rank:
@@ -262,11 +263,9 @@ class SharedMemoryTransport:
                 parts.append(receive_tensor(self._hub, peer, key, own.dtype, shape, EXCHANGE))
         return Deferred(lambda: [part.wait() for part in parts])
 
-    def _post_values(
-        self, kind: str, number: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]
-    ) -> None:
-        headers = self._hub.send_values(peers, key, encode_description(number, wire.dtype, shape), wire)
-        self.counters.count_sent(kind, wire, wire.nbytes * len(peers), headers)
+    def _post_values(self, kind: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]) -> None:
+        headers = self._hub.send_values(peers, key, encode_description(kind, wire.dtype, shape), wire)
+        self.counters.count_sent(NAMES[kind], wire, wire.nbytes * len(peers), headers)
 
     # --------------------------------------------------------------------------------------------------------- objects
 
