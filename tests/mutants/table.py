@@ -483,7 +483,7 @@ SHARDS = [
 SERVERS = [
     Mutant(
         "server-keeps-one-gradient", "of the gradients of several workers a server keeps the last",
-        "runtime.sync.parameter_server.gradient_sum:GradientSum._add_to_sum",
+        "runtime.sync.parameter_server.server:GradientSum._add_to_sum",
         "self.gradients[name].add_(whole) if name in self.gradients else whole",
         "whole",
         "tests/runtime/sync/parameter_server/test_synchronous_servers.py",

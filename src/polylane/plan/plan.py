@@ -282,10 +282,7 @@ def default_microbatches(spec: Spec, batch: int) -> int:
 def dump(plan: Plan) -> str:
     """Format a plan as YAML."""
     # Keys at their defaults are left out where most plans have no use for them; sync always shows its kind.
-    data = plan.model_dump(mode="json")
-    if plan.graph is None:
-        del data["graph"]
-    del data["slow"]
+    data = plan.model_dump(mode="json", exclude={"slow"} | ({"graph"} if plan.graph is None else set()))
     if not plan.per_sample:
         del data["per_sample"]
     if plan.slow:

@@ -61,21 +61,17 @@ def _many(number: int, word: str) -> str:
 
 def conclude(seen: WorkerMeasurements, workers: int) -> MeasuredMachine:
     """Fit the machine's figures to the measurements of its workers."""
-    link = (
-        Link.model_validate(_rounded(fit_link.fit_link(seen.timed_traffic).model_dump()))
-        if seen.timed_traffic
-        else None
-    )
+    link = off = None
+    if seen.timed_traffic:
+        link = Link.model_validate(_rounded(fit_link.fit_link(seen.timed_traffic).model_dump()))
+        found = fit_link.link_errors(link, seen.timed_traffic)
+        off = statistics.median(found), max(found)
     if seen.gpu is None:
         device, own = _cpu_device(seen, workers), {"cores": shared_cores(workers), "contention": seen.contention}
     else:
         device, own = _gpu_device(seen, seen.gpu), {}
         link = link and link.model_copy(update={"cpu": 0.0})  # the CPU time measured was busy waiting
     cluster = Cluster((Hosts.model_validate({"devices": workers, "device": device, "link": link, **_rounded(own)}),))
-    off = None
-    if link is not None:
-        found = fit_link.link_errors(link, seen.timed_traffic)
-        off = statistics.median(found), max(found)
     return MeasuredMachine(cluster, seen.threads, fit_device.fit_errors(device, seen.timed_cases), off)
 
 

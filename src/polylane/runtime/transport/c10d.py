@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,20 +42,18 @@ class _ProcessGroups:
     """The process groups of one transport.
 
     Attributes:
+        world: the transport's workers; they may be a part of a larger default group.
         channels: by (sender, receiver), the group of a channel and the peer's rank in that group.
         sums: group of each declared set of ranks, by the ranks in ascending order.
         control: group that carries objects and barriers, over the CPU.
         made: groups that this transport made, and must destroy.
-        home: group of this world's workers, if they are a part of a larger default group; else None.
-        introduce: authenticates the workers of a new group, see ``World.authenticate_group``.
     """
 
+    world: World
     channels: dict[Channel, tuple[dist.ProcessGroup, int]] = field(default_factory=dict)
     sums: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     control: dist.ProcessGroup | None = None
     made: list[dist.ProcessGroup] = field(default_factory=list)
-    home: dist.ProcessGroup | None = None
-    introduce: Callable[[dist.ProcessGroup | None], None] = lambda group: None
 
     def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """Make a new process group; a collective over the whole world."""
@@ -63,19 +61,19 @@ class _ProcessGroups:
         # Processes outside this world (dedicated servers) do not take part, hence local synchronization. Torch names
         # a group by the number of groups so far: a worker that is not a member makes a group of itself alone, so that
         # the numbers stay equal at all workers.
-        own = list(ranks) if mine or self.home is None else [dist.get_rank()]
-        apart = self.home is not None
+        apart = self.world.group is not None
+        own = list(ranks) if mine or not apart else [dist.get_rank()]
         group: dist.ProcessGroup = dist.new_group(own, TIMEOUT, backend, use_local_synchronization=apart)
         if mine or apart:
             self.made.append(group)
         if mine:
-            self.introduce(group)
+            self.world.authenticate_group(group)
         return group
 
     @property
-    def world(self) -> dist.ProcessGroup:
+    def everyone(self) -> dist.ProcessGroup:
         """Process group of all workers of the world."""
-        group = self.home or dist.group.WORLD
+        group = self.world.group or dist.group.WORLD
         assert group is not None  # a world of more than one worker has joined one
         return group
 
@@ -132,13 +130,13 @@ class C10dTransport:
         # Making a group is a collective over the whole world: every rank goes through the same lists in their order.
         if world.size > 1:
             world.connect()
-        self._groups = _ProcessGroups(home=world.group, introduce=world.authenticate_group)
+        self._groups = _ProcessGroups(world)
         # Groups end with the transport, at the latest before the interpreter does.
         weakref.finalize(self, self._groups.destroy_groups)
         self._open_channels(channels, shared=has_tags)
         self._open_groups(groups, own_groups)
         if self.size > 1:
-            control = self._groups.world if has_tags else self._groups.make_group(range(self.size), backend="gloo")
+            control = self._groups.everyone if has_tags else self._groups.make_group(range(self.size), backend="gloo")
             self._groups.control = control
         if not has_tags:
             self._connect()
@@ -147,7 +145,7 @@ class C10dTransport:
         """Store the group of each of this rank's channels, and the peer's rank in that group."""
         for sender, receiver in dict.fromkeys(channels):
             require_channel(sender, receiver, self.size)
-            group = self._groups.world if shared else self._groups.make_group((sender, receiver))
+            group = self._groups.everyone if shared else self._groups.make_group((sender, receiver))
             if self.rank in (sender, receiver):
                 peer = receiver if self.rank == sender else sender
                 self._groups.channels[sender, receiver] = group, dist.get_group_rank(group, peer)
@@ -156,7 +154,7 @@ class C10dTransport:
         for ranks in dict.fromkeys(normalize_group(group, self.size) for group in groups):
             if len(ranks) == 1:
                 continue
-            group = self._groups.world if len(ranks) == self.size and not own else self._groups.make_group(ranks)
+            group = self._groups.everyone if len(ranks) == self.size and not own else self._groups.make_group(ranks)
             if self.rank in ranks:
                 self._groups.sums[ranks] = group
 

@@ -195,12 +195,10 @@ class _Reader:
 
     def read_tensor(self, rest: list[Any]) -> Tensor:
         name, *shape = rest
-        dtype, size = _DTYPES[name], 1
-        for each in shape:
-            if type(each) is not int or each < 0:
-                raise ValueError("not a shape")
-            size *= each
-        size *= dtype.itemsize
+        if any(type(each) is not int or each < 0 for each in shape):
+            raise ValueError("not a shape")
+        dtype = _DTYPES[name]
+        size = math.prod(shape) * dtype.itemsize
         data = self._tail[self._position : self._position + size]
         if len(data) != size:
             raise ValueError("a tensor cut off")

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PolylaneError
-from polylane.plan import sync as asked
-from polylane.plan.sync import SyncOptions
+from polylane.plan.sync import PowerSGDOptions, SyncOptions
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
@@ -34,7 +33,7 @@ def choose_compressor(sync: SyncOptions, parameters: Mapping[str, Tensor]) -> Gr
     _require_real("sync.wire" if sync.compress is None else "sync.compress", parameters)
     if sync.compress is None:
         return HalfPrecisionCompressor(WIRES[sync.wire])
-    if isinstance(sync.compress, asked.PowerSGDOptions):
+    if isinstance(sync.compress, PowerSGDOptions):
         return PowerSGDCompressor(sync.compress.rank, sync.compress.start)
     return TopKCompressor(sync.compress.fraction)
 

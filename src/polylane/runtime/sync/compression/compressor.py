@@ -114,3 +114,25 @@ def flatten_gradients(shares: BucketGradients) -> Tensor:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients and residuals are accumulated: float32 for half precision, else itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class ErrorFeedback:
+    """Error feedback: the residual that compression left out of a gradient is added to the next one.
+
+    Seide et al., INTERSPEECH 2014, for one bit; Stich, Cordonnier, Jaggi, NeurIPS 2018 (arXiv 1809.07599), "memory".
+    Residuals are this rank's own; what is still to be sent is their sum over ranks.
+
+    Attributes:
+        residuals: by canonical name, what was not sent yet, in the parameter's shape; a missing one is zero.
+    """
+
+    def __init__(self) -> None:
+        self.residuals: dict[str, Tensor] = {}
+
+    def add_gradient(self, name: str, gradient: Tensor) -> Tensor:
+        """Add a gradient to the residual and return that as a vector; the caller subtracts in place what it sends."""
+        if name not in self.residuals:
+            dtype = sum_dtype(gradient.dtype)
+            self.residuals[name] = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
+        # A view is returned, so that subtracting from it updates the stored residual.
+        return self.residuals[name].add_(gradient.detach()).view(-1)

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from polylane.runtime.sync.compression.compressor import (
     BucketGradients,
+    ErrorFeedback,
     GradientCompressor,
     PendingReduction,
     ReducedBucket,
     sum_dtype,
 )
-from polylane.runtime.sync.compression.error_feedback import ErrorFeedback
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 

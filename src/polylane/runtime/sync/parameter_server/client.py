@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from polylane.runtime.pipeline.connections import replica_ranks
+from polylane.runtime.sync.flat_packing import FlatPacking
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
 from polylane.runtime.sync.parameter_server.host import ServerHost
 from polylane.runtime.sync.parameter_server.messages import CPU, Channel, MessageHead, MessageKind
@@ -132,13 +133,15 @@ class ParameterServerSync(GradientSync):
 
     def _receive_answer(self, trade: ServerShard, line: Channel) -> tuple[MessageHead, dict[str, Tensor]]:
         """Return the head of a server's next answer, and the weights in it by name."""
-        start = time.perf_counter()
-        head, rows = line.get(lambda head: trade.weights_of(self._objectives_of(head)).sizes)
-        self._waits.seconds += time.perf_counter() - start
-        return head, trade.weights_of(self._objectives_of(head)).unpack(rows)
 
-    def _objectives_of(self, head: MessageHead) -> list[str]:
-        return [name for number, name in enumerate(self._objective_names) if head.objectives >> number & 1]
+        def packing(head: MessageHead) -> FlatPacking:
+            sent = [name for number, name in enumerate(self._objective_names) if head.objectives >> number & 1]
+            return trade.weights_of(sent)
+
+        start = time.perf_counter()
+        head, rows = line.get(lambda head: packing(head).sizes)
+        self._waits.seconds += time.perf_counter() - start
+        return head, packing(head).unpack(rows)
 
     # ---- optimizer options that the user changes ---------------------------------------------------------------------
 

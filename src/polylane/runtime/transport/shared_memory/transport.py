@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -120,9 +121,7 @@ class SharedMemoryTransport:
         if peer not in self._receives:
             raise undeclared(self.rank, f"channel from {peer} to {self.rank}")
         shape = tuple(shape)
-        elements = 1
-        for size in shape:
-            elements *= size
+        elements = math.prod(shape)
         if elements == 0:
             return FinishedTransfer(torch.empty(shape, dtype=dtype))
         self.counters.messages["receive"] += 1
