@@ -129,14 +129,11 @@ def find_preset(name: str, memory: int) -> str | None:
     alike = {
         preset: abs(figures["memory"] / memory - 1)
         for preset, figures in device_presets().items()
-        if figures.get("type", "cuda") == "cuda" and words.issuperset(_own_words(preset))
+        if figures.get("type", "cuda") == "cuda"
+        and words.issuperset(word for word in preset.split("-") if not _SIZE.fullmatch(word))
     }
     best = min(alike, key=alike.__getitem__, default=None)
     return best if best is not None and alike[best] < _ALIKE else None
-
-
-def _own_words(preset: str) -> list[str]:
-    return [word for word in preset.split("-") if not _SIZE.fullmatch(word)]
 
 
 def device_kind() -> str:

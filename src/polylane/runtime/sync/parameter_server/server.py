@@ -209,7 +209,8 @@ class ParameterServer:
             return trade.full_packings[0].sizes
         if head.kind is not MessageKind.GRADIENTS:
             return ()
-        return [*trade.gradient_packings[self._objectives[head.objective]].sizes, *_option_sizes(head)]
+        gradients = trade.gradient_packings[self._objectives[head.objective]].sizes
+        return [*gradients, (head.option_bytes, torch.uint8)] if head.option_bytes else gradients
 
     def _handle_message(self, client: ServedWorker, head: MessageHead, rows: Sequence[Tensor]) -> None:
         trade = client.server_shard
@@ -378,7 +379,3 @@ def _take_parts(tensors: Mapping[str, Tensor], packing: FlatPacking, trade: Serv
     """Return a worker's shards of full tensors, of those that exist in ``tensors``."""
     wholes = {name: tensors[name] for name in packing.names if name in tensors}
     return {**wholes, **trade.shard_spec.local_shards(wholes)}
-
-
-def _option_sizes(head: MessageHead) -> Sizes:
-    return [(head.option_bytes, torch.uint8)] if head.option_bytes else []

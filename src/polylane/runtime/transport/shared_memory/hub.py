@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PeerLost
-from polylane.runtime.transport.shared_memory.blocks import SharedBlock, SharedBlocks
+from polylane.runtime.transport.shared_memory.blocks import SharedBlock, SharedBlocks, SharedFile
 from polylane.runtime.transport.shared_memory.message import (
     HEADER,
     IN_BLOCK,
@@ -175,13 +175,7 @@ class MessageHub:
     def send_inline(self, peers: Iterable[int], key: int, description: bytes, values: Buffer) -> int:
         """Send values inside a message to each peer; the caller has the lock. Returns bytes of headers."""
         head = HEADER.pack(key, WITHIN, len(description), *NO_BLOCK, len(values)) + description
-        headers = 0
-        for peer in peers:
-            link = self.links[peer]
-            link.send_message((head, values))
-            headers += len(head)
-            self._after_push(link, description)
-        return headers
+        return self._push(peers, (head, values), description)
 
     def send_block(
         self, peers: Iterable[int], key: int, description: bytes, block: SharedBlock, offset: int, nbytes: int
@@ -193,21 +187,25 @@ class MessageHub:
         kind = IN_BLOCK | PRESSED if self._blocks.is_short else IN_BLOCK
         arena = block.arena
         head = HEADER.pack(key, kind, len(description), arena.number, block.number, block.offset + offset, nbytes)
-        head += description
+        return self._push(peers, (head + description,), description, arena)
+
+    def _push(
+        self, peers: Iterable[int], parts: tuple[Buffer, ...], description: bytes, arena: SharedFile | None = None
+    ) -> int:
+        """Send a message, a header and what follows it, to each peer; return the bytes of headers."""
         headers = 0
         for peer in peers:
             link = self.links[peer]
-            # The arena's descriptor goes with the first message that refers to it.
-            link.send_message((head,), None if peer in arena.known_peers else arena)
-            arena.known_peers.add(peer)
-            headers += len(head)
-            self._after_push(link, description)
+            if arena is None or peer in arena.known_peers:
+                link.send_message(parts)
+            else:  # the arena's descriptor goes with the first message that refers to it
+                link.send_message(parts, arena)
+                arena.known_peers.add(peer)
+            headers += len(parts[0])
+            self._wake_for_room(link)
+            if link.deaf is not None:
+                raise PeerLost(peer, f"taking part in {format_description(description)}", link.deaf)
         return headers
-
-    def _after_push(self, link: SocketLink, description: bytes) -> None:
-        self._wake_for_room(link)
-        if link.deaf is not None:
-            raise PeerLost(link.peer, f"taking part in {format_description(description)}", link.deaf)
 
     # -------------------------------------------------------------------------------------------------------- receiving
 
