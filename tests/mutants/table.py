@@ -645,7 +645,7 @@ PRICES = [
     ),
     Mutant(
         "ranks-of-an-operator-apart", "ranks that split an operator are not laid next to each other",
-        "plan.rank_order:assign_ranks",
+        "plan.fit_to_graph:assign_ranks",
         "found[stage] += range(first, first + sizes[stage])",
         "found[stage] += reversed(range(first, first + sizes[stage]))",
         "tests/plan/test_plan.py tests/plan/test_spec.py tests/program/test_lower.py",

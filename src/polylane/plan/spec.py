@@ -88,12 +88,8 @@ class Spec:
         if self.stages:
             self._follow_stages()
         each = {axis: getattr(self, axis) for axis in DEGREES}
-        said = (
-            format_degrees(self.stages)
-            if self.stages
-            else [f"{axis}={_shorten(n)}" for axis, n in each.items() if n > 1]
-        )
-        check_workers(self.workers, said)
+        degrees = [f"{axis}={_shorten(n)}" for axis, n in each.items() if n > 1]
+        check_workers(self.workers, format_degrees(self.stages) if self.stages else degrees)
 
     def _follow_stages(self) -> None:
         # A degree beside meshes must be 1, the default, or the one that follows; the dataclass is frozen, so it is set

@@ -14,8 +14,8 @@ from polylane.cluster.cluster import Cluster, Hosts
 from polylane.cluster.device import Device
 from polylane.cluster.link import Link
 from polylane.errors import PolylaneError
-from polylane.runtime.workers.fork import affine_cores, threads_per_worker
-from polylane.runtime.workers.world import accelerator_type
+from polylane.runtime.workers.fork import threads_per_worker
+from polylane.runtime.workers.world import accelerator_type, affine_cores
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")

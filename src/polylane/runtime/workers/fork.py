@@ -38,7 +38,7 @@ import torch.distributed as dist
 from polylane.errors import PolylaneError
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import FileStore, MeetingPlace
-from polylane.runtime.workers.world import TIMEOUT, World
+from polylane.runtime.workers.world import TIMEOUT, World, affine_cores
 
 T = TypeVar("T")
 Listener = Callable[[int, dict[str, Any]], None]  # called with a worker's rank and the content of its message
@@ -130,11 +130,6 @@ def _refuse_unsafe_fork(workers: int) -> None:
             "workers cannot be forked: this process has already started CUDA, which a forked child cannot use; "
             "fork before the first CUDA call, or start the workers with torchrun"
         )
-
-
-def affine_cores() -> int:
-    """Return the number of cores that this process may use, by its CPU affinity."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def threads_per_worker(workers: int) -> int:

@@ -104,7 +104,8 @@ class ParameterServer:
         clients: the workers that hold any of its parameters, by rank.
         objectives: names of the objectives, in the order of their numbers in messages.
         staleness: most steps by which a replica may be ahead of the slowest; 0: synchronous; "any": no bound.
-        begin: builds the weights and optimizers of this server from initial values by name.
+        begin: builds the weights and optimizers of this server from :meth:`sum_over_servers` and initial values by
+            name.
         device: device of the weights and optimizer states.
         fellows: ends of channels to other servers: server 0 has one to each other, each other has one to server 0.
 
@@ -122,7 +123,7 @@ class ParameterServer:
         clients: Mapping[int, ServedWorker],
         objectives: Sequence[str],
         staleness: int | str,
-        begin: Callable[[ParameterServer, Mapping[str, Tensor]], ServerWeights],
+        begin: Callable[[Callable[[Tensor], Tensor], Mapping[str, Tensor]], ServerWeights],
         device: torch.device,
         fellows: Sequence[Channel],
     ) -> None:
@@ -237,7 +238,9 @@ class ParameterServer:
         trade = client.server_shard
         parts = trade.full_packings[0].unpack(rows, self._device)
         if self._add_part(trade, trade.replica, head, parts, parts):
-            self._weights = self._build_weights(self, self._gradient_sums.pop(trade.replica).take_sums())
+            self._weights = self._build_weights(
+                self.sum_over_servers, self._gradient_sums.pop(trade.replica).take_sums()
+            )
             self._weights_ready.set()
             for rank in self._replica_ranks[trade.replica]:
                 self._send_answer(rank, self._last_heads[rank], (), ())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from polylane.program.lower import differentiable_parameters
 from polylane.runtime.parameters import optimizer as optimizer
 from polylane.runtime.parameters.optimizer import GradientClipper
 from polylane.runtime.transport.serialization import decode, encode
-
-if TYPE_CHECKING:
-    from polylane.runtime.sync.parameter_server.server import ParameterServer
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -72,7 +69,7 @@ def build_weights(
     prepared: CompiledTraining,
     clip_norm: float | None,
     device: torch.device,
-    server: ParameterServer,
+    sum_over_servers: Callable[[Tensor], Tensor],
     values: Mapping[str, Tensor],
 ) -> ServerWeights:
     """Build a server's weights, and the optimizers of all objectives, from its part of the initial weights.
@@ -81,7 +78,7 @@ def build_weights(
         prepared: the compiled training, equal on every worker.
         clip_norm: upper bound on the 2-norm of summed gradients, or None.
         device: device on which the server computes.
-        server: the server, which sums norms over all servers.
+        sum_over_servers: sums a vector over all servers, for the norm of gradients.
         values: initial full values of the server's parameters, by canonical name.
 
     Raises:
@@ -107,7 +104,7 @@ def build_weights(
         if clip_norm is not None:
             # The order of the model, not of this server: all servers sum one vector of norms.
             order = [n for n in model if n in trained]
-            course.clipper = GradientClipper(clip_norm, order, list(own), own, device, server.sum_over_servers)
+            course.clipper = GradientClipper(clip_norm, order, list(own), own, device, sum_over_servers)
         weights.objectives[name] = course
     return weights
 

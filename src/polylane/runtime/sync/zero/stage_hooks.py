@@ -80,11 +80,9 @@ def build_sharded_program(
         else:
             some = tuple(name for name in bucket.parameters if name in optional)
             slices.append(BucketShard(bucket, flat, crossing, some))
-    passes = (
-        GatheredPasses(shards, [each.flat_buffer.unit.name for each in slices], waits)
-        if shards.keeps_only_shards
-        else None
-    )
+    passes = None
+    if shards.keeps_only_shards:
+        passes = GatheredPasses(shards, [each.flat_buffer.unit.name for each in slices], waits)
     reducer = ReduceScatterer(
         slices,
         others,

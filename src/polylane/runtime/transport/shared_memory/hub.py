@@ -358,11 +358,6 @@ class MessageHub:
             with self.lock:
                 self._answer_if_due()
 
-    def note_released(self, peer: int, block: int) -> None:
-        """Note that a kept tensor was freed; called by the garbage collector at any point, so it takes no lock."""
-        self._unanswered.append((peer, block))
-        self._answers_due = True
-
     def _answer_if_due(self) -> None:
         if self._answers_due or len(self._unanswered) >= ANSWERS_HELD:
             self._send_answers()
@@ -380,8 +375,10 @@ class MessageHub:
 
 
 def _note_released(hub: weakref.ref[MessageHub], peer: int, block: int) -> None:
+    """Note that a kept tensor was freed; called by the garbage collector at any point, so it takes no lock."""
     if (alive := hub()) is not None:
-        alive.note_released(peer, block)
+        alive._unanswered.append((peer, block))
+        alive._answers_due = True
 
 
 def _close_all(poll: select.epoll, connections: Sequence[socket.socket], blocks: SharedBlocks) -> None:

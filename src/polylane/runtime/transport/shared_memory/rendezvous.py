@@ -26,8 +26,7 @@ from polylane.errors import PolylaneError
 from polylane.runtime.transport.serialization import serializable
 from polylane.runtime.transport.shared_memory.blocks import max_block_bytes
 from polylane.runtime.transport.shared_memory.hub import MessageHub
-from polylane.runtime.workers.fork import affine_cores
-from polylane.runtime.workers.world import TIMEOUT, World
+from polylane.runtime.workers.world import TIMEOUT, World, affine_cores
 
 LONGEST_BASE = 70  # longest path in bytes of the folder for temporary files: the path of a socket is limited to 108
 CONNECT_SECONDS = 5.0  # timeout of a connection; only reached if a peer failed to connect
@@ -224,11 +223,9 @@ def _accept_higher_ranks(
         while awaited and listener is not None:
             listener.settimeout(CONNECT_SECONDS)
             connection, _ = listener.accept()
-            peer = (
-                _read_introduction(connection, meeting.cards[rank].token)
-                if _peer_user(connection) == os.getuid()
-                else None
-            )
+            peer = None
+            if _peer_user(connection) == os.getuid():
+                peer = _read_introduction(connection, meeting.cards[rank].token)
             if peer in awaited:
                 awaited.remove(peer)
                 into[peer] = connection
