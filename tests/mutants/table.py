@@ -54,8 +54,8 @@ PROGRAMS = [
     Mutant(
         "relay-cut-off-by-one", "a box that is cut along a dimension loses its last position",
         "program.boxes:_to_global",
-        "at, start, length)",
-        "at, start, length - 1)",
+        "positions",
+        "[(first, last - 1) for first, last in positions]",
         "tests/program/test_boxes.py", gpt="[tensor=2|1],microbatches=2", network="[tensor=2|1],microbatches=2",
         error="nobody has",
     ),
