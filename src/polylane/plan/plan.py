@@ -126,6 +126,11 @@ class Plan(StrictMapping):
         return self.degree("data")
 
     @property
+    def sequence(self) -> int:
+        """Ranks that shard activations along the sequence, each with all parameters: the most that a stage has."""
+        return self.degree("sequence")
+
+    @property
     def tensor(self) -> int:
         """Ranks that shard operators together with their parameters: the most that a stage has."""
         return self.degree("tensor")
