@@ -179,15 +179,16 @@ class C10dTransport:
         with (blame := BlamePeer(peer, "sending", wire)):
             # The group's own method: dist.isend repeats checks, which take 5 to 10 us.
             work = group.send([wire], there, self._tag)
+        unsent = self._unsent
 
         def finish() -> Tensor:
-            self._unsent.discard(pending)
+            unsent.discard(pending)
             with blame:
                 work.wait()
             return wire
 
         pending = Deferred(finish)
-        self._unsent.add(pending)
+        unsent.add(pending)
         return pending
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
