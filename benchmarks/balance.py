@@ -27,8 +27,8 @@ from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.graph.batch import take_samples
 from polylane.inspection.plan_report import by_rank, price_stages, step_at_best
 from polylane.observe.timeline import Timeline
+from polylane.plan.fit_to_graph import assign_ranks
 from polylane.plan.plan import Plan
-from polylane.plan.rank_order import assign_ranks
 from polylane.plan.spec import parse
 from polylane.profiling.time_operators import measure_both
 from polylane.runtime.job import Job

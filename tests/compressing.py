@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from local_transport import LocalTransport, run_local
 from polylane.program.program import GradientBucket
 from polylane.runtime.sync.all_reduce import AllReducer
-from polylane.runtime.sync.compression.compressor import GradientCompressor, NoCompression
+from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
 from polylane.runtime.sync.compression.top_k import TopKCompressor
@@ -90,7 +90,6 @@ class Seen:
     bytes: list[dict[str, int]] = field(default_factory=list)  # of each bucket, as the reducer says
     given: list[int] = field(default_factory=list)  # as the transport counted
     sent: list[int] = field(default_factory=list)  # of these, what left this rank
-    left: Any = None  # the codec's state at the end
 
 
 def trained(
@@ -122,13 +121,17 @@ def train(codec: GradientCompressor, model: Net, steps: Sequence[int], transport
         for bucket in own if transport.size > 1 else ():
             reducer.wait_bucket(bucket.name)
         seen.sums.append(copied({name: p.grad for name, p in parameters.items()}))
-        seen.memories.append(copied(codec.state_dict().get("memory", {})))
+        seen.memories.append(copied(residuals_of(codec)))
         seen.bytes.append(dict(reducer.bucket_bytes))
         seen.given.append(transport.counters.given - given)
         seen.sent.append(transport.counters.sent - sent)
         descend(model)
-    seen.left = codec.state_dict()
     return seen
+
+
+def residuals_of(codec: GradientCompressor) -> Tensors:
+    """What a codec of this rank has left unsent so far, by parameter; nothing of one that sends everything."""
+    return codec.error_feedback.residuals if isinstance(codec, TopKCompressor | PowerSGDCompressor) else {}
 
 
 def by_hand(rule: Callable[[list[Tensors]], Tensors], ranks: int, steps: int) -> list[Tensors]:
@@ -153,7 +156,7 @@ def copied(tensors: Any) -> Tensors:
 
 
 KINDS: dict[str, Callable[[], GradientCompressor]] = {
-    "plain": NoCompression,
+    "plain": GradientCompressor,
     "bfloat16": lambda: HalfPrecisionCompressor(torch.bfloat16),
     "float16": lambda: HalfPrecisionCompressor(torch.float16),
     "powersgd": lambda: PowerSGDCompressor(2),
@@ -196,8 +199,7 @@ def matrix_sums(codec: Callable[[], GradientCompressor], shares: list[list[Tenso
             reducer.launch_remaining()
             reducer.wait_bucket("stage0.0")
             seen.sums.append({"w": parameter.grad.clone()})
-            seen.memories.append(copied(own.state_dict().get("memory", {})))
-        seen.left = own.state_dict()
+            seen.memories.append(copied(residuals_of(own)))
         return seen
 
     return run_local(len(shares[0]), work)

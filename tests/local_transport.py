@@ -270,16 +270,11 @@ class LocalTransport:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """See :meth:`.protocol.Transport.all_gather_object`."""
-        return self._exchange(value, range(self.size))
-
-    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        """See :meth:`.protocol.Transport.gather_object`."""
-        values = self._exchange(value, range(self.size))
-        return values if self.rank == destination else None
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        """See :meth:`.protocol.Transport.broadcast_object`."""
-        return self._exchange(value, [source])[0]
+        self.counters.count_local("object")
+        key = self._next("object")
+        self._hub.put(key, self.rank, encode(value))
+        taken = self._hub.take(key, range(self.size), self.size, f"rank {self.rank} was exchanging objects")
+        return [decode(data) for data in taken]  # copied as they would be by the wire
 
     def barrier(self) -> None:
         """See :meth:`.protocol.Transport.barrier`."""
@@ -294,15 +289,6 @@ class LocalTransport:
     def abort(self, error: BaseException) -> None:
         """Tell all ranks that this one failed: their waits raise PeerLost."""
         self._hub.fail(self.rank, error)
-
-    def _exchange(self, value: Any, sources: Sequence[int]) -> list[Any]:
-        """The sources' values at every rank, copied as they would be by the wire."""
-        self.counters.count_local("object")
-        key = self._next("object")
-        if self.rank in sources:
-            self._hub.put(key, self.rank, encode(value))
-        taken = self._hub.take(key, sources, self.size, f"rank {self.rank} was exchanging objects")
-        return [decode(data) for data in taken]
 
     def _next(self, *what: Any) -> Key:
         """A key that both ends count in step."""

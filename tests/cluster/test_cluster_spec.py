@@ -12,14 +12,14 @@ from polylane.errors import PolylaneError
 
 def test_hosts_devices_and_what_they_are() -> None:
     cluster = parse("16x8:a100-80g")
-    assert (cluster.host_count, cluster.count, cluster.device(0).kind) == (16, 128, "a100-80g")
+    assert (cluster.host(cluster.count - 1) + 1, cluster.count, cluster.device(0).kind) == (16, 128, "a100-80g")
     assert cluster.link(range(8)).kind == "nvlink-3"
     assert cluster.link(range(128)).kind == "infiniband-hdr-200"
 
 
 def test_one_host() -> None:
     cluster = parse("8:h100-80g")
-    assert (cluster.host_count, cluster.count, cluster.level(range(8))) == (1, 8, Level.HOST)
+    assert (cluster.host(cluster.count - 1) + 1, cluster.count, cluster.level(range(8))) == (1, 8, Level.HOST)
     assert parse("1x8:h100-80g") == cluster
 
 
@@ -31,7 +31,7 @@ def test_links_and_the_rest_may_be_said() -> None:
 
 def test_sites_have_as_many_hosts_each() -> None:
     cluster = parse("2x4x8:a100-80g,sites=internet-1g")
-    assert (cluster.host_count, cluster.count) == (8, 64)
+    assert (cluster.host(cluster.count - 1) + 1, cluster.count) == (8, 64)
     assert [cluster.level(pair) for pair in ((0, 7), (0, 31), (0, 32))] == [Level.HOST, Level.RACK, Level.CLUSTER]
     assert [cluster.link(pair).kind for pair in ((0, 31), (0, 32))] == ["infiniband-hdr-200", "internet-1g"]
     assert parse("1x4x8:a100-80g") == parse("4x8:a100-80g")

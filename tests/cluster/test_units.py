@@ -2,7 +2,7 @@
 
 import pytest
 
-from polylane.cluster.units import EXAMPLES, figure
+from polylane.cluster.figures import EXAMPLES, figure
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from polylane.errors import PolylaneError
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
 from polylane.planner.problem import subdivide_plan
-from polylane.program.interleave import lower_interleaved
+from polylane.program.lower import lower_interleaved
 from polylane.schedule.action import ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph

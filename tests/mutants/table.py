@@ -9,7 +9,7 @@ COVERING = "tests/equivalence/test_equivalence.py -k test_covering"
 PROGRAMS = [
     Mutant(
         "dropped-send", "the first value that a stage makes is not sent on",
-        "program.lower:with_communication",
+        "program.lower:_with_communication",
         "[a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]",
         "[a for c in sends[1:] for a in travel(ActionKind.SEND, c, c.consumers, False)]",
         "tests/program/test_lower.py", gpt="pipeline=2,microbatches=2", network="pipeline=2,microbatches=2",
@@ -17,7 +17,7 @@ PROGRAMS = [
     ),
     Mutant(
         "gradient-not-sent-back", "a stage does not send the gradient of what it received, and nobody waits for it",
-        "program.lower:with_communication",
+        "program.lower:_with_communication",
         "if action.kind is ActionKind.FORWARD:\n"
         "    before = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]\n"
         "    after = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]\n"
@@ -54,8 +54,8 @@ PROGRAMS = [
     Mutant(
         "relay-cut-off-by-one", "a box that is cut along a dimension loses its last position",
         "program.boxes:_to_global",
-        "min(last, at + stop - start)",
-        "min(last, at + stop - start) - 1",
+        "positions",
+        "[(first, last - 1) for first, last in positions]",
         "tests/program/test_boxes.py", gpt="[tensor=2|1],microbatches=2", network="[tensor=2|1],microbatches=2",
         error="nobody has",
     ),
@@ -483,7 +483,7 @@ SHARDS = [
 SERVERS = [
     Mutant(
         "server-keeps-one-gradient", "of the gradients of several workers a server keeps the last",
-        "runtime.sync.parameter_server.gradient_sum:GradientSum._add_to_sum",
+        "runtime.sync.parameter_server.server:GradientSum._add_to_sum",
         "self.gradients[name].add_(whole) if name in self.gradients else whole",
         "whole",
         "tests/runtime/sync/parameter_server/test_synchronous_servers.py",
@@ -521,7 +521,7 @@ SERVERS = [
     ),
     Mutant(
         "gradients-summed-apart", "replicas that take steps of their own sum gradients all the same",
-        "program.replica_local:without_replica_sync",
+        "program.lower:without_replica_sync",
         "plan.stage_and_replica(r)[1] == program.replica",
         "True",
         "tests/runtime/sync/test_local_sgd.py", gpt="data=2,every=2", network="data=2,every=2",
@@ -645,7 +645,7 @@ PRICES = [
     ),
     Mutant(
         "ranks-of-an-operator-apart", "ranks that split an operator are not laid next to each other",
-        "plan.rank_order:assign_ranks",
+        "plan.fit_to_graph:assign_ranks",
         "found[stage] += range(first, first + sizes[stage])",
         "found[stage] += reversed(range(first, first + sizes[stage]))",
         "tests/plan/test_plan.py tests/plan/test_spec.py tests/program/test_lower.py",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polylane.observe.messages import match_messages, transfer_times
-from polylane.observe.timeline import Span
+from polylane.observe.timeline import Span, match_messages, transfer_times
 from polylane.schedule.action import Action, ActionKind
 
 

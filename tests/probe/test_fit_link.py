@@ -56,7 +56,3 @@ def test_a_rate_that_latency_hides_is_no_rate_of_fancy() -> None:
     small = [each for each in messages(known, 2) if each.size <= 1 << 12]
     fastest = max(each.size / each.seconds for each in small)
     assert fit_link(small).bandwidth < 100 * fastest
-
-
-def test_the_name_is_the_callers() -> None:
-    assert fit_link(messages(Link(**OWN), 2), "loopback of mine").kind == "loopback of mine"

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from polylane.cluster import cluster_file as read
-from polylane.cluster.catalogue import device_presets
 from polylane.errors import PolylaneError
 from polylane.probe import machine
 from polylane.probe.machine import check_workers, cores, find_preset, local_cluster, running_cluster
@@ -33,12 +32,12 @@ GIB = 1 << 30
     ],
 )
 def test_presets_by_the_names_that_drivers_give(name: str, memory: int, preset: str | None) -> None:
-    assert find_preset(name, memory, device_presets()) == preset
+    assert find_preset(name, memory) == preset
 
 
 def test_here_is_this_machine_and_a_file_can_say_it() -> None:
     cluster = local_cluster(2)
-    assert cluster.count == 2 and cluster.host_count == 1
+    assert cluster.count == 2 and cluster.host(1) == 0
     assert cluster.device(0).type == "cpu" and cluster.device(0).kind == machine.device_kind()
     assert cluster.cores(0) == cores() // max(1, cores() // 2) or cluster.cores(0) == cores()
     assert 2 * cluster.device(0).memory <= machine.available_memory() * 1.5

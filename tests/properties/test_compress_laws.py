@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from compressing import Tensors, residuals_of
 from local_transport import LocalTransport, run_local
 from polylane.program.program import GradientBucket
 from polylane.runtime.sync.all_reduce import AllReducer
-from polylane.runtime.sync.compression.compressor import GradientCompressor, NoCompression
+from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor, orthonormalize_rows
 from polylane.runtime.sync.compression.top_k import SAMPLED, TopKCompressor, find_largest
@@ -30,7 +30,7 @@ shapes = st.lists(
 )
 fractions = st.sampled_from([0.001, 0.01, 0.1, 0.3, 0.5, 0.99, 1.0])
 codecs = st.one_of(
-    st.just(NoCompression),
+    st.just(GradientCompressor),
     fractions.map(lambda fraction: lambda: TopKCompressor(fraction)),
     st.tuples(st.integers(1, 4), st.integers(0, 2)).map(lambda both: lambda: PowerSGDCompressor(*both)),
 )
@@ -59,14 +59,12 @@ def trainings(draw: st.DrawFn) -> list[Shares]:
     ]
 
 
-def summed(
-    codec: Callable[[], GradientCompressor], steps: list[Shares]
-) -> list[tuple[list[list[Tensor]], dict[str, Any]]]:
-    """Of every rank: the sums by step and parameter, and the codec's state at the end."""
+def summed(codec: Callable[[], GradientCompressor], steps: list[Shares]) -> list[tuple[list[list[Tensor]], Tensors]]:
+    """Of every rank: the sums by step and parameter, and what the codec owes at the end."""
     names = tuple(f"w{i}" for i in range(len(steps[0])))
     ranks = len(steps[0][0])
 
-    def work(transport: LocalTransport) -> tuple[list[list[Tensor]], dict[str, Any]]:
+    def work(transport: LocalTransport) -> tuple[list[list[Tensor]], Tensors]:
         parameters = {n: nn.Parameter(torch.zeros_like(w[0])) for n, w in zip(names, steps[0], strict=True)}
         own = codec()
         bucket = GradientBucket("stage0.0", tuple(range(ranks)), names)
@@ -78,7 +76,7 @@ def summed(
             reducer.launch_remaining()
             reducer.wait_bucket("stage0.0")
             found.append([parameter.grad.clone() for parameter in parameters.values() if parameter.grad is not None])
-        return found, own.state_dict()
+        return found, dict(residuals_of(own))
 
     return run_local(ranks, work)
 
@@ -93,7 +91,7 @@ def test_what_was_sent_and_what_is_owed_is_all_there_was(
         entered = sum(sum(step[i]) for step in steps)
         scale = sum(float(share.abs().sum()) for step in steps for share in step[i])
         sent = sum(sums[i] for sums in runs[0][0])
-        owed = sum(state.get("memory", {}).get(f"w{i}", torch.zeros_like(first[0])) for _, state in runs)
+        owed = sum(owed.get(f"w{i}", torch.zeros_like(first[0])) for _, owed in runs)
         torch.testing.assert_close(sent + owed, entered, rtol=0, atol=1e-12 * scale + 1e-300)
 
 

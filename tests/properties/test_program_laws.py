@@ -68,7 +68,7 @@ def lowereds(draw: st.DrawFn, alike: bool = True) -> Lowered:
     degrees = st.sampled_from(MESHES).map(lambda mesh: Degrees(*mesh))
     meshes = [draw(degrees)] * partition.stages if alike else [draw(degrees) for _ in range(partition.stages)]
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
-    plan = plan_from_partition(partition, Spec.of_meshes(meshes, schedule, None, "float32"), draw(st.integers(1, 6)))
+    plan = plan_from_partition(partition, Spec(schedule=schedule, stages=tuple(meshes)), draw(st.integers(1, 6)))
     axes = st.sets(st.sampled_from(["sequence", "tensor"]))
     partial = draw(st.dictionaries(st.sampled_from(sorted(made.parameters)), axes)) if made.parameters else {}
     return Lowered(partition, plan, partial, lower(partition, plan, None, (partial,) * plan.pipeline))

@@ -8,7 +8,7 @@ from math import gcd
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from polylane.plan.rank_order import assign_ranks
+from polylane.plan.fit_to_graph import assign_ranks
 from polylane.plan.spec import Degrees
 
 powers = st.sampled_from([1, 2, 4, 8])

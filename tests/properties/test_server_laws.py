@@ -15,10 +15,10 @@ from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives, named_parameters
 from polylane.compile.server_assignment import assign_parameters
-from polylane.runtime.sync.parameter_server.host import _build_weights
 from polylane.runtime.sync.parameter_server.messages import Channel, MessageHead, MessageKind, open_local_channel
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards
 from polylane.runtime.sync.parameter_server.server import ParameterServer, ServedWorker
+from polylane.runtime.sync.parameter_server.weights import build_weights
 from training import batch_of, classify, mlp, sgd
 
 REPLICAS = 3
@@ -40,7 +40,7 @@ class Workers:
         own = plan_server_shards(given, share, given.owning_stages, self.model)
         ends = {trade.rank: open_local_channel(0, "", "") for trade in own}
         clients = {trade.rank: ServedWorker(trade, ends[trade.rank][1]) for trade in own}
-        begin = partial(_build_weights, given, None, CPU)
+        begin = partial(build_weights, given, None, CPU)
         self.server = ParameterServer(0, 0, clients, ["loss"], staleness, begin, CPU, ())
         self.lines: dict[int, tuple[ServerShard, Any]] = {trade.rank: (trade, ends[trade.rank][0]) for trade in own}
         self.server.start()

@@ -15,8 +15,7 @@ from torch import nn
 import models
 from polylane.compile.sample_shares import Batch
 from polylane.graph.partition import StageCrossing
-from polylane.observe.messages import match_messages
-from polylane.observe.timeline import Span, Timeline
+from polylane.observe.timeline import Span, Timeline, match_messages
 from polylane.plan.plan import Plan
 from polylane.runtime.job import Job
 from polylane.schedule.action import ActionKind

@@ -118,11 +118,6 @@ class Cluster:
         return self._blocks[-1].end
 
     @property
-    def host_count(self) -> int:
-        """Number of hosts."""
-        return self._blocks[-1].first_host + self._blocks[-1].hosts
-
-    @property
     def price(self) -> float:
         """Price of all devices per hour; 0 where it is not known."""
         own = (group.device.price if group.price is None else group.price for group in self.hosts)
@@ -148,14 +143,6 @@ class Cluster:
         """Return the number of a rank's host."""
         block = self._blocks[self._group(rank)]
         return block.first_host + (rank - block.first) // block.devices
-
-    def ranks(self, host: int) -> range:
-        """Return the ranks of a host."""
-        if not 0 <= host < self.host_count:
-            raise ValueError(f"there is no host {host}, they are 0 to {self.host_count - 1}")
-        block = self._blocks[bisect_right(self._blocks, host, key=lambda block: block.first_host) - 1]
-        first = block.first + (host - block.first_host) * block.devices
-        return range(first, first + block.devices)
 
     def cores(self, rank: int) -> int | None:
         """Return how many workers of a rank's host may compute at once without slowing each other; None: all."""

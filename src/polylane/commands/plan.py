@@ -139,7 +139,7 @@ def candidate_worker_counts(most: int) -> tuple[int, ...]:
 
 
 def _parse_bytes(text: str) -> int:
-    from polylane.cluster.units import figure
+    from polylane.cluster.figures import figure
 
     found = figure(text)
     if found is None or not found[0] > 0 or found[1] not in ("size", None):

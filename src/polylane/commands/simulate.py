@@ -241,7 +241,7 @@ def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, An
 def break_down_stages(basis: Any, partition: Partition, prediction: Prediction) -> list[dict[str, Any]]:
     """Return the seconds of a microbatch by kind of operator, on the busiest rank of every stage."""
     from polylane.cost.plan_cost import PlanCost
-    from polylane.program.interleave import deal_stages
+    from polylane.program.lower import deal_stages
 
     # Interleaved virtual stages are counted with the worker that has them.
     if partition.stages > prediction.plan.pipeline:

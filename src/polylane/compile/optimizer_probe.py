@@ -6,7 +6,7 @@ declares that, so each is run on small tensors, whole and in halves, and the res
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -64,12 +64,40 @@ def _describe_error(error: Exception) -> str:
     return said if isinstance(error, PolylaneError) else f"{type(error).__name__}: {said}"
 
 
-def _find_non_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: OptimizerFactory) -> set[str]:
+def draw_trial(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
+    """Return small values for parameters of these names and numbers of dimensions, and gradients of two steps."""
     # Two steps, so that states (moments, momentum) take part; float64, so that only the algorithm makes a difference.
     random = torch.Generator().manual_seed(0)
-    cut = [(n, p.dim()) for n, p in parameters if p.dim() > 0]
-    values = {n: torch.randn([SIZE] * dim, generator=random, dtype=torch.float64) for n, dim in cut}
+    values = {n: torch.randn([SIZE] * p.dim(), generator=random, dtype=torch.float64) for n, p in parameters}
     steps = [{n: torch.randn(v.shape, generator=random, dtype=torch.float64) for n, v in values.items()} for _ in "12"]
+    return values, steps
+
+
+def small_parameters(values: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Return new parameters with these values, by name."""
+    return {n: nn.Parameter(v.clone()) for n, v in values.items()}
+
+
+def build_on_trial(
+    factory: OptimizerFactory, values: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
+    """Build an optimizer on new parameters with the values; return both.
+
+    Raises:
+        ValueError: the optimizer takes other parameters than those that its factory is given.
+    """
+    own = small_parameters(values)
+    optimizer = factory(list(own.items()))
+    given = {id(parameter) for parameter in own.values()}
+    if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError("optimizer(parameters) takes other parameters than those that it is given")
+    return own, optimizer
+
+
+def _find_non_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: OptimizerFactory) -> set[str]:
+    values, steps = draw_trial([(n, p) for n, p in parameters if p.dim() > 0])
     different = set[str]()
     with torch.random.fork_rng(devices=[]):
         whole = _train_values(factory, values, steps)
@@ -144,11 +172,7 @@ def _train_values(
     gradients: Sequence[dict[str, torch.Tensor]],
     sums: _HalfSums | None = None,
 ) -> dict[str, torch.Tensor]:
-    own = {n: nn.Parameter(v.clone()) for n, v in values.items()}
-    optimizer = factory(list(own.items()))
-    given = {id(parameter) for parameter in own.values()}
-    if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("optimizer(parameters) takes other parameters than those that it is given")
+    own, optimizer = build_on_trial(factory, values)
     if sums is not None:
         sums.names = {id(parameter): n for n, parameter in own.items()}
         set_sum_over_holders(optimizer, sums)

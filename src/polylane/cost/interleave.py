@@ -14,7 +14,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
-from polylane.program.interleave import deal_stages
+from polylane.program.lower import deal_stages
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved

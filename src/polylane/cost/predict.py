@@ -14,10 +14,8 @@ from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
-from polylane.program.interleave import lower_interleaved
-from polylane.program.lower import lower
+from polylane.program.lower import lower, lower_interleaved, without_replica_sync
 from polylane.program.program import Program
-from polylane.program.replica_local import without_replica_sync
 
 __all__ = ["CostModel", "Prediction", "StagePrediction", "predict"]
 

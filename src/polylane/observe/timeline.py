@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polylane.schedule.action import COMMUNICATION, COMPUTE, Action, ActionKind
 
-# The columns of a span in a file. `from_dict` reads them by name, so that a later version may add columns.
+# The columns of a span in a file, by which it is read: a later version may add columns.
 COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited", "bytes")
-# Columns that files of earlier versions lack, with the value that is read instead.
-_LATER: dict[str, Any] = {"bytes": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class Timeline:
         return replace(self, spans=tuple(replace(s, start=s.start - first, end=s.end - first) for s in self.spans))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, a row per span under the names of the columns; see `from_dict`."""
+        """Return plain data for JSON, a row per span under the names of the columns."""
         rows = [
             [s.rank, str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, s.start, s.end, s.waited, s.bytes]
             for s in self.spans
@@ -135,28 +134,6 @@ class Timeline:
         ]
         head = {"polylane": 1, "kind": "timeline", "title": self.title, "unit": self.unit, "ranks": self.ranks}
         return {**head, "notes": dict(self.notes), "columns": list(COLUMNS), "spans": rows}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Timeline:
-        """Return the timeline that `to_dict` wrote.
-
-        Raises:
-            ValueError: this is not a timeline of schema 1, or a part of it is missing or not what it should be.
-        """
-        if data.get("polylane") != 1 or data.get("kind") != "timeline":
-            found = {key: data[key] for key in ("polylane", "kind") if key in data}
-            raise ValueError(
-                f'not a timeline: expected "polylane": 1 and "kind": "timeline", found {found or "neither"}'
-            )
-        missing = [key for key in ("unit", "ranks", "columns", "spans") if key not in data]
-        known = (*data.get("columns", COLUMNS), *_LATER)
-        missing += [f"columns: {name}" for name in COLUMNS if name not in known]
-        if missing:
-            raise ValueError(f"this timeline lacks {', '.join(missing)}")
-        places = {name: place for place, name in enumerate(data["columns"])}
-        at = [places.get(name) for name in COLUMNS]
-        spans = tuple(_span_from_row(number, row, at) for number, row in enumerate(data["spans"]))
-        return Timeline(spans, data["ranks"], data["unit"], data.get("title", ""), dict(data.get("notes", {})))
 
 
 def union_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:
@@ -209,20 +186,39 @@ def _peak_lives(lives: Iterable[tuple[float, float]]) -> int:
     return peak
 
 
-def _span_from_row(number: int, row: Sequence[Any], at: Sequence[int | None]) -> Span:
-    """Return the span of one row.
+# ---- messages --------------------------------------------------------------------------------------------------------
 
-    Args:
-        number: index of the row, for messages.
-        row: the values of the span's columns.
-        at: index of each of `COLUMNS` in the row; None where the file lacks it.
 
-    Raises:
-        ValueError: a value is missing, or of the wrong type.
+def match_messages(spans: Iterable[Span]) -> list[tuple[Span, Span]]:
+    """Return every (send, receive) of the same value; its nth send belongs to its nth receive."""
+    sent: dict[tuple[Any, ...], deque[Span]] = defaultdict(deque)
+    received: list[Span] = []
+    travelling = (span for span in spans if span.action.kind in (ActionKind.SEND, ActionKind.RECEIVE))
+    for span in sorted(travelling, key=lambda span: span.start):
+        action = span.action
+        if action.kind is ActionKind.SEND:
+            # Between two ranks messages arrive in the order in which they were sent, so that counting is enough.
+            sent[(span.rank, action.peer, action.value, action.microbatch, action.gradient)].append(span)
+        else:
+            received.append(span)
+    pairs = []
+    for receive in received:
+        action = receive.action
+        sends = sent[(action.peer, receive.rank, action.value, action.microbatch, action.gradient)]
+        if sends:
+            pairs.append((sends.popleft(), receive))
+    return pairs
+
+
+def transfer_times(spans: Iterable[Span]) -> dict[Span, float]:
+    """Return, for every send, receive and reduce whose bytes are known, how long they took to travel at most.
+
+    A message travels from the start of its send to the end of its receive: one that arrives while its receiver still
+    computes was faster than that. A reduce lasts from its own start to its end. There is no entry where one end of a
+    message is missing, or where the clocks of two hosts differ so much that the time is not positive.
     """
-    try:
-        given = (_LATER[name] if place is None else row[place] for name, place in zip(COLUMNS, at, strict=True))
-        rank, kind, stage, microbatch, value, peer, gradient, start, end, waited, size = given
-        return Span(rank, Action(ActionKind(kind), stage, microbatch, value, peer, gradient), start, end, waited, size)
-    except (ValueError, TypeError, IndexError) as error:
-        raise ValueError(f"span {number} of this timeline cannot be read, {row!r}: {error}") from error
+    sized = [span for span in spans if span.bytes]
+    found = {span: span.end - span.start for span in sized if span.action.kind is ActionKind.REDUCE}
+    for send, receive in match_messages(sized):
+        found[send] = found[receive] = receive.end - send.start
+    return {span: time for span, time in found.items() if time > 0}

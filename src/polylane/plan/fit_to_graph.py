@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 
 import networkx as nx
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, suggest_name
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, StageCrossing, cut_positions
 from polylane.plan.pinned_placements import check_pins
 from polylane.plan.plan import MESH, Fingerprint, Plan, Stage, check
-from polylane.plan.rank_order import assign_ranks
-from polylane.plan.spec import Spec
+from polylane.plan.spec import Degrees, Spec
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
+
+# One replica of a stage, whose ranks shard its operators: (first sample as a fraction of the batch, stage, replica).
+_Group = tuple[float, int, int]
 
 
 def fingerprint(graph: Graph) -> Fingerprint:
@@ -52,6 +53,46 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
         slow=dict(spec.slow),
         per_sample=spec.per_sample,
     )
+
+
+def assign_ranks(meshes: Sequence[Degrees]) -> tuple[tuple[int, ...], ...]:
+    """Assign ranks to every stage, in the order of its mesh.
+
+    Ranks are numbered host by host. Those that shard an operator are consecutive, and where their number is a power of
+    two they begin at a multiple of it, so that they never straddle two hosts whose size is a multiple of that power.
+    Stages come next, replicas are outermost: where all stages have equally many replicas, rank = (replica * stages +
+    stage) * ranks of a replica + index. Else groups are ordered by their first sample, as far as alignment allows.
+    """
+    groups = sorted((r / mesh.data, s, r) for s, mesh in enumerate(meshes) for r in range(mesh.data))
+    sizes = [mesh.sequence * mesh.tensor for mesh in meshes]
+    found: list[list[int]] = [[] for _ in meshes]
+    first = 0
+    for _, stage, _ in _align_groups(groups, sizes):
+        found[stage] += range(first, first + sizes[stage])
+        first += sizes[stage]
+    return tuple(map(tuple, found))
+
+
+def _align_groups(groups: Sequence[_Group], sizes: Sequence[int]) -> list[_Group]:
+    """Order groups so that each whose size is a power of two begins at a multiple of its size.
+
+    As in a buddy allocator: two neighbours of one size are merged into one of twice the size, up to the largest size.
+    What is left over, at most one bundle of each smaller size, comes last, the largest first; then groups of other
+    sizes.
+    """
+    #   1  2  1  1  2   ->   1 1  2  2  1      (1, 2: groups of so many ranks)
+    powers = [size for size in sizes if size & (size - 1) == 0]
+    line: list[tuple[_Group, ...]] = []
+    over: list[tuple[_Group, ...]] = []
+    size = 1
+    while powers and size <= max(powers):
+        if len(line) % 2:
+            over.insert(0, line.pop())
+        pairs = [a + b for a, b in zip(line[::2], line[1::2], strict=True)]
+        line = sorted([*pairs, *((group,) for group in groups if sizes[group[1]] == size)])
+        size *= 2
+    other = [group for group in groups if sizes[group[1]] not in powers]
+    return [*(group for bundle in (*line, *over) for group in bundle), *other]
 
 
 def with_fingerprint(plan: Plan, graph: Graph) -> Plan:
@@ -190,14 +231,12 @@ def _find_nodes(plan: Plan, nodes: tuple[Node, ...], name: str, index: int) -> l
 
 def _hint(plan: Plan, nodes: tuple[Node, ...], name: str) -> str:
     """Suggest a name for one that the graph does not have; and the graph's first or last node, if it was for that."""
-    hints = []
-    if close := difflib.get_close_matches(name, [*(n.name for n in nodes), *(n.module for n in nodes)], 1):
-        hints.append(f"did you mean {close[0]}?")
+    hint = suggest_name(name, [*(n.name for n in nodes), *(n.module for n in nodes)])
     if name == plan.stages[-1].nodes[-1]:  # a loss, say, that the model computes itself
-        hints.append(f"this graph's last node is {nodes[-1].name}")
+        hint += f"; this graph's last node is {nodes[-1].name}"
     elif name == plan.stages[0].nodes[0]:
-        hints.append(f"this graph's first node is {nodes[0].name}")
-    return "".join(f"; {hint}" for hint in hints)
+        hint += f"; this graph's first node is {nodes[0].name}"
+    return hint
 
 
 def _difference(plan: Plan, said: Fingerprint, graph: Graph, own: Fingerprint) -> str:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from pydantic_core import PydanticCustomError
 
-from polylane.errors import PolylaneError
-from polylane.graph.graph import Graph
+from polylane.errors import PolylaneError, suggest_name
 from polylane.graph.partition import Partition
 
 _FORM = re.compile(r"replicate|partial|shard\((?P<dim>0|[1-9][0-9]*)\)")
@@ -96,14 +94,10 @@ def _count_dims(partition: Partition, stage: int, name: str, key: str) -> int:
         return len(graph.nodes[graph.positions[name]].shape)
     if name in graph.tied:
         raise PolylaneError(f"{key}: it is tied to {graph.tied[name]}: name that one")
-    raise PolylaneError(f"{key}: the model has no parameter and no node of this name{_hint(graph, name)}")
+    hint = suggest_name(name, [*graph.parameters, *graph.positions])
+    raise PolylaneError(f"{key}: the model has no parameter and no node of this name{hint}")
 
 
 def _check_on_stage(key: str, holders: Sequence[int], stage: int) -> None:
     if holders and stage not in holders:  # what only another loss uses is on no stage of this graph
         raise PolylaneError(f"{key}: it is on stage {', '.join(map(str, holders))}")
-
-
-def _hint(graph: Graph, name: str) -> str:
-    close = difflib.get_close_matches(name, [*graph.parameters, *graph.positions], 1)
-    return f"; did you mean {close[0]}?" if close else ""

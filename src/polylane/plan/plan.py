@@ -14,8 +14,8 @@ from pydantic_core import PydanticCustomError
 
 from polylane.errors import PolylaneError
 from polylane.plan.pinned_placements import check_axes, read_pattern
-from polylane.plan.spec import Degrees, Spec, check_workers, format_degrees, format_line
-from polylane.plan.straggler import Slowness
+from polylane.plan.spec import Degrees, Spec, check_workers, format_degrees
+from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.strict_mapping import Count, StrictMapping
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.yaml_file import FileForm, error_sentence, first_error, read
@@ -264,9 +264,12 @@ class Plan(StrictMapping):
 
     @property
     def spec(self) -> str:
-        """The plan in one line; the stages' bounds and their placements are left out."""
-        rules = self.sync, self.slow, self.per_sample
-        return format_line(self.meshes, self.schedule, self.microbatches, self.precision, *rules)
+        """The plan in one line, as :func:`.spec.parse` reads it; bounds and placements of the stages are left out."""
+        words = [*format_degrees(self.meshes), f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
+        words += [] if self.precision == "float32" else [f"precision={self.precision}"]
+        words += [*self.sync.to_words(), *straggler_words(self.slow)]
+        words += [f"per_sample={'+'.join(self.per_sample)}"] if self.per_sample else []
+        return ",".join(words)
 
 
 def default_microbatches(spec: Spec, batch: int) -> int:
@@ -279,10 +282,7 @@ def default_microbatches(spec: Spec, batch: int) -> int:
 def dump(plan: Plan) -> str:
     """Format a plan as YAML."""
     # Keys at their defaults are left out where most plans have no use for them; sync always shows its kind.
-    data = plan.model_dump(mode="json")
-    if plan.graph is None:
-        del data["graph"]
-    del data["slow"]
+    data = plan.model_dump(mode="json", exclude={"slow"} | ({"graph"} if plan.graph is None else set()))
     if not plan.per_sample:
         del data["per_sample"]
     if plan.slow:

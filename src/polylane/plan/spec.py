@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -88,12 +88,8 @@ class Spec:
         if self.stages:
             self._follow_stages()
         each = {axis: getattr(self, axis) for axis in DEGREES}
-        said = (
-            format_degrees(self.stages)
-            if self.stages
-            else [f"{axis}={_shorten(n)}" for axis, n in each.items() if n > 1]
-        )
-        check_workers(self.workers, said)
+        degrees = [f"{axis}={_shorten(n)}" for axis, n in each.items() if n > 1]
+        check_workers(self.workers, format_degrees(self.stages) if self.stages else degrees)
 
     def _follow_stages(self) -> None:
         # A degree beside meshes must be 1, the default, or the one that follows; the dataclass is frozen, so it is set
@@ -108,28 +104,6 @@ class Spec:
         # Equal meshes are the same plan as plain degrees: one form, so that equal plans compare equal.
         if len(set(self.stages)) == 1:
             object.__setattr__(self, "stages", ())
-
-    @classmethod
-    def of_meshes(
-        cls,
-        meshes: Sequence[Degrees],
-        schedule: str,
-        microbatches: int | None,
-        precision: str,
-        sync: SyncOptions = SUM,
-        slow: tuple[tuple[int, Straggler], ...] = (),
-        per_sample: tuple[str, ...] = (),
-    ) -> Spec:
-        """Build a spec of stages with a mesh each."""
-        return cls(
-            schedule=schedule,
-            microbatches=microbatches,
-            precision=precision,
-            stages=tuple(meshes),
-            sync=sync,
-            slow=slow,
-            per_sample=per_sample,
-        )
 
     @property
     def meshes(self) -> tuple[Degrees, ...]:
@@ -164,23 +138,6 @@ def format_degrees(meshes: Sequence[Degrees]) -> list[str]:
     data, sequence, tensor = meshes[0]
     inner = {"sequence": sequence, "tensor": tensor}
     return [f"data={data}", f"pipeline={len(meshes)}", *(f"{axis}={n}" for axis, n in inner.items() if n > 1)]
-
-
-def format_line(
-    meshes: Sequence[Degrees],
-    schedule: str,
-    microbatches: int,
-    precision: str,
-    sync: SyncOptions,
-    slow: Mapping[int, Straggler],
-    per_sample: Sequence[str] = (),
-) -> str:
-    """Format a plan in one line, the inverse of :func:`parse`."""
-    words = [*format_degrees(meshes), f"schedule={schedule}", f"microbatches={microbatches}"]
-    words += [] if precision == "float32" else [f"precision={precision}"]
-    words += [*sync.to_words(), *stragglers.straggler_words(dict(slow))]
-    words += [f"per_sample={'+'.join(per_sample)}"] if per_sample else []
-    return ",".join(words)
 
 
 def check_workers(workers: int, degrees: Sequence[str]) -> None:
@@ -227,18 +184,13 @@ def _parse_line(text: str) -> Spec:
     sync = syncs.parse_sync({key: given[key] for key in syncs.KEYS if key in given})
     slow = tuple(stragglers.parse_stragglers(given["slow"]).items()) if "slow" in given else ()
     per_sample = _parse_paths(given["per_sample"]) if "per_sample" in given else ()
-    if opened:
-        meshes = [_parse_mesh(stage, number) for number, stage in enumerate(inside.split("|"))]
-        return Spec.of_meshes(meshes, schedule, microbatches, precision, sync, slow, per_sample)
-    data, pipeline, sequence, tensor = (counts.get(key, 1) for key in DEGREES)
+    stages = [_parse_mesh(stage, number) for number, stage in enumerate(inside.split("|"))] if opened else []
     return Spec(
-        data=data,
-        pipeline=pipeline,
-        sequence=sequence,
-        tensor=tensor,
+        **counts,
         schedule=schedule,
         microbatches=microbatches,
         precision=precision,
+        stages=tuple(stages),
         sync=sync,
         slow=slow,
         per_sample=per_sample,

@@ -238,11 +238,9 @@ def _parse_value(key: str, text: str) -> Any:
     """Parse a value into what a plan file would have; text that fits nothing is returned as is, and refused later."""
     if key == "outer":
         rate, _, momentum = text.partition(":")
-        return (
-            {"rate": _parse_number(rate), "momentum": _parse_number(momentum)}
-            if momentum
-            else {"rate": _parse_number(text)}
-        )
+        if not momentum:
+            return {"rate": _parse_number(text)}
+        return {"rate": _parse_number(rate), "momentum": _parse_number(momentum)}
     if key == "compress":
         kind, *rest = text.split(":")
         names = {"powersgd": ("rank", "start"), "top_k": ("fraction",)}.get(kind, ())

@@ -145,7 +145,7 @@ def place_branches(graph: Graph, fork: Fork, seconds: Array, stages: int) -> Par
 def _rate_partition(estimates: CurveCache, partition: Partition, limit: float) -> Iterator[RatedPlan]:
     meshes, pieces = (Degrees(),) * partition.stages, partition.stage_of_piece
     for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
-        spec = Spec.of_meshes(meshes, "1f1b", microbatches, "float32")
+        spec = Spec(stages=meshes, microbatches=microbatches)
         plan = fit.plan_from_partition(partition, spec, microbatches)
         prediction = predict(estimates.basis, partition, plan, estimates.batch, exact=False)
         most = float(max(stage.memory.total for stage in prediction.stages))

@@ -30,7 +30,7 @@ from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan, default_microbatches
 from polylane.plan.spec import Degrees, Spec
 from polylane.planner.stage_curves import CurveCache
-from polylane.program.interleave import deal_stages
+from polylane.program.lower import deal_stages
 from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
 
 # Passes over a parameter's bytes in an optimizer's step, besides reading and writing its states once: the parameter is

@@ -274,5 +274,5 @@ def make_plan(partition: Partition, candidate: RatedPlan, method: TrainingOption
     precision = method.dtype if method.dtype in PRECISIONS else PRECISIONS[0]
     shared = any(degrees.data > 1 for degrees in candidate.meshes)
     sync = SyncOptions(shard=method.shard) if shared else SUM
-    spec = Spec.of_meshes(candidate.meshes, "1f1b", candidate.microbatches, precision, sync)
+    spec = Spec(schedule="1f1b", precision=precision, stages=candidate.meshes, sync=sync)
     return fit.plan_from_partition(partition, spec, candidate.microbatches)

@@ -135,11 +135,8 @@ def _moving(elements: int) -> list[OperatorCase]:
 
 def _normalized(images: int, channels: int, side: int) -> OperatorCase:
     """Return a batch normalization in training mode."""
-    weights, buffers = (
-        (_weight(channels), _weight(channels)),
-        (CaseTensor((channels,), BUFFER), CaseTensor((channels,), BUFFER)),
-    )
-    given = (CaseTensor((images, channels, side, side)), *weights, *buffers, True, 0.1, 1e-5, False)
+    weight, buffer = _weight(channels), CaseTensor((channels,), BUFFER)
+    given = (CaseTensor((images, channels, side, side)), weight, weight, buffer, buffer, True, 0.1, 1e-5, False)
     return OperatorCase("memory", "aten.batch_norm.default", given)
 
 

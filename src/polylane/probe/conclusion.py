@@ -61,21 +61,17 @@ def _many(number: int, word: str) -> str:
 
 def conclude(seen: WorkerMeasurements, workers: int) -> MeasuredMachine:
     """Fit the machine's figures to the measurements of its workers."""
-    link = (
-        Link.model_validate(_rounded(fit_link.fit_link(seen.timed_traffic).model_dump()))
-        if seen.timed_traffic
-        else None
-    )
+    link = off = None
+    if seen.timed_traffic:
+        link = Link.model_validate(_rounded(fit_link.fit_link(seen.timed_traffic).model_dump()))
+        found = fit_link.link_errors(link, seen.timed_traffic)
+        off = statistics.median(found), max(found)
     if seen.gpu is None:
         device, own = _cpu_device(seen, workers), {"cores": shared_cores(workers), "contention": seen.contention}
     else:
         device, own = _gpu_device(seen, seen.gpu), {}
         link = link and link.model_copy(update={"cpu": 0.0})  # the CPU time measured was busy waiting
     cluster = Cluster((Hosts.model_validate({"devices": workers, "device": device, "link": link, **_rounded(own)}),))
-    off = None
-    if link is not None:
-        found = fit_link.link_errors(link, seen.timed_traffic)
-        off = statistics.median(found), max(found)
     return MeasuredMachine(cluster, seen.threads, fit_device.fit_errors(device, seen.timed_cases), off)
 
 
@@ -89,9 +85,8 @@ def _cpu_device(seen: WorkerMeasurements, workers: int) -> Device:
 
 def _gpu_device(seen: WorkerMeasurements, gpu: Accelerator) -> Device:
     """Fit a GPU; peak rates, price and tile sizes come from its preset, if there is one."""
-    presets = device_presets()
-    preset = find_preset(gpu.name, gpu.memory, presets)
-    base = Device.model_validate(presets[preset or _GENERIC])
+    preset = find_preset(gpu.name, gpu.memory)
+    base = Device.model_validate(device_presets()[preset or _GENERIC])
     known: dict[str, Any] = {"memory": gpu.memory, "units": gpu.units, "dispatch": gpu.dispatch}
     if preset is None:
         known |= {"kind": gpu.name, "flops": {}, "achieved": {}, "price": 0.0}

@@ -35,13 +35,12 @@ _REFINED = 5  # number of the best starts that are refined
 _FASTER = 4.0  # limit of a fitted rate over the fastest one seen: beyond it rate and latency are indistinguishable
 
 
-def fit_link(carried: Sequence[TimedTraffic], kind: str = "measured") -> Link:
+def fit_link(carried: Sequence[TimedTraffic]) -> Link:
     """Return the link whose figures fit the measurements between devices of one host best.
 
     Args:
         carried: measurements, with "send" and "all_reduce" in groups of two at least. With larger groups the seconds
             of a step can be told from the latency, and the bandwidth that all devices share from that of one.
-        kind: name that the link gets.
     """
     several = len({_senders(each) for each in carried if each.kind != "send"}) > 1
     most = max(_senders(each) for each in carried)
@@ -53,7 +52,7 @@ def fit_link(carried: Sequence[TimedTraffic], kind: str = "measured") -> Link:
     largest = max(each.size for each in carried)
     busy = [each.cpu for each in carried if each.size == largest and each.ranks * each.groups == most]
     return Link(
-        kind=kind,
+        kind="measured",
         bandwidth=bandwidth,
         total=found.share * bandwidth if several and found.share < most * (1 - 1e-6) else None,
         latency=found.latencies["all_reduce"],

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from polylane.probe.effort import Effort, concurrent_counts
 from polylane.runtime.transport.c10d import C10dTransport
 from polylane.runtime.workers.world import World
 
@@ -19,9 +20,7 @@ SAMPLES, LENGTH, HIDDEN, HEADS = 8, 64, 256, 4
 FEWEST = 3  # timed passes of a worker at least, after one warm-up
 
 
-def measure_contention(
-    world: World, counts: Sequence[int], seconds: float, rounds: int, told: Callable[[], Any] = lambda: None
-) -> dict[int, float]:
+def measure_contention(world: World, effort: Effort, told: Callable[[], Any]) -> dict[int, float]:
     """Measure the speed of each of several concurrent workers relative to one alone (collective call).
 
     CPU time is measured, not wall-clock time: so the figures show contention for memory, however many cores there are.
@@ -29,18 +28,16 @@ def measure_contention(
 
     Args:
         world: this worker's place among all workers.
-        counts: numbers of workers that compute at once.
-        seconds: seconds for each count in each round.
-        rounds: number of times every count is measured.
+        effort: seconds for each number of concurrent workers, and rounds.
         told: progress callback, called after each count of each round.
     """
-    transport, step = C10dTransport(world), _make_block()
+    transport, step, counts = C10dTransport(world), _make_block(), concurrent_counts(world.size)
     found: dict[int, list[float]] = {count: [] for count in (1, *counts)}
-    for _ in range(rounds):
+    for _ in range(effort.rounds):
         for count in found:
             # All workers start at once; those beyond the count wait in the gather below.
             transport.barrier()
-            own = _median_pass_seconds(step, seconds) if world.rank < count else 0.0
+            own = _median_pass_seconds(step, effort.contention_seconds) if world.rank < count else 0.0
             every = [each for each in transport.all_gather_object(own) if each]
             found[count].append(statistics.mean(every))
             told()

@@ -14,7 +14,8 @@ from torch import Tensor
 from polylane.cluster.link import Kind
 from polylane.placement.placement import PARTIAL, REPLICATE, Placement, Shard, even_cuts
 from polylane.placement.redistribute import redistribute
-from polylane.probe.stopwatch import run_small_operators, synchronizer_of
+from polylane.probe.stopwatch import run_small_operators
+from polylane.profiling.time_operators import wait_for
 from polylane.runtime.tensor_parallel import CollectiveWaits, TransportAxis
 from polylane.runtime.transport.c10d import C10dTransport
 from polylane.runtime.workers.world import World
@@ -25,22 +26,31 @@ ITEM = 4  # bytes of a float32 element
 
 
 @dataclass(frozen=True)
-class TimedTraffic:
-    """Measured seconds of one kind and size of traffic.
+class TrafficCase:
+    """One kind and size of traffic.
 
     Attributes:
         kind: name of a collective, or "send".
         size: bytes of the full (unsharded) value, or of a message.
         ranks: number of ranks in the group.
-        groups: number of such groups that communicated at the same time.
-        seconds: from its start until the slowest rank has the result.
-        cpu: cores that it kept busy at each end.
+        groups: number of such groups that communicate at the same time.
     """
 
     kind: Kind
     size: int
     ranks: int
     groups: int
+
+
+@dataclass(frozen=True)
+class TimedTraffic(TrafficCase):
+    """A traffic case with its measured seconds.
+
+    Attributes:
+        seconds: from its start until the slowest rank has the result.
+        cpu: cores that it kept busy at each end.
+    """
+
     seconds: float
     cpu: float
 
@@ -54,16 +64,6 @@ def group_arrangements(workers: int) -> list[tuple[int, int]]:
 def kinds_of(ranks: int) -> tuple[Kind, ...]:
     """Return the kinds measured in groups of this size: collectives, and messages between two."""
     return (*COLLECTIVES, "send") if ranks == 2 else COLLECTIVES
-
-
-@dataclass(frozen=True)
-class _TrafficKind:
-    """One measurement: kind, bytes, ranks of a group, and number of groups at once."""
-
-    kind: Kind
-    size: int
-    ranks: int
-    groups: int
 
 
 def measure_traffic(
@@ -80,7 +80,7 @@ def measure_traffic(
     """
     ranks = range(world.size)
     sorts = [
-        _TrafficKind(kind, size, degree, count)
+        TrafficCase(kind, size, degree, count)
         for degree, count in group_arrangements(world.size)
         for kind in kinds_of(degree)
         for size in sizes
@@ -103,7 +103,7 @@ def measure_traffic(
     ]
 
 
-def _group(sort: _TrafficKind, rank: int) -> tuple[int, ...]:
+def _group(sort: TrafficCase, rank: int) -> tuple[int, ...]:
     """Return the group of a rank; empty if the rank takes no part."""
     first = rank // sort.ranks * sort.ranks
     return tuple(range(first, first + sort.ranks)) if rank < sort.ranks * sort.groups else ()
@@ -113,7 +113,7 @@ def _group(sort: _TrafficKind, rank: int) -> tuple[int, ...]:
 _Run = tuple[float, float]
 
 
-def _time_traffic(transport: C10dTransport, world: World, sort: _TrafficKind, budget: float) -> list[_Run]:
+def _time_traffic(transport: C10dTransport, world: World, sort: TrafficCase, budget: float) -> list[_Run]:
     """Time as many runs as the budget allows; ranks without a group wait at the barrier."""
     group = _group(sort, world.rank)
     run = _make_run(transport, world, sort, group) if group else None
@@ -125,7 +125,7 @@ def _time_traffic(transport: C10dTransport, world: World, sort: _TrafficKind, bu
     return [_time_run(run, world) for _ in range(count)]
 
 
-def _mean_run(sort: _TrafficKind, runs: Sequence[_Run]) -> tuple[float, float]:
+def _mean_run(sort: TrafficCase, runs: Sequence[_Run]) -> tuple[float, float]:
     """Return the mean seconds of a run, and the mean number of cores that it kept busy.
 
     A message may have to wait until its receiver is scheduled on a core, which in a few of ten cases takes ten times as
@@ -143,11 +143,11 @@ def _time_run(run: Callable[[], Any] | None, world: World) -> _Run:
     )  # as in a step, where computations come before a message and leave their traces in caches
     start, computing = time.perf_counter(), time.process_time()
     run()
-    synchronizer_of(world.device)()
+    wait_for(world.device)()
     return time.perf_counter() - start, time.process_time() - computing
 
 
-def _make_run(transport: C10dTransport, world: World, sort: _TrafficKind, group: tuple[int, ...]) -> Callable[[], Any]:
+def _make_run(transport: C10dTransport, world: World, sort: TrafficCase, group: tuple[int, ...]) -> Callable[[], Any]:
     """Return the function that runs one rank's part of a measurement."""
     if sort.kind == "send":
         return _ping_pong(transport, world, sort.size, group)

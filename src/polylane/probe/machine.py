@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from polylane.cluster.device import Device
 from polylane.cluster.link import Link
 from polylane.errors import PolylaneError
 from polylane.runtime.workers.fork import threads_per_worker
-from polylane.runtime.workers.world import accelerator_type
+from polylane.runtime.workers.world import accelerator_type, affine_cores
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
@@ -33,24 +32,23 @@ _ALIKE = 0.12  # relative difference between the memory that a driver reports an
 
 def cores() -> int:
     """Return the cores that this process may use: those of its CPU affinity, limited by its cgroup quota."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min([bound, *map(int, _quotas(CGROUPS, OWN_CGROUPS))]))
+    return max(1, min([affine_cores(), *map(int, _quotas(CGROUPS, OWN_CGROUPS))]))
 
 
 def _quotas(root: Path, own: Path) -> Iterator[float]:
     """Yield the CPU quotas of this process's cgroups (version 1 or 2) in cores; nothing if there is no limit."""
     for folder in _folders(root, own, "cpu"):
-        limit = _words(folder / "cpu.max") or [*_words(folder / "cpu.cfs_quota_us"), *_words(folder / _PERIOD)]
+        limit = (_read_text(folder / "cpu.max") or " ".join(_read_text(folder / name) for name in _QUOTA)).split()
         if len(limit) == 2 and limit[0] != "max" and float(limit[0]) > 0:
             yield float(limit[0]) / float(limit[1])
 
 
-_PERIOD = "cpu.cfs_period_us"
+_QUOTA = ("cpu.cfs_quota_us", "cpu.cfs_period_us")
 
 
 def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:
     """Yield the folders of this process's cgroup and its ancestors; lines read "4:cpu,cpuacct:/path"."""
-    for line in own.read_text().splitlines() if own.exists() else ():
+    for line in _read_text(own).splitlines():
         number, controllers, path = line.split(":", 2)
         if number == "0" or controller in controllers.split(","):
             # Hierarchy 0 is cgroup version 2; version 1 has a folder for each controller.
@@ -59,34 +57,28 @@ def _folders(root: Path, own: Path, controller: str) -> Iterator[Path]:
             yield from (each for each in (inner, *inner.parents) if each.is_relative_to(base))
 
 
-def _words(file: Path) -> list[str]:
+def _read_text(file: Path) -> str:
+    """Return the text of a file of the system; empty where there is none."""
     try:
-        return file.read_text().split()
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return []
+        return ""
 
 
 def available_memory() -> int:
     """Return the bytes of memory available to new processes, limited by the cgroup."""
-    found = re.search(r"MemAvailable:\s+(\d+) kB", "\n".join(_lines(Path("/proc/meminfo"))))
+    found = re.search(r"MemAvailable:\s+(\d+) kB", _read_text(Path("/proc/meminfo")))
     free = int(found[1]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [_words(folder / name) for folder in _folders(CGROUPS, OWN_CGROUPS, "memory") for name in _MEMORY]
-    return min([free, *(int(limit[0]) for limit in limits if limit and limit[0].isdecimal())])
+    limits = [_read_text(folder / name) for folder in _folders(CGROUPS, OWN_CGROUPS, "memory") for name in _MEMORY]
+    return min([free, *(int(limit) for limit in limits if limit.strip().isdecimal())])
 
 
 _MEMORY = ("memory.max", "memory.limit_in_bytes")
 
 
-def _lines(file: Path) -> list[str]:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-
-
 def cpu_name() -> str:
     """Return the processor's model name from /proc/cpuinfo; "cpu" if it is not there."""
-    for line in _lines(Path("/proc/cpuinfo")):
+    for line in _read_text(Path("/proc/cpuinfo")).splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name" and value.strip():
             return " ".join(value.split())
@@ -127,24 +119,21 @@ def check_workers(workers: int) -> None:
         )
 
 
-def find_preset(name: str, memory: int, presets: Mapping[str, Mapping[str, Any]]) -> str | None:
+def find_preset(name: str, memory: int) -> str | None:
     """Return the preset of an accelerator: all words of its name are in the driver's, and its memory is nearest.
 
-    >>> find_preset("NVIDIA A100-SXM4-80GB", 80 << 30, device_presets())
+    >>> find_preset("NVIDIA A100-SXM4-80GB", 80 << 30)
     'a100-80g'
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     alike = {
         preset: abs(figures["memory"] / memory - 1)
-        for preset, figures in presets.items()
-        if figures.get("type", "cuda") == "cuda" and words.issuperset(_own_words(preset))
+        for preset, figures in device_presets().items()
+        if figures.get("type", "cuda") == "cuda"
+        and words.issuperset(word for word in preset.split("-") if not _SIZE.fullmatch(word))
     }
     best = min(alike, key=alike.__getitem__, default=None)
     return best if best is not None and alike[best] < _ALIKE else None
-
-
-def _own_words(preset: str) -> list[str]:
-    return [word for word in preset.split("-") if not _SIZE.fullmatch(word)]
 
 
 def device_kind() -> str:
@@ -152,7 +141,7 @@ def device_kind() -> str:
     if not accelerators():
         return cpu_name()
     properties = torch.cuda.get_device_properties(0)
-    return find_preset(properties.name, properties.total_memory, device_presets()) or str(properties.name)
+    return find_preset(properties.name, properties.total_memory) or str(properties.name)
 
 
 def preset_device(workers: int) -> Device:
@@ -161,14 +150,13 @@ def preset_device(workers: int) -> Device:
     Raises:
         PolylaneError: the accelerator has no preset.
     """
-    presets = device_presets()
     if not accelerators():
         return _share_of_cpu(workers)
     properties = torch.cuda.get_device_properties(0)
-    preset = find_preset(properties.name, properties.total_memory, presets)
+    preset = find_preset(properties.name, properties.total_memory)
     if preset is None:
         raise PolylaneError(f"there is no preset for {properties.name}: measure it with polylane probe -o cluster.yaml")
-    return Device.model_validate({**presets[preset], "memory": properties.total_memory})
+    return Device.model_validate({**device_presets()[preset], "memory": properties.total_memory})
 
 
 def _share_of_cpu(workers: int) -> Device:

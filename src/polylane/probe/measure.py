@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from polylane.probe.device_speed import TimedCase, is_fast_enough, measure_bandwidth, time_cases
-from polylane.probe.effort import Effort, concurrent_counts
+from polylane.probe.effort import Effort
 from polylane.probe.host_contention import measure_contention
 from polylane.probe.link_speed import TimedTraffic, measure_traffic
 from polylane.probe.machine import accelerators, check_workers
@@ -98,13 +98,9 @@ def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements:
         bandwidth = measure_bandwidth(device, effort.stream_bytes)
         timed = _measure_operators(effort, device, told)
     if world.size > 1:
-        seconds, rounds = effort.traffic_seconds, effort.rounds
-        carried = measure_traffic(world, effort.sizes, seconds, rounds, lambda: told("messages"))
+        carried = measure_traffic(world, effort.sizes, effort.traffic_seconds, effort.rounds, lambda: told("messages"))
     if world.size > 1 and device.type == "cpu":
-        counts = concurrent_counts(world.size)
-        shares = measure_contention(
-            world, counts, effort.contention_seconds, effort.rounds, lambda: told("workers at once")
-        )
+        shares = measure_contention(world, effort, lambda: told("workers at once"))
     return WorkerMeasurements(torch.get_num_threads(), _gpu(device), tuple(timed), bandwidth, tuple(carried), shares)
 
 

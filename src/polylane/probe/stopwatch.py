@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polylane.profiling.time_operators import wait_for
+
 Call = Callable[[], Any]
 Watch = Callable[[Call], tuple[float, Any]]
 
@@ -55,11 +57,6 @@ def lower_quartile(times: Sequence[float]) -> float:
     return sorted(times)[len(times) // 4]
 
 
-def synchronizer_of(device: torch.device) -> Callable[[], Any]:
-    """Return the function that waits for a device, which computes asynchronously, before the clock is read."""
-    return torch.cuda.synchronize if device.type == "cuda" else lambda: None
-
-
 def run_small_operators(device: torch.device) -> None:
     """Run a few small operators, as a pass does between two messages: less than a millisecond on a CPU."""
     own = torch.ones(64, 64, device=device)
@@ -69,11 +66,9 @@ def run_small_operators(device: torch.device) -> None:
 
 def warm_up(device: torch.device, seconds: float) -> None:
     """Compute for some seconds, so that clock rates and caches are as in the middle of a training."""
-    own, wait = torch.ones(64, 64, device=device), synchronizer_of(device)
-    end = time.perf_counter() + seconds
+    end, wait = time.perf_counter() + seconds, wait_for(device)
     while time.perf_counter() < end:
-        for _ in range(20):
-            own @ own
+        run_small_operators(device)
         wait()
 
 

@@ -162,25 +162,27 @@ def _to_global(ranges: Ranges, positions: Iterable[tuple[int, int]]) -> Ranges:
 
     ((2, 5), (8, 10)) and position range (1, 4) give ((3, 5), (8, 9)).
     """
-    result, wanted = list[tuple[int, int]](), list(positions)
-    at = 0
-    for start, stop in ranges:
-        for first, last in wanted:
-            a, b = max(first, at), min(last, at + stop - start)
-            if a < b:
-                result.append((start + a - at, start + b - at))
-        at += stop - start
-    return _merge_ranges(result)
+    return _translate([(at, start, length) for start, at, length in _positions(ranges)], positions)
 
 
 def _to_local(outer: Ranges, inner: Ranges) -> Ranges:
     """Convert indices of the whole value to positions in the tensor that holds ``outer``: the inverse of the above."""
-    result = list[tuple[int, int]]()
-    at = 0
-    for start, stop in outer:
-        for first, last in inner:
-            a, b = max(first, start), min(last, stop)
+    return _translate(_positions(outer), inner)
+
+
+def _positions(ranges: Ranges) -> list[tuple[int, int, int]]:
+    """Return for each range its first index, the position of that in the tensor that holds ranges, and its length."""
+    lengths = [stop - start for start, stop in ranges]
+    ats = itertools.accumulate(lengths, initial=0)
+    return [(start, at, length) for (start, _), at, length in zip(ranges, ats, lengths, strict=False)]
+
+
+def _translate(pieces: Iterable[tuple[int, int, int]], wanted: Iterable[tuple[int, int]]) -> Ranges:
+    """Return the images of ranges under a map that shifts each piece (begin, its image, length)."""
+    result, wanted = list[tuple[int, int]](), list(wanted)
+    for begin, image, length in pieces:
+        for first, last in wanted:
+            a, b = max(first, begin), min(last, begin + length)
             if a < b:
-                result.append((at + a - start, at + b - start))
-        at += stop - start
+                result.append((image + a - begin, image + b - begin))
     return _merge_ranges(result)

@@ -10,8 +10,9 @@ from polylane.graph.partition import Partition, StageCrossing
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import SCHEDULES
+from polylane.schedule.synchronous import SCHEDULES, Lanes
 
 Partials = Sequence[Mapping[str, Collection[str]]]
 
@@ -44,43 +45,96 @@ def lower(
     lanes = SCHEDULES[plan.schedule](StageGraph.of_partition(partition), plan.microbatches)
     wanted = frozenset(range(plan.workers) if only is None else only)
     summed = build_buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
-    programs = []
-    for rank in sorted(wanted):
-        stage, peers = plan.stage_and_replica(rank)[0], [plan.peers(rank, other) for other in range(plan.pipeline)]
-        receives = tuple(c for c in partition.crossings if stage in c.consumers)
-        sends = tuple(c for c in partition.crossings if c.producer == stage)
-        passes = [each for action in lanes[stage] for each in with_communication(action, peers, receives, sends)]
-        programs.append(assemble_program(passes, rank, partition, plan, receives, sends, summed))
-    return tuple(programs)
+    return _assemble_programs(partition, plan, lanes, partition.crossings, summed, wanted)
 
 
-def assemble_program(
-    passes: Sequence[Action],
-    rank: int,
+def lower_interleaved(
+    partition: Partition, plan: Plan, partial: Partials = (), only: Collection[int] | None = None
+) -> tuple[Program, ...]:
+    """Lower a partition to the programs, by rank, of workers that have several virtual stages each.
+
+    They are for predictions: the runtime runs one stage on each worker. Actions name the virtual stage; the gradient
+    sums and the optimizer step are once for all stages of a worker. A value is sent once to every other worker that
+    needs it, to the first of its stages that does, and its gradient comes back from there; what stays on a worker is
+    not sent.
+
+    Args:
+        partition: the graph cut into virtual stages, a multiple of the plan's stages.
+        plan: the plan of the workers, whose stages all have the same mesh.
+        partial, only: the same arguments as of :func:`lower`.
+    """
+    workers = plan.pipeline
+    lanes = interleaved(workers, partition.stages // workers, plan.microbatches)
+    # Buckets are per worker, not per virtual stage: a worker's parameters are those of all its chunks.
+    wanted = frozenset(range(plan.workers) if only is None else only)
+    summed = build_buckets(deal_stages(partition, workers), plan, {}, partial or ({},) * workers, wanted)
+    crossings = [each for c in partition.crossings if (each := _crossing_of_workers(c, workers)) is not None]
+    return _assemble_programs(partition, plan, lanes, crossings, summed, wanted)
+
+
+def deal_stages(partition: Partition, workers: int) -> Partition:
+    """Return the same cuts with the stages assigned round-robin: worker w has those numbered c * workers + w."""
+    return Partition(partition.graph, partition.cuts, tuple(s % workers for s in range(partition.stages)))
+
+
+def _crossing_of_workers(crossing: StageCrossing, workers: int) -> StageCrossing | None:
+    """Return a crossing with, of every other worker, the first stage that needs it; None if no other worker does."""
+    first: dict[int, int] = {}
+    for stage in crossing.consumers:
+        first.setdefault(stage % workers, stage)
+    first.pop(crossing.producer % workers, None)
+    return replace(crossing, consumers=tuple(first.values())) if first else None
+
+
+def _assemble_programs(
     partition: Partition,
     plan: Plan,
-    receives: tuple[StageCrossing, ...],
-    sends: tuple[StageCrossing, ...],
+    lanes: Lanes,
+    crossings: Sequence[StageCrossing],
     summed: Sequence[GradientBucket],
-) -> Program:
-    """Assemble a worker's program: passes with their messages, then its gradient sums, then the optimizer step."""
-    stage, replica = plan.stage_and_replica(rank)
-    own = tuple(bucket for bucket in summed if rank in bucket.ranks)
-    # All reduces come behind the passes here. The runtime starts each one as soon as its gradients are complete, during
-    # the last backward pass; a REDUCE action waits for the result.
-    reduces = [Action(ActionKind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
-    return Program(
-        rank=rank,
-        stage=stage,
-        replica=replica,
-        replicas=plan.group(rank, ("data",)),
-        actions=(*passes, *reduces, Action(ActionKind.STEP, stage)),
-        receives=receives,
-        sends=sends,
-        buckets=own,
-        partition=partition,
-        coordinates=plan.coordinates(rank),
-    )
+    wanted: frozenset[int],
+) -> tuple[Program, ...]:
+    """Assemble the programs of workers: passes with their messages, then gradient sums, then the optimizer step.
+
+    Args:
+        partition: the graph and its cuts into stages; stage s runs on the workers of the plan's stage s % pipeline.
+        plan: what runs where, for meshes and ranks.
+        lanes: for every stage of the plan, its passes in order.
+        crossings: values that are sent, with the stages that compute and need them.
+        summed: gradient buckets of all ranks, in the order of reduction.
+        wanted: ranks whose programs are wanted.
+    """
+    programs = []
+    for rank in sorted(wanted):
+        stage, replica = plan.stage_and_replica(rank)
+        peers = [plan.peers(rank, other % plan.pipeline) for other in range(partition.stages)]
+        own_stages = range(stage, partition.stages, plan.pipeline)
+        receives = {s: [c for c in crossings if s in c.consumers] for s in own_stages}
+        sends = {s: [c for c in crossings if c.producer == s] for s in own_stages}
+        passes = [
+            each
+            for action in lanes[stage]
+            for each in _with_communication(action, peers, receives[action.stage], sends[action.stage])
+        ]
+        own = tuple(bucket for bucket in summed if rank in bucket.ranks)
+        # All reduces come behind the passes here. The runtime starts each one as soon as its gradients are complete,
+        # during the last backward pass; a REDUCE action waits for the result.
+        reduces = [Action(ActionKind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
+        programs.append(
+            Program(
+                rank=rank,
+                stage=stage,
+                replica=replica,
+                replicas=plan.group(rank, ("data",)),
+                actions=(*passes, *reduces, Action(ActionKind.STEP, stage)),
+                receives=tuple(c for c in crossings if any(each in own_stages for each in c.consumers)),
+                sends=tuple(c for c in crossings if c.producer in own_stages),
+                buckets=own,
+                partition=partition,
+                coordinates=plan.coordinates(rank),
+            )
+        )
+    return tuple(programs)
 
 
 def lower_evaluation(partition: Partition, plan: Plan) -> tuple[Program, ...]:
@@ -97,7 +151,20 @@ def lower_evaluation(partition: Partition, plan: Plan) -> tuple[Program, ...]:
 _TRAVEL = (ActionKind.SEND, ActionKind.RECEIVE)
 
 
-def with_communication(
+def without_replica_sync(program: Program, plan: Plan) -> Program:
+    """Return the program without the gradient sums between replicas, for local SGD and parameter servers.
+
+    Ranks of one replica still sum: those along operator axes, and those of stages that hold the same (tied) weights.
+    """
+    groups = {bucket.ranks for bucket in program.buckets}  # few groups, each shared by many buckets
+    within = {ranks: tuple(r for r in ranks if plan.stage_and_replica(r)[1] == program.replica) for ranks in groups}
+    own = tuple(replace(bucket, ranks=within[bucket.ranks]) for bucket in program.buckets)
+    summed = {bucket.name for bucket in own if len(bucket.ranks) > 1}
+    actions = tuple(a for a in program.actions if a.kind is not ActionKind.REDUCE or a.value in summed)
+    return replace(program, actions=actions, buckets=own)
+
+
+def _with_communication(
     action: Action, peers: Sequence[Sequence[int]], receives: Sequence[StageCrossing], sends: Sequence[StageCrossing]
 ) -> list[Action]:
     """Put a compute action between the receives that it needs and the sends that follow; ``peers``: ranks by stage."""

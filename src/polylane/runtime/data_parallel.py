@@ -16,7 +16,7 @@ from polylane.graph.operators.python_context import running_as_slice
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters import broadcast as weights
-from polylane.runtime.sync.gradient_strides import match_strides
+from polylane.runtime.sync.all_reduce import match_strides
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.workers.world import World
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -47,8 +47,12 @@ class StageGraph:
             for other in others:
                 if not 0 <= other < len(self.predecessors):
                     raise ValueError(f"stage {stage} comes after stage {other}, which is not there")
-        if (circle := self._find_cycle()) is not None:
-            raise CyclicStages(circle)
+        try:
+            TopologicalSorter(dict(enumerate(self.predecessors))).prepare()
+        except CycleError as error:
+            *circle, _ = error.args[1]  # its first stage again at the end
+            lowest = circle.index(min(circle))
+            raise CyclicStages([*circle[lowest:], *circle[: lowest + 1]]) from None
 
     @classmethod
     def chain(cls, stages: int) -> StageGraph:
@@ -104,41 +108,13 @@ class StageGraph:
         return tuple(map(tuple, found))
 
     @cached_property
-    def topological_order(self) -> tuple[int, ...]:
-        """The stages in topological order; of several that may come next, the lowest number first."""
-        # Kahn's algorithm. In a graph with a cycle the stages of the cycle, and those behind it, are left out, which is
-        # how _find_cycle finds them.
-        waits = [len(others) for others in self.predecessors]
-        ready = [stage for stage, count in enumerate(waits) if not count]
-        done: list[int] = []
-        while ready:
-            stage = heapq.heappop(ready)
-            done.append(stage)
-            for other in self.successors[stage]:
-                waits[other] -= 1
-                if not waits[other]:
-                    heapq.heappush(ready, other)
-        return tuple(done)
-
-    @cached_property
     def depth_to_end(self) -> tuple[int, ...]:
         """For every stage, the number of stages on the longest path from it to the end, itself included."""
         found: dict[int, int] = {}
-        for stage in reversed(self.topological_order):
+        # Every stage after those that read its values: in that order their depths are known.
+        for stage in TopologicalSorter(dict(enumerate(self.successors))).static_order():
             found[stage] = 1 + max((found[other] for other in self.successors[stage]), default=0)
         return tuple(found[stage] for stage in range(self.stages))
-
-    def _find_cycle(self) -> list[int] | None:
-        """Return the stages of one cycle, the first one again at the end; None if there is none."""
-        left = set(range(self.stages)) - set(self.topological_order)
-        if not left:
-            return None
-        # Each of these has a predecessor among them, so walking backwards must come to a stage for the second time.
-        way, seen = [min(left)], set[int]()
-        while way[-1] not in seen:
-            seen.add(way[-1])
-            way.append(next(s for s in self.predecessors[way[-1]] if s in left))
-        return way[way.index(way[-1]) :][::-1]
 
 
 def as_stage_graph(stages: int | StageGraph) -> StageGraph:

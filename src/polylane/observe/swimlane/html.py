@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from polylane.observe.messages import transfer_times
 from polylane.observe.swimlane.layout import (
     IDLE,
     STYLES,
@@ -21,7 +20,7 @@ from polylane.observe.swimlane.layout import (
     legend_styles,
 )
 from polylane.observe.swimlane.svg import escape
-from polylane.observe.timeline import Span, Timeline
+from polylane.observe.timeline import Span, Timeline, transfer_times
 from polylane.schedule.action import ActionKind
 
 _TEMPLATE = Path(__file__).with_name("swimlane.html")

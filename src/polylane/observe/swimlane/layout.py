@@ -109,12 +109,9 @@ def format_headline(timeline: Timeline) -> str:
 
     Where it is known, what all ranks sent follows: ``· 1.2 MB sent``.
     """
-    makespan, unit = timeline.makespan(), timeline.unit
-    cells = (
-        f" ({format_number(sum(timeline.busy()))}/{format_number(timeline.ranks * makespan)})"
-        if unit == "ticks"
-        else ""
-    )
+    makespan, unit, cells = timeline.makespan(), timeline.unit, ""
+    if unit == "ticks":
+        cells = f" ({format_number(sum(timeline.busy()))}/{format_number(timeline.ranks * makespan)})"
     sent = f" · {format_bytes(sum(timeline.sent()))} sent" if any(timeline.sent()) else ""
     return (
         f"utilization {format_percent(timeline.utilization())}{cells} · makespan "

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from polylane.observe.messages import match_messages, transfer_times
 from polylane.observe.swimlane.layout import format_bytes
-from polylane.observe.timeline import Span, Timeline
+from polylane.observe.timeline import Span, Timeline, match_messages, transfer_times
 from polylane.schedule.action import COMPUTE
 
 _Placed = tuple[Span, int]  # a span and the number of the thread that it is drawn on

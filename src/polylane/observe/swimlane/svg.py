@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from polylane.observe.messages import transfer_times
 from polylane.observe.swimlane.layout import (
     IDLE,
     IDLE_DARK,
@@ -22,7 +21,7 @@ from polylane.observe.swimlane.layout import (
     style_shares,
     time_axis,
 )
-from polylane.observe.timeline import Span, Timeline
+from polylane.observe.timeline import Span, Timeline, transfer_times
 from polylane.schedule.action import COMPUTE, ActionKind
 
 # pixels

@@ -11,9 +11,8 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.graph.precision import dtypes_under_autocast
 from polylane.program.check import check
-from polylane.program.lower import lower, lower_evaluation
+from polylane.program.lower import lower, lower_evaluation, without_replica_sync
 from polylane.program.program import Program
-from polylane.program.replica_local import without_replica_sync
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.connections import Connections
@@ -109,7 +108,7 @@ def bind_program(
         device=tensors.device,
         autocast=autocast,
         local_code=None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, gates),
-        hooks=StageHooks() if cut is None else cut.hooks,
+        hooks=StageHooks() if cut is None else cut,
     )
     travelling = value_specs(partition, dtypes, layout, mesh.coordinates)
     return Executor(

@@ -12,16 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from polylane.program.program import GradientBucket
 from polylane.runtime.sync.bucket_launcher import BucketLauncher
 from polylane.runtime.sync.compression.compressor import (
     BucketGradients,
     GradientCompressor,
-    NoCompression,
     PendingReduction,
 )
-from polylane.runtime.sync.gradient_strides import match_strides
 from polylane.runtime.transport.protocol import Transport
 
 
@@ -51,7 +50,7 @@ class AllReducer:
 
     Attributes:
         bucket_bytes: bytes that this worker handed to the transport for a bucket's latest sum, by the bucket's name.
-        compressor: sums the gradients of replicas; its state belongs in a checkpoint.
+        compressor: sums the gradients of replicas; it may keep residuals from step to step.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class AllReducer:
         self._parameters = parameters
         self._optional = frozenset(optional)
         self._transport = transport
-        plain = NoCompression()
-        self.compressor: GradientCompressor = plain if codec is None else codec
+        plain = GradientCompressor()
+        self.compressor = plain if codec is None else codec
         self._compressors = [
             self.compressor if set(bucket.ranks) == set(replicas) else plain for bucket in self._buckets
         ]
@@ -128,3 +127,14 @@ class AllReducer:
             parameter = self._parameters[each]
             parameter.grad = None if each in summed.without_gradient else match_strides(gradient, parameter)
         return left.started
+
+
+def match_strides(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return the gradient with the strides of its parameter; the gradient itself if it has them already.
+
+    Autograd does the same, and torch's fused optimizers walk over the memory of both in parallel: a contiguous gradient
+    of a channels-last weight would be added to the wrong elements, without an error (torch 2.13, CPU).
+    """
+    if gradient.stride() == parameter.stride():
+        return gradient
+    return torch.empty_like(parameter, requires_grad=False).copy_(gradient)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.sync.gradient_sync import GradientSync
 from polylane.runtime.sync.local_sgd import LocalSgd
@@ -35,14 +33,8 @@ def choose_sync(
         clip_norm: upper bound on the gradients' 2-norm, or None.
         waits: counter to which time and bytes spent on synchronization are added.
     """
-    plan, rank, transport = holding.prepared.plan, holding.world.rank, holding.transport
-    # Buffers only: parameters are synchronized through the objectives that train them.
-    held = {name: buffer for name, buffer in holding.local_tensors().items() if not isinstance(buffer, nn.Parameter)}
-    if plan.sync.has_servers:
+    sync = holding.prepared.plan.sync
+    if sync.has_servers:
         host = open_server_host(everyone, holding.prepared, holding.owning_stages, clip_norm)
-        parameters = {name: p for trainer in trainers.values() for name, p in trainer.local_parameters.items()}
-        return ParameterServerSync(plan, host, trainers, parameters, held, transport, waits)
-    if plan.sync.every > 1:
-        trained = {name: trainer.local_parameters for name, trainer in trainers.items()}
-        return LocalSgd(plan.sync, plan.group(rank, ("data",)), transport, trained, held)
-    return GradientSync(transport)
+        return ParameterServerSync(holding, host, trainers, waits)
+    return LocalSgd(holding, trainers) if sync.every > 1 else GradientSync(holding.transport)

@@ -64,7 +64,6 @@ class GradientSync:
     weights_differ = False
     loss_ranks: Sequence[int] | None = None
     staleness = 0
-    _transport: Transport
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

@@ -14,14 +14,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from polylane.plan.sync import OuterOptimizer, SyncOptions
+from polylane.plan.sync import OuterOptimizer
 from polylane.runtime.sync.gradient_sync import GradientSync
-from polylane.runtime.sync.replica_mean import average_over_replicas, restore_values
-from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.sync.replica_mean import average_over_replicas, averaged_buffers, copy_values, restore_values
+
+if TYPE_CHECKING:
+    from polylane.runtime.parameters.local_model import LocalModel
+    from polylane.runtime.parameters.update import ObjectiveUpdate
 
 # Upper bound on steps in flight, however rarely replicas synchronize: a step's loss is known that many steps later.
 MOST_APART = 32
@@ -52,27 +56,19 @@ class LocalSgd(GradientSync):
     Optimizer states (momenta) stay replica-local. Running statistics are averaged with the weights.
 
     Args:
-        sync: the plan's options: interval, warmup steps with all-reduce, outer optimizer.
-        members: ranks of this stage's replicas that hold the same shards, in the order of the replicas.
-        transport: connects all training workers; ``members`` is one of its groups.
-        trained: this worker's parameters or shards by name, for each objective by its name.
-        buffers: this worker's buffers by name; only floating-point ones are averaged.
+        holding: the parameters and buffers of this worker.
+        trainers: optimizers and their parameters, by the name of the objective.
     """
 
-    def __init__(
-        self,
-        sync: SyncOptions,
-        members: Sequence[int],
-        transport: Transport,
-        trained: Mapping[str, Mapping[str, nn.Parameter]],
-        buffers: Mapping[str, Tensor],
-    ) -> None:
-        self._sync = sync
-        self._members, self._transport = tuple(members), transport
-        self._replica_index = self._members.index(transport.rank)
-        # Integer buffers (a count of batches, say) have no mean: they stay replica-local.
-        self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
-        self._progress = {name: _start_progress(parameters, sync.outer) for name, parameters in trained.items()}
+    def __init__(self, holding: LocalModel, trainers: Mapping[str, ObjectiveUpdate]) -> None:
+        super().__init__(holding.transport)
+        self._sync = holding.prepared.plan.sync
+        self._members = holding.prepared.plan.group(holding.world.rank, ("data",))
+        self._replica_index = self._members.index(holding.world.rank)
+        self._buffers = averaged_buffers(holding)
+        self._progress = {
+            name: _start_progress(trainer.local_parameters, self._sync.outer) for name, trainer in trainers.items()
+        }
 
     @property
     def max_steps_in_flight(self) -> int:  # type: ignore[override]
@@ -93,9 +89,7 @@ class LocalSgd(GradientSync):
         course.steps_taken += 1
         if not apart:
             # During warmup replicas are equal after every step: the anchor follows their weights.
-            with torch.no_grad():
-                for name, anchor in course.anchor.items():
-                    anchor.copy_(course.parameters[name])
+            copy_values(course.anchor, {name: course.parameters[name] for name in course.anchor})
             return
         course.samples_seen = [a + b for a, b in zip(course.samples_seen or [0] * len(samples), samples, strict=True)]
         if (course.steps_taken - self._sync.warmup) % self._sync.every == 0:
@@ -110,9 +104,7 @@ class LocalSgd(GradientSync):
                 anchor.grad = anchor.detach() - found[name]
             course.outer_optimizer.step()
             found |= {name: anchor.detach() for name, anchor in course.anchor.items()}
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(found[name])
+        copy_values(tensors, found)
         course.samples_seen = []
 
     def _average_tensors(self, tensors: Mapping[str, Tensor], seen: Sequence[int]) -> dict[str, Tensor]:
@@ -127,12 +119,9 @@ class LocalSgd(GradientSync):
         if courses:
             tensors |= self._buffers
         with restore_values(tensors.values()):
-            with torch.no_grad():
-                for course in courses:
-                    for name, mean in self._average_tensors(
-                        {**course.parameters, **self._buffers}, course.samples_seen
-                    ).items():
-                        tensors[name].copy_(mean)
+            for course in courses:
+                own = {**course.parameters, **self._buffers}
+                copy_values(tensors, self._average_tensors(own, course.samples_seen))
             yield
 
 

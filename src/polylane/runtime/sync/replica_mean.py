@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polylane.runtime.sync.flat_packing import FlatPacking, PackedTensor
 from polylane.runtime.transport.protocol import Transport
+
+if TYPE_CHECKING:
+    from polylane.runtime.parameters.local_model import LocalModel
+
+
+def averaged_buffers(holding: LocalModel) -> dict[str, Tensor]:
+    """Return this worker's buffers that have a mean, by name; integer ones (a count of batches, say) have none."""
+    return {
+        name: tensor
+        for name, tensor in holding.local_tensors().items()
+        if not isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    }
 
 
 def average_over_replicas(
@@ -27,6 +40,13 @@ def average_over_replicas(
     # Rows are copies, so scaling them in place leaves the tensors as they are; all sums are pending at once.
     sums = [transport.all_reduce(row.mul_(share), members) for row in packing.pack(tensors)]
     return packing.unpack([each.wait() for each in sums])
+
+
+def copy_values(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Overwrite the tensors that have a value of the same name by it, in place."""
+    with torch.no_grad():
+        for name, value in values.items():
+            tensors[name].copy_(value)
 
 
 @contextmanager

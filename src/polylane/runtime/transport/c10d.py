@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,19 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from polylane.runtime.transport import plain_objects as objects
-from polylane.runtime.transport.c10d_work import (
-    BackendResult,
-    BackendTransfer,
-    BlamePeer,
-    view_as_bytes,
-    view_as_real,
-)
+from polylane.runtime.transport.c10d_work import BlamePeer, view_as_bytes, view_as_real, wait_for_work
 from polylane.runtime.transport.protocol import (
+    Channel,
+    Deferred,
     FinishedTransfer,
     PendingResult,
     PendingTransfer,
     TransportCounters,
     all_reduce_bytes,
+    copy_back,
     gathered_sizes,
     make_contiguous,
     normalize_group,
@@ -39,28 +36,24 @@ from polylane.runtime.transport.protocol import (
 )
 from polylane.runtime.workers.world import TIMEOUT, World
 
-Channel = tuple[int, int]  # (sender, receiver)
-
 
 @dataclass
 class _ProcessGroups:
     """The process groups of one transport.
 
     Attributes:
+        world: the transport's workers; they may be a part of a larger default group.
         channels: by (sender, receiver), the group of a channel and the peer's rank in that group.
         sums: group of each declared set of ranks, by the ranks in ascending order.
         control: group that carries objects and barriers, over the CPU.
         made: groups that this transport made, and must destroy.
-        home: group of this world's workers, if they are a part of a larger default group; else None.
-        introduce: authenticates the workers of a new group, see ``World.authenticate_group``.
     """
 
+    world: World
     channels: dict[Channel, tuple[dist.ProcessGroup, int]] = field(default_factory=dict)
     sums: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     control: dist.ProcessGroup | None = None
     made: list[dist.ProcessGroup] = field(default_factory=list)
-    home: dist.ProcessGroup | None = None
-    introduce: Callable[[dist.ProcessGroup | None], None] = lambda group: None
 
     def make_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
         """Make a new process group; a collective over the whole world."""
@@ -68,19 +61,19 @@ class _ProcessGroups:
         # Processes outside this world (dedicated servers) do not take part, hence local synchronization. Torch names
         # a group by the number of groups so far: a worker that is not a member makes a group of itself alone, so that
         # the numbers stay equal at all workers.
-        own = list(ranks) if mine or self.home is None else [dist.get_rank()]
-        apart = self.home is not None
+        apart = self.world.group is not None
+        own = list(ranks) if mine or not apart else [dist.get_rank()]
         group: dist.ProcessGroup = dist.new_group(own, TIMEOUT, backend, use_local_synchronization=apart)
         if mine or apart:
             self.made.append(group)
         if mine:
-            self.introduce(group)
+            self.world.authenticate_group(group)
         return group
 
     @property
-    def world(self) -> dist.ProcessGroup:
+    def everyone(self) -> dist.ProcessGroup:
         """Process group of all workers of the world."""
-        group = self.home or dist.group.WORLD
+        group = self.world.group or dist.group.WORLD
         assert group is not None  # a world of more than one worker has joined one
         return group
 
@@ -132,18 +125,18 @@ class C10dTransport:
         self._device = world.device
         self._tag = tag
         # Sends that were not waited for yet: gloo loses a message whose handle is freed before it has been sent.
-        self._unsent: set[BackendTransfer] = set()
+        self._unsent: set[Deferred[Tensor]] = set()
         has_tags = world.backend == "gloo"
         # Making a group is a collective over the whole world: every rank goes through the same lists in their order.
         if world.size > 1:
             world.connect()
-        self._groups = _ProcessGroups(home=world.group, introduce=world.authenticate_group)
+        self._groups = _ProcessGroups(world)
         # Groups end with the transport, at the latest before the interpreter does.
         weakref.finalize(self, self._groups.destroy_groups)
         self._open_channels(channels, shared=has_tags)
         self._open_groups(groups, own_groups)
         if self.size > 1:
-            control = self._groups.world if has_tags else self._groups.make_group(range(self.size), backend="gloo")
+            control = self._groups.everyone if has_tags else self._groups.make_group(range(self.size), backend="gloo")
             self._groups.control = control
         if not has_tags:
             self._connect()
@@ -152,7 +145,7 @@ class C10dTransport:
         """Store the group of each of this rank's channels, and the peer's rank in that group."""
         for sender, receiver in dict.fromkeys(channels):
             require_channel(sender, receiver, self.size)
-            group = self._groups.world if shared else self._groups.make_group((sender, receiver))
+            group = self._groups.everyone if shared else self._groups.make_group((sender, receiver))
             if self.rank in (sender, receiver):
                 peer = receiver if self.rank == sender else sender
                 self._groups.channels[sender, receiver] = group, dist.get_group_rank(group, peer)
@@ -161,7 +154,7 @@ class C10dTransport:
         for ranks in dict.fromkeys(normalize_group(group, self.size) for group in groups):
             if len(ranks) == 1:
                 continue
-            group = self._groups.world if len(ranks) == self.size and not own else self._groups.make_group(ranks)
+            group = self._groups.everyone if len(ranks) == self.size and not own else self._groups.make_group(ranks)
             if self.rank in ranks:
                 self._groups.sums[ranks] = group
 
@@ -186,7 +179,17 @@ class C10dTransport:
         with (blame := BlamePeer(peer, "sending", wire)):
             # The group's own method: dist.isend repeats checks, which take 5 to 10 us.
             work = group.send([wire], there, self._tag)
-        return BackendTransfer(work, blame, wire, unsent=self._unsent)
+        unsent = self._unsent
+
+        def finish() -> Tensor:
+            unsent.discard(pending)
+            with blame:
+                work.wait()
+            return wire
+
+        pending = Deferred(finish)
+        unsent.add(pending)
+        return pending
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
         group, there = self._channel(peer, self.rank)
@@ -196,7 +199,7 @@ class C10dTransport:
         self.counters.count_local("receive", wire)
         with (blame := BlamePeer(peer, "receiving", wire)):
             work = group.recv([wire], there, self._tag)
-        return BackendTransfer(work, blame, wire)
+        return wait_for_work(work, blame, lambda: wire)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
         require_summable(tensor)
@@ -208,7 +211,8 @@ class C10dTransport:
         self.counters.count_sent("all_reduce", wire, all_reduce_bytes(wire, len(members)))
         with (blame := BlamePeer(None, f"summing over ranks {members}", wire)):
             work = group.allreduce([view_as_real(wire)])
-        return BackendTransfer(work, blame, wire, target=tensor.detach())
+        target = tensor.detach()
+        return wait_for_work(work, blame, lambda: copy_back(wire, target))
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         group, members = self._group(ranks)
@@ -232,7 +236,7 @@ class C10dTransport:
                 return whole
             return torch.cat([found[rank][: by_rank[rank]] for rank in ranks])
 
-        return BackendResult(work, blame, join, (padded, parts))
+        return wait_for_work(work, blame, join, (padded, parts))
 
     def reduce_scatter(
         self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
@@ -254,7 +258,7 @@ class C10dTransport:
         parts = [view_as_real(part) for part in padded.split(longest)]
         with (blame := BlamePeer(None, f"summing parts over ranks {members}", wire)):
             work = group.reduce_scatter([view_as_real(own)], [parts])
-        return BackendResult(work, blame, lambda: own[: by_rank[self.rank].numel()], (padded, parts))
+        return wait_for_work(work, blame, lambda: own[: by_rank[self.rank].numel()], (padded, parts))
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
         group, members = self._group(ranks)
@@ -270,7 +274,8 @@ class C10dTransport:
         options.rootRank = members.index(source)
         with (blame := BlamePeer(None, f"broadcasting from rank {source}", wire)):
             work = group.broadcast([view_as_bytes(wire)], options)
-        return BackendTransfer(work, blame, wire, target=tensor.detach())
+        target = tensor.detach()
+        return wait_for_work(work, blame, lambda: copy_back(wire, target))
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
@@ -292,41 +297,24 @@ class C10dTransport:
                 self.counters.count_sent("all_to_all", leaving[rank], leaving[rank].numel())
         given = torch.cat([leaving[rank] for rank in others])
         got = given.new_empty(sum(coming.values()))
-        lengths = (
-            [coming.get(rank, 0) for rank in members],
-            [leaving[rank].numel() if rank in leaving else 0 for rank in members],
-        )
+        received = [coming.get(rank, 0) for rank in members]
+        sent = [leaving[rank].numel() if rank in leaving else 0 for rank in members]
         with (blame := BlamePeer(None, f"exchanging pieces among ranks {members}", own)):
-            work = group.alltoall_base(got, given, *lengths, dist.AllToAllOptions())
+            work = group.alltoall_base(got, given, received, sent, dist.AllToAllOptions())
 
         def part() -> list[Tensor]:
             for rank, came in zip(others, got.split([coming[rank] for rank in others]), strict=True):
                 view_as_bytes(result[ranks.index(rank)]).copy_(came)
             return result
 
-        return BackendResult(work, blame, part, given)
+        return wait_for_work(work, blame, part, given)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        values: list[Any] = [value] * self.size
-        if self._groups.control is not None:
-            self.counters.count_local("object")
-            with BlamePeer(None, "gathering objects"):
-                values = objects.all_gather(value, self._groups.control)
-        return values
-
-    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
         if self._groups.control is None:
             return [value]
         self.counters.count_local("object")
-        with BlamePeer(None, f"gathering objects at rank {destination}"):
-            return objects.gather(value, destination, self._groups.control)
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        if self._groups.control is None:
-            return value
-        self.counters.count_local("object")
-        with BlamePeer(source, "waiting for its object"):
-            return objects.broadcast(value, source, self._groups.control)
+        with BlamePeer(None, "gathering objects"):
+            return objects.all_gather(value, self._groups.control)
 
     def barrier(self) -> None:
         if self._groups.control is not None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from polylane.errors import PeerLost
-from polylane.runtime.transport.protocol import Deferred, R, copy_back
+from polylane.runtime.transport.protocol import Deferred, R
 from polylane.runtime.workers.failure import looks_like_peer_loss
 
 
@@ -39,77 +40,28 @@ class BlamePeer:
         raise PeerLost(self._peer, self._doing + what, str(error)) from error
 
 
-class BackendTransfer(Deferred[Tensor]):
-    """One pending operation of the backend on one tensor.
-
-    Args:
-        work: the backend's handle of the operation.
-        blame: turns the end of a connection into an error that names the peer.
-        wire: contiguous tensor that the backend reads or writes.
-        target: the caller's tensor, if it may have other memory than ``wire``; default: ``wire``.
-        unsent: the transport's set of sends not waited for; this operation is in it until its wait.
-    """
-
-    __slots__ = ("_blame", "_target", "_unsent", "_wire", "_work")
-
-    def __init__(
-        self,
-        work: dist.Work,
-        blame: BlamePeer,
-        wire: Tensor,
-        target: Tensor | None = None,
-        unsent: set[BackendTransfer] | None = None,
-    ) -> None:
-        super().__init__()
-        self._work: dist.Work | None = work
-        self._blame = blame
-        self._wire, self._target = wire, target
-        self._unsent = unsent
-        if unsent is not None:
-            unsent.add(self)
-
-    def _finish(self) -> Tensor:
-        assert self._work is not None
-        if self._unsent is not None:
-            self._unsent.discard(self)
-        with self._blame:
-            self._work.wait()
-        self._work = None
-        return self._wire if self._target is None else copy_back(self._wire, self._target)
-
-
-class BackendResult(Deferred[R]):
-    """One pending operation of the backend whose result is built from the buffers it wrote.
+def wait_for_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], kept: object = None) -> Deferred[R]:
+    """Return a pending operation of the backend, whose result is built from the buffers that it wrote.
 
     Args:
         work: the backend's handle of the operation.
         blame: turns the end of a connection into an error that names the peer.
         make: builds the result, once the operation is complete.
-        kept: buffers that the backend reads or writes, kept alive until the result is built.
+        kept: buffers that the backend reads or writes beside those of ``make``; alive until the result is built.
     """
 
-    __slots__ = ("_blame", "_kept", "_make", "_work")
+    return Deferred(partial(_finish_work, work, blame, make, kept))
 
-    def __init__(self, work: dist.Work, blame: BlamePeer, make: Callable[[], R], kept: object) -> None:
-        super().__init__()
-        self._work, self._blame, self._make, self._kept = work, blame, make, kept
 
-    def _finish(self) -> R:
-        with self._blame:
-            self._work.wait()
-        # make may still read the buffers; after it they can be freed, although this handle lives on.
-        result = self._make()
-        self._kept = None
-        return result
+def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], kept: object) -> R:
+    with blame:
+        work.wait()
+    return make()
 
 
 def view_as_bytes(tensor: Tensor) -> Tensor:
     """Return the memory of a contiguous tensor as uint8 vector, which a backend carries for any dtype."""
-    return (
-        torch.view_as_real(tensor).view(-1).view(torch.uint8)
-        if tensor.is_complex()
-        else tensor.view(-1).view(torch.uint8)
-    )
+    return view_as_real(tensor).view(-1).view(torch.uint8)
 
 
 def view_as_real(tensor: Tensor) -> Tensor:

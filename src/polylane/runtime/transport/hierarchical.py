@@ -14,17 +14,20 @@ main thread is waiting for.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polylane.runtime.transport import c10d
-from polylane.runtime.transport.one_at_a_time import SerialThread
 from polylane.runtime.transport.protocol import (
+    Channel,
     Deferred,
     FinishedTransfer,
     PendingResult,
@@ -39,8 +42,6 @@ from polylane.runtime.transport.shared_memory import transport as shared_memory
 from polylane.runtime.transport.shared_memory.hub import MessageHub
 from polylane.runtime.transport.shared_memory.rendezvous import reconnect_hub
 from polylane.runtime.workers.world import World
-
-Channel = tuple[int, int]  # (sender, receiver)
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,13 @@ class HierarchicalTransport:
             return FinishedTransfer(tensor)
         wire = make_contiguous(tensor)
         self.counters.count_sent("all_reduce", wire, climb.bytes_sent(wire.numel(), wire.element_size()))
-        return _PendingTreeSum(self._thread.submit(self._sum_over_hosts, wire.view(-1), climb), wire, tensor.detach())
+        future, target = self._thread.submit(self._sum_over_hosts, wire.view(-1), climb), tensor.detach()
+
+        def finish() -> Tensor:
+            future.result()
+            return copy_back(wire, target)
+
+        return Deferred(finish)
 
     def _sum_over_hosts(self, wire: Tensor, climb: HostTree) -> None:
         """Run the three steps of a sum, in place, in the sums' own thread."""
@@ -192,12 +199,6 @@ class HierarchicalTransport:
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._between_hosts.all_gather_object(value)
 
-    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        return self._between_hosts.gather_object(value, destination)
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        return self._between_hosts.broadcast_object(value, source)
-
     def barrier(self) -> None:
         self._between_hosts.barrier()
 
@@ -209,26 +210,6 @@ class HierarchicalTransport:
     def _transport_of(self, ranks: Iterable[int]) -> shared_memory.SharedMemoryTransport | c10d.C10dTransport:
         """Return the transport of a group's collectives: between hosts if it has members on several."""
         return self._between_hosts if normalize_group(ranks, self.size) in self._host_trees else self._inside_host
-
-
-class _PendingTreeSum(Deferred[Tensor]):
-    """A pending sum over hosts, which the sums' own thread runs.
-
-    Args:
-        future: future of the thread's call, which leaves the sum in ``wire``.
-        wire: this worker's values, contiguous; overwritten by the sum.
-        target: the caller's tensor, to which the sum is copied if it has other memory than ``wire``.
-    """
-
-    __slots__ = ("_future", "_target", "_wire")
-
-    def __init__(self, future: Future[None], wire: Tensor, target: Tensor) -> None:
-        super().__init__()
-        self._future, self._wire, self._target = future, wire, target
-
-    def _finish(self) -> Tensor:
-        self._future.result()
-        return copy_back(self._wire, self._target)
 
 
 class HierarchicalConnections:
@@ -253,13 +234,15 @@ class HierarchicalConnections:
     ) -> HierarchicalTransport | shared_memory.SharedMemoryTransport:
         """Build a transport; the arguments are those of :class:`.c10d.C10dTransport`.
 
+        Over shared memory every transport has keys and groups of its own, whatever ``tag`` and ``own_groups`` say.
+
         Raises:
             PolylaneError: earlier transports have been closed, and the workers of a host cannot connect again.
         """
         if self._hub.is_closed:  # closed with its last transport, at all workers alike: they close the same ones
             self._hub = reconnect_hub(self._world, self._hosts)
         if len(set(self._hosts)) == 1:
-            return shared_memory.SharedMemoryTransport(self._hub, world, channels, groups, tag, own_groups)
+            return shared_memory.SharedMemoryTransport(self._hub, world, channels, groups)
         return HierarchicalTransport(self._hub, self._hosts, world, channels, groups, tag, own_groups)
 
 
@@ -267,3 +250,62 @@ def _build_host_tree(rank: int, parts: Sequence[tuple[int, ...]]) -> HostTree:
     here = next(part for part in parts if rank in part)
     across = next((ring for ring in cross_host_groups(parts) if rank in ring), ())
     return HostTree(here, here.index(rank), across, len({len(part) for part in parts}) == 1)
+
+
+# ---- the thread of the sums ------------------------------------------------------------------------------------------
+
+_Task = tuple[Future[None], Callable[..., None], tuple[Any, ...]]
+
+
+class SerialThread:
+    """Runs calls one after another in the order of submission; the thread starts with the first call.
+
+    It is a daemon, which does not keep its process alive. The interpreter joins the threads of
+    :mod:`concurrent.futures` at its end: one that waits for a peer would keep this process's connections open until its
+    timeout, and no other worker would see that this one has failed.
+
+    Args:
+        name: name of the thread, for debuggers and profilers.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._end = weakref.finalize(self, self._tasks.put, None)  # also ends the thread if close is never called
+        # At the end of the interpreter nothing is to be done, and waiting could block.
+        self._end.atexit = False
+
+    def submit(self, call: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Run a call after all earlier ones, and return a future of its end.
+
+        Raises:
+            RuntimeError: the executor was closed before.
+        """
+        if not self._end.alive:
+            raise RuntimeError("it was closed")
+        if self._thread is None:
+            self._thread = threading.Thread(target=_run_tasks, args=(self._tasks,), name=self._name, daemon=True)
+            self._thread.start()
+        future: Future[None] = Future()
+        self._tasks.put((future, call, arguments))
+        return future
+
+    def close(self) -> None:
+        """Wait for all calls and end the thread; idempotent."""
+        self._end()
+        if self._thread is not None:
+            self._thread.join()
+
+
+def _run_tasks(tasks: SimpleQueue[_Task | None]) -> None:
+    """Run tasks until None arrives; the thread refers to the queue only, so that the executor can be freed."""
+    while (task := tasks.get()) is not None:
+        future, call, arguments = task
+        try:
+            call(*arguments)
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del task, future, call, arguments  # while the thread waits it must not keep tensors alive

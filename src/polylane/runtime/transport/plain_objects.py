@@ -36,12 +36,6 @@ def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [_decode_value(part, length) for part, length in zip(parts, lengths, strict=True)]
 
 
-def gather(value: Any, destination: int, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Return every rank's value at the destination, and None elsewhere; a collective of the group."""
-    every = all_gather(value, group)
-    return every if dist.get_rank(group) == destination else None
-
-
 def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
     """Return the value of one rank of the group, at every rank; a collective of the group."""
     device = _group_device(group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,18 +26,11 @@ class PendingResult(Protocol[R_co]):
         ...
 
 
-class PendingTransfer(Protocol):
-    """A pending transfer. Every one must be waited for: until then a sent tensor must not be written to."""
+# A pending transfer of a tensor: the received, the summed, or the sent one. Until its wait a sent tensor must not be
+# written to. On accelerators the current stream waits, not this thread.
+PendingTransfer = PendingResult[Tensor]
 
-    def wait(self) -> Tensor:
-        """Wait for the transfer, and return the tensor: the received, the summed, or the sent one.
-
-        On accelerators the current stream waits, not this thread. A second call returns the same tensor at once.
-
-        Raises:
-            PeerLost: a worker of the transfer has closed its connection, or did not answer in time.
-        """
-        ...
+Channel = tuple[int, int]  # (sender, receiver)
 
 
 class Transport(Protocol):
@@ -119,14 +112,6 @@ class Transport(Protocol):
         """Return every rank's plain value, by rank; ``transport.serialization`` defines what is plain."""
         ...
 
-    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        """Return every rank's plain value, by rank, at the destination; None elsewhere."""
-        ...
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        """Return the source's plain value, at every rank."""
-        ...
-
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
         ...
@@ -161,11 +146,12 @@ class TransportCounters:
         if tensor is not None:
             self.bytes[kind] += tensor.numel() * tensor.element_size()
 
-    def count_sent(self, kind: str, tensor: Tensor, wire: int) -> None:
-        """Count one message for which this worker sends ``wire`` bytes."""
+    def count_sent(self, kind: str, tensor: Tensor, wire: int, headers: int = 0) -> None:
+        """Count one message for which this worker sends ``wire`` bytes, and ``headers`` bytes of control messages."""
         self.messages[kind] += 1
         self.bytes[kind] += tensor.nbytes
         self.wire[kind] += wire
+        self.wire["header"] += headers
 
     @property
     def given(self) -> int:
@@ -246,20 +232,22 @@ class FinishedTransfer(Generic[R]):
 
 
 class Deferred(Generic[R]):
-    """A pending operation whose first wait computes the result; later waits return it again."""
+    """A pending operation whose first wait computes the result; later waits return it again.
 
-    __slots__ = ("_result",)
+    Args:
+        finish: waits for the other workers, and computes the result; freed afterwards, with the buffers it refers to.
+    """
 
-    def __init__(self) -> None:
-        self._result: R | None = None
+    __slots__ = ("_finish", "_result")
+    _result: R
 
-    def _finish(self) -> R:
-        """Wait for the other workers, and compute the result."""
-        raise NotImplementedError
+    def __init__(self, finish: Callable[[], R]) -> None:
+        self._finish: Callable[[], R] | None = finish
 
     def wait(self) -> R:
-        if self._result is None:
+        if self._finish is not None:
             self._result = self._finish()
+            self._finish = None
         return self._result
 
 

@@ -195,12 +195,10 @@ class _Reader:
 
     def read_tensor(self, rest: list[Any]) -> Tensor:
         name, *shape = rest
-        dtype, size = _DTYPES[name], 1
-        for each in shape:
-            if type(each) is not int or each < 0:
-                raise ValueError("not a shape")
-            size *= each
-        size *= dtype.itemsize
+        if any(type(each) is not int or each < 0 for each in shape):
+            raise ValueError("not a shape")
+        dtype = _DTYPES[name]
+        size = math.prod(shape) * dtype.itemsize
         data = self._tail[self._position : self._position + size]
         if len(data) != size:
             raise ValueError("a tensor cut off")
@@ -219,15 +217,13 @@ def _read_bytes(rest: list[Any]) -> bytes:
         raise ValueError(str(error)) from None
 
 
-def _read_float(rest: list[Any]) -> float:
-    return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[rest[0]]
-
+_SPECIAL_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 # By the type that a JSON list begins with: object, tensor, special float, bytes, list, tuple, dict, set, frozenset.
 _SORTS: dict[str, Callable[[_Reader, list[Any]], Any]] = {
     "o": _Reader.read_object,
     "x": _Reader.read_tensor,
-    "f": lambda reader, rest: _read_float(rest),
+    "f": lambda reader, rest: _SPECIAL_FLOATS[rest[0]],
     "b": lambda reader, rest: _read_bytes(rest),
     "l": _Reader.read_list,
     "t": lambda reader, rest: tuple(reader.read_list(rest)),

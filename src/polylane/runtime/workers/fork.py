@@ -40,7 +40,7 @@ import torch.distributed as dist
 from polylane.errors import PolylaneError
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import FileStore, MeetingPlace
-from polylane.runtime.workers.world import TIMEOUT, World
+from polylane.runtime.workers.world import TIMEOUT, World, affine_cores
 
 T = TypeVar("T")
 Listener = Callable[[int, dict[str, Any]], None]  # called with a worker's rank and the content of its message
@@ -138,8 +138,7 @@ def threads_per_worker(workers: int) -> int:
     """Return the number of intra-op threads of each worker of this host: its share of the cores, at least one."""
     if torch.get_num_threads() > 1:  # an OpenMP pool may have started here; a single thread never uses it
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // workers)
+    return max(1, affine_cores() // workers)
 
 
 # ---------------------------------------------------------------------------------------------------- the parent's side

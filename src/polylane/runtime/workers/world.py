@@ -182,6 +182,11 @@ def backend_of_device(device: torch.device) -> str:
     return str(dist.get_default_backend_for_device(device))
 
 
+def affine_cores() -> int:
+    """Return the number of cores that this process may use, by its CPU affinity."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def accelerator_type() -> str | None:
     """Return the type of this host's accelerator with collectives of its own (``"cuda"``, ...), or None.
 

@@ -23,7 +23,7 @@ from compressing import (
     matrix_sums,
     trained,
 )
-from polylane.runtime.sync.compression.compressor import GradientCompressor, NoCompression
+from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor, saves_bytes
 from polylane.runtime.sync.compression.top_k import TopKCompressor, take_largest
@@ -215,7 +215,7 @@ def test_one_rank_has_nothing_to_send_and_loses_nothing(kind: str) -> None:
 @pytest.mark.parametrize(
     "codec",
     [
-        NoCompression,
+        GradientCompressor,
         lambda: TopKCompressor(1.0),
         lambda: PowerSGDCompressor(5),
         lambda: PowerSGDCompressor(1, start=STEPS),
@@ -246,7 +246,7 @@ def test_powersgd_finds_its_directions_again_after_steps_without_gradient() -> N
 
 
 def test_powersgd_takes_its_first_steps_plainly() -> None:
-    plain, late = trained(NoCompression, 2, 5), trained(lambda: PowerSGDCompressor(1, start=3), 2, 5)
+    plain, late = trained(GradientCompressor, 2, 5), trained(lambda: PowerSGDCompressor(1, start=3), 2, 5)
     for step in range(3):
         assert all(torch.equal(plain[0].sums[step][name], late[0].sums[step][name]) for name in plain[0].sums[step])
         assert not late[0].memories[step]
@@ -273,7 +273,7 @@ def test_parameters_of_other_types(kind: str, dtype: torch.dtype) -> None:
     assert all(total.dtype == dtype and total.isfinite().all() for total in runs[0].sums[-1].values())
     assert all(memory.dtype == torch.float32 for memory in runs[0].memories[-1].values())
     if dtype != torch.float32 and kind == "float16":
-        plain = trained(NoCompression, 3, 3, dtype)
+        plain = trained(GradientCompressor, 3, 3, dtype)
         assert all(torch.equal(runs[0].sums[0][n], plain[0].sums[0][n]) for n in plain[0].sums[0])
 
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PolylaneError
-from polylane.plan import sync as asked
-from polylane.plan.sync import SyncOptions
-from polylane.runtime.sync.compression.compressor import GradientCompressor, NoCompression
+from polylane.plan.sync import PowerSGDOptions, SyncOptions
+from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor
 from polylane.runtime.sync.compression.top_k import TopKCompressor
@@ -30,11 +29,11 @@ def choose_compressor(sync: SyncOptions, parameters: Mapping[str, Tensor]) -> Gr
         PolylaneError: a gradient that the plan compresses is not of a real floating-point dtype.
     """
     if sync.wire == "same" and sync.compress is None:
-        return NoCompression()
+        return GradientCompressor()
     _require_real("sync.wire" if sync.compress is None else "sync.compress", parameters)
     if sync.compress is None:
         return HalfPrecisionCompressor(WIRES[sync.wire])
-    if isinstance(sync.compress, asked.PowerSGDOptions):
+    if isinstance(sync.compress, PowerSGDOptions):
         return PowerSGDCompressor(sync.compress.rank, sync.compress.start)
     return TopKCompressor(sync.compress.fraction)
 

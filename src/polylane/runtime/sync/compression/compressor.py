@@ -11,9 +11,7 @@ A sum goes through up to two rounds of messages, so that no rank waits inside th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +67,10 @@ class PendingReduction:
 
 
 class GradientCompressor:
-    """Base of gradient compressors; this one is stateless from one step to the next."""
+    """Base of gradient compressors; this one sums uncompressed, by the transport's all-reduce.
+
+    Bytes of a bucket handed over by each rank: (elements + flags) x bytes of the dtype.
+    """
 
     def begin_step(self) -> None:
         """Begin the sums of a step; called at every rank."""
@@ -81,27 +82,6 @@ class GradientCompressor:
             shares: this worker's gradients of the bucket, and the ranks that sum it.
             transport: connects the workers; the bucket's ranks are one of its groups.
         """
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state for a checkpoint; tensors are the compressor's own, not copies."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of :meth:`state_dict`.
-
-        Args:
-            state: state of this rank, or of the rank with the same shards in an earlier run.
-        """
-
-
-class NoCompression(GradientCompressor):
-    """Uncompressed sum, by the transport's all-reduce.
-
-    Bytes of a bucket handed over by each rank: (elements + flags) x bytes of the dtype.
-    """
-
-    def launch_sum(self, shares: BucketGradients, transport: Transport) -> PendingReduction:
         return PendingPlainReduction(shares, transport.all_reduce(flatten_gradients(shares), shares.ranks))
 
 
@@ -134,3 +114,25 @@ def flatten_gradients(shares: BucketGradients) -> Tensor:
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which gradients and residuals are accumulated: float32 for half precision, else itself."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+class ErrorFeedback:
+    """Error feedback: the residual that compression left out of a gradient is added to the next one.
+
+    Seide et al., INTERSPEECH 2014, for one bit; Stich, Cordonnier, Jaggi, NeurIPS 2018 (arXiv 1809.07599), "memory".
+    Residuals are this rank's own; what is still to be sent is their sum over ranks.
+
+    Attributes:
+        residuals: by canonical name, what was not sent yet, in the parameter's shape; a missing one is zero.
+    """
+
+    def __init__(self) -> None:
+        self.residuals: dict[str, Tensor] = {}
+
+    def add_gradient(self, name: str, gradient: Tensor) -> Tensor:
+        """Add a gradient to the residual and return that as a vector; the caller subtracts in place what it sends."""
+        if name not in self.residuals:
+            dtype = sum_dtype(gradient.dtype)
+            self.residuals[name] = torch.zeros(gradient.shape, dtype=dtype, device=gradient.device)
+        # A view is returned, so that subtracting from it updates the stored residual.
+        return self.residuals[name].add_(gradient.detach()).view(-1)

@@ -12,7 +12,6 @@ from torch import Tensor
 from polylane.runtime.sync.compression.compressor import (
     BucketGradients,
     GradientCompressor,
-    NoCompression,
     PendingReduction,
     ReducedBucket,
     flatten_gradients,
@@ -52,11 +51,10 @@ class HalfPrecisionCompressor(GradientCompressor):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._uncompressed = NoCompression()
 
     def launch_sum(self, shares: BucketGradients, transport: Transport) -> PendingReduction:
         if shares.flags.dtype.itemsize <= self.dtype.itemsize:
-            return self._uncompressed.launch_sum(shares, transport)
+            return super().launch_sum(shares, transport)
         vector = flatten_gradients(replace(shares, optional=(), flags=shares.flags[:0]))
         return (_PendingAllGather if len(shares.ranks) == 2 else _PendingTwoStepSum)(
             shares, vector, WireFormat(self.dtype), transport

@@ -7,23 +7,20 @@ all ranks' matrices; algorithm 2 adds the residual to the next step's gradient (
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from polylane.runtime.sync.compression.compressor import (
     BucketGradients,
+    ErrorFeedback,
     GradientCompressor,
-    NoCompression,
     PendingReduction,
     ReducedBucket,
     sum_dtype,
 )
-from polylane.runtime.sync.compression.error_feedback import ErrorFeedback, restore_residual
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
@@ -58,15 +55,13 @@ class PowerSGDCompressor(GradientCompressor):
     Args:
         rank: rank r of the approximation, at least 1.
         start: number of first steps that are not compressed, while gradients change quickly.
-        seed: integer seed of the first Q, equal on all ranks.
 
     Attributes:
         error_feedback: residual E_k of every compressed parameter, of this rank.
     """
 
-    def __init__(self, rank: int, start: int = 0, seed: int = 0) -> None:
-        self.rank, self.start, self.seed = rank, start, seed
-        self._uncompressed = NoCompression()
+    def __init__(self, rank: int, start: int = 0) -> None:
+        self.rank, self.start = rank, start
         self._steps = 0  # number of begin_step calls
         self.error_feedback = ErrorFeedback()
         self._directions: dict[str, Tensor] = {}  # Q^T (r x m): products with few rows are several times as fast
@@ -81,7 +76,7 @@ class PowerSGDCompressor(GradientCompressor):
             if saves_bytes(g.shape, g.dtype, self.rank)
         )
         if self._steps <= self.start or not low:
-            return self._uncompressed.launch_sum(shares, transport)
+            return super().launch_sum(shares, transport)
         return _PendingPowerSGD(self, shares, low, transport)
 
     def directions_of(self, name: str, like: Tensor) -> Tensor:
@@ -91,9 +86,9 @@ class PowerSGDCompressor(GradientCompressor):
         if found is None:
             # From the name, not from a running generator: equal on all ranks without communication. crc32, because
             # Python's own hash of strings differs between processes.
-            random = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name}".encode()))
+            random = torch.Generator().manual_seed(zlib.crc32(f"0 {name}".encode()))
             found = torch.randn(self.rank, columns, generator=random, dtype=torch.float64)
-        return restore_residual(name, found, (self.rank, columns), like.device, sum_dtype(like.dtype))
+        return found.to(like.device, sum_dtype(like.dtype))
 
     def keep_directions(self, name: str, directions: Tensor) -> None:
         """Store Q^T for the next step; if it is not finite, drop the parameter's state so that it starts anew."""
@@ -101,16 +96,7 @@ class PowerSGDCompressor(GradientCompressor):
             self._directions[name] = directions
         else:
             self._directions.pop(name, None)
-            self.error_feedback.drop_residual(name)
-
-    def state_dict(self) -> dict[str, Any]:
-        # Residuals are this rank's own; the directions Q^T are equal at all ranks.
-        return {"steps": self._steps, "memory": self.error_feedback.state_dict(), "directions": dict(self._directions)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps = state["steps"]
-        self.error_feedback.load_state_dict(state["memory"])
-        self._directions = {name: tensor.clone() for name, tensor in state["directions"].items()}
+            self.error_feedback.residuals.pop(name, None)
 
 
 def saves_bytes(shape: torch.Size, dtype: torch.dtype, rank: int) -> bool:

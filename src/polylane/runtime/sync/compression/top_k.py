@@ -5,10 +5,9 @@ Stich, Cordonnier, Jaggi, NeurIPS 2018 (arXiv 1809.07599), algorithm 1 with its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +15,12 @@ from torch import Tensor
 from polylane.cost.network.sync_volume import count_top_k_entries
 from polylane.runtime.sync.compression.compressor import (
     BucketGradients,
+    ErrorFeedback,
     GradientCompressor,
     PendingReduction,
     ReducedBucket,
     sum_dtype,
 )
-from polylane.runtime.sync.compression.error_feedback import ErrorFeedback
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
@@ -63,12 +62,6 @@ class TopKCompressor(GradientCompressor):
             count = count_top_k_entries(self.fraction, gradient.numel())
             picks.append(take_largest(self.error_feedback.add_gradient(name, gradient), count, gradient.dtype))
         return _PendingTopK(shares, picks, transport.all_gather(pack_message(shares, picks), shares.ranks))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"memory": self.error_feedback.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.error_feedback.load_state_dict(state["memory"])
 
 
 @dataclass(frozen=True)
@@ -169,13 +162,10 @@ class _PendingTopK(PendingReduction):
 
     def _unpack_messages(self, elements: int) -> tuple[Tensor, Tensor]:
         """Return (values then flags, positions) of all ranks: a row for each rank."""
-        ranks, dtype, where = (
-            len(self.bucket_gradients.ranks),
-            self.bucket_gradients.flags.dtype,
-            _index_dtype(elements),
-        )
+        ranks, flags = len(self.bucket_gradients.ranks), self.bucket_gradients.flags
+        dtype, where = flags.dtype, _index_dtype(elements)
         count = sum(len(pick.positions) for pick in self.selected)
-        end = (count + len(self.bucket_gradients.flags)) * dtype.itemsize
+        end = (count + len(flags)) * dtype.itemsize
         messages = self.pending.wait().view(ranks, end + count * where.itemsize)
         numbers, places = messages[:, :end].reshape(-1).view(dtype), messages[:, end:].reshape(-1).view(where)
-        return numbers.view(ranks, count + len(self.bucket_gradients.flags)), places.view(ranks, count)
+        return numbers.view(ranks, count + len(flags)), places.view(ranks, count)

@@ -14,21 +14,22 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from polylane.plan.plan import Plan
 from polylane.runtime.pipeline.connections import replica_ranks
+from polylane.runtime.sync.flat_packing import FlatPacking
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
 from polylane.runtime.sync.parameter_server.host import ServerHost
 from polylane.runtime.sync.parameter_server.messages import CPU, Channel, MessageHead, MessageKind
 from polylane.runtime.sync.parameter_server.packing import ServerShard
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.sync.parameter_server.weights import encode_options
-from polylane.runtime.sync.replica_mean import average_over_replicas, restore_values
+from polylane.runtime.sync.replica_mean import average_over_replicas, averaged_buffers, copy_values, restore_values
 from polylane.runtime.tensor_parallel import CollectiveWaits
-from polylane.runtime.transport.protocol import Transport, TransportCounters
+from polylane.runtime.transport.protocol import TransportCounters
 
 if TYPE_CHECKING:
+    from polylane.runtime.parameters.local_model import LocalModel
     from polylane.runtime.parameters.update import ObjectiveUpdate
 
 
@@ -39,12 +40,9 @@ class ParameterServerSync(GradientSync):
     next gradients, and its scheduler follows the server that has made the most updates.
 
     Args:
-        plan: the parallelization plan of the training.
+        holding: the parameters and buffers of this worker.
         host: channels to all servers, and the servers in this process.
         trainers: optimizers and their parameters, by the name of the objective.
-        parameters: this worker's parameters or shards, by canonical name.
-        buffers: this worker's buffers by name; only floating-point ones are averaged.
-        transport: connects all training workers, not dedicated servers.
         waits: counter to which time and bytes spent on servers are added.
 
     Attributes:
@@ -53,26 +51,21 @@ class ParameterServerSync(GradientSync):
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        host: ServerHost,
-        trainers: Mapping[str, ObjectiveUpdate],
-        parameters: Mapping[str, nn.Parameter],
-        buffers: Mapping[str, Tensor],
-        transport: Transport,
-        waits: CollectiveWaits,
+        self, holding: LocalModel, host: ServerHost, trainers: Mapping[str, ObjectiveUpdate], waits: CollectiveWaits
     ) -> None:
-        self._plan, self._host, self._sync = plan, host, plan.sync
+        super().__init__(holding.transport)
+        plan, rank = holding.prepared.plan, holding.world.rank
+        self._host, self._sync, self._waits = host, plan.sync, waits
         self._trainers, self._objective_names = trainers, list(trainers)
-        self._parameters, self._transport, self._waits = parameters, transport, waits
-        self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        self._parameters = {name: p for trainer in trainers.values() for name, p in trainer.local_parameters.items()}
+        self._buffers = averaged_buffers(holding)
         self._versions = dict.fromkeys(host.channels, 0)
         self._updates_seen = dict.fromkeys(trainers, 0)
         self._sent_options = {name: encode_options(trainer.optimizer) for name, trainer in trainers.items()}
         self._steps = self.staleness = 0
-        self._members = plan.group(transport.rank, ("data",))
+        self._members = plan.group(rank, ("data",))
         self._samples_seen = [0] * len(self._members)
-        self.loss_ranks = replica_ranks(plan, transport.rank) if plan.sync.is_replica_local else None
+        self.loss_ranks = replica_ranks(plan, rank) if plan.sync.is_replica_local else None
         self._send_first_weights()
 
     def _send_first_weights(self) -> None:
@@ -134,24 +127,21 @@ class ParameterServerSync(GradientSync):
     def _receive_weights(self, server: int, trade: ServerShard, line: Channel) -> MessageHead:
         """Wait for a server's answer and load the new weights in it."""
         head, values = self._receive_answer(trade, line)
-        self._load_weights(values)
+        copy_values(self._parameters, values)
         self._versions[server] = head.version
         return head
 
     def _receive_answer(self, trade: ServerShard, line: Channel) -> tuple[MessageHead, dict[str, Tensor]]:
         """Return the head of a server's next answer, and the weights in it by name."""
+
+        def packing(head: MessageHead) -> FlatPacking:
+            sent = [name for number, name in enumerate(self._objective_names) if head.objectives >> number & 1]
+            return trade.weights_of(sent)
+
         start = time.perf_counter()
-        head, rows = line.get(lambda head: trade.weights_of(self._objectives_of(head)).sizes)
+        head, rows = line.get(lambda head: packing(head).sizes)
         self._waits.seconds += time.perf_counter() - start
-        return head, trade.weights_of(self._objectives_of(head)).unpack(rows)
-
-    def _objectives_of(self, head: MessageHead) -> list[str]:
-        return [name for number, name in enumerate(self._objective_names) if head.objectives >> number & 1]
-
-    def _load_weights(self, values: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, value in values.items():
-                self._parameters[name].copy_(value)
+        return head, packing(head).unpack(rows)
 
     # ---- optimizer options that the user changes ---------------------------------------------------------------------
 
@@ -211,15 +201,12 @@ class ParameterServerSync(GradientSync):
                 for _, line in self._host.channels.values():
                     line.put(MessageHead(MessageKind.READ_WEIGHTS))
                 for trade, line in self._host.channels.values():
-                    self._load_weights(self._receive_answer(trade, line)[1])
+                    copy_values(self._parameters, self._receive_answer(trade, line)[1])
             # Servers have no buffers: running statistics are averaged over replicas, weighted by samples.
             if any(self._samples_seen):
                 share = self._samples_seen[self._members.index(self._transport.rank)] / sum(self._samples_seen)
-                with torch.no_grad():
-                    for name, mean in average_over_replicas(
-                        self._buffers, share, self._members, self._transport
-                    ).items():
-                        self._buffers[name].copy_(mean)
+                means = average_over_replicas(self._buffers, share, self._members, self._transport)
+                copy_values(self._buffers, means)
             yield
 
     def server_updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:

@@ -12,20 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
 from polylane.compile.server_assignment import assign_parameters, server_rank
 from polylane.errors import PeerLost
-from polylane.program.lower import differentiable_parameters
-from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.messages import Channel, RemoteChannel, open_local_channel
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards
 from polylane.runtime.sync.parameter_server.server import ParameterServer, ServedWorker
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
-from polylane.runtime.sync.parameter_server.weights import ServerWeights
+from polylane.runtime.sync.parameter_server.weights import build_weights
 from polylane.runtime.transport import c10d, clock
 from polylane.runtime.transport.protocol import PendingTransfer, Transport, TransportCounters
 from polylane.runtime.transport.serialization import decode, encode
@@ -161,20 +158,22 @@ def open_server_host(
     transport = c10d.C10dTransport(every, [(0, rank) for rank in dedicated])
     host = ServerHost(every, transport, dedicated, clock.measure_clock_offset(transport) if world.size > 1 else 0.0)
     model = dict(named_parameters(prepared.model, [o.loss for o in prepared.objectives.values()]))
-    fellows = _open_server_channels(
-        every, plan.sync.server_count, [server_rank(plan, q) for q in range(plan.sync.server_count)], host
-    )
+    fellows = _open_server_channels(every, [server_rank(plan, q) for q in range(plan.sync.server_count)], host)
     # Every process goes through all servers in the same order: opening a transport is a collective.
     for number, share in enumerate(assign_parameters(prepared.partitions, plan)):
         own, at = plan_server_shards(prepared, share, holders, model), server_rank(plan, number)
-        ends = _open_channels(every, own, at, number, host)
+        # Transports over one gloo group differ by their tags: 0 for collective calls, 2 + number for a server's
+        # channels, tags from 2 + servers on between servers.
+        pairs = [(trade.rank, at, trade.max_flags) for trade in own]
+        opened = _open_channels(every, pairs, (FROM_SERVER, TO_SERVER), 2 + number, host)
+        ends = {trade.rank: pair for trade, pair in zip(own, opened, strict=True)}
         for trade in own:
             if trade.rank == world.rank:
                 host.channels[number] = trade, ends[trade.rank][0]
         if at == world.rank:
             clients = {trade.rank: ServedWorker(trade, ends[trade.rank][1]) for trade in own}
             # Asynchronous updates are of single replicas, whose workers clip their gradients themselves.
-            begin = partial(_build_weights, prepared, clip_norm if plan.sync.staleness == 0 else None, world.device)
+            begin = partial(build_weights, prepared, clip_norm if plan.sync.staleness == 0 else None, world.device)
             names, mine = list(prepared.objectives), fellows.get(number, ())
             host.servers.append(
                 ParameterServer(number, at, clients, names, plan.sync.staleness, begin, world.device, mine)
@@ -185,85 +184,45 @@ def open_server_host(
 
 
 def _open_channels(
-    world: World, trades: Sequence[ServerShard], at: int, number: int, host: ServerHost
-) -> dict[int, tuple[Channel, Channel]]:
-    """Open the channels of one server; return (worker's end, server's end) by the worker's rank.
+    world: World, pairs: Sequence[tuple[int, int, int]], waits: tuple[str, str], tag: int, host: ServerHost
+) -> list[tuple[Channel, Channel]]:
+    """Open a channel for each pair of ranks, over one transport; return (first rank's end, second rank's end) of each.
 
     Each process uses only its own ends.
 
     Args:
         world: all processes of the training.
-        trades: what the server exchanges with each worker.
-        at: rank of the server's process.
-        number: number of the server.
-        host: gets the transport that carries the channels.
+        pairs: (first rank, second rank, flags in a message) of each channel; both ranks may be equal.
+        waits: what the first and the second end wait for, in words, for errors.
+        tag: tag of the transport that carries the channels, which is added to the host's.
+        host: the parameter-server host of this process.
     """
-    others = [trade.rank for trade in trades if trade.rank != at]
-    channels = [channel for rank in others for channel in ((rank, at), (at, rank))]
-    # Transports over one gloo group differ by their tags: 0 for collective calls, 2 + number for a server's channels,
-    # tags from 2 + servers on between servers.
-    transport, lock = c10d.C10dTransport(world, channels, tag=2 + number), threading.Lock()
+    remote = [(one, other) for one, other, _ in pairs if one != other]
+    remote += [(other, one) for one, other in remote]
+    transport, lock = c10d.C10dTransport(world, remote, tag=tag), threading.Lock()
     host.transports.append(transport)
-    found: dict[int, tuple[Channel, Channel]] = {}
-    for trade in trades:
-        if trade.rank == at:
-            found[at] = open_local_channel(at, FROM_SERVER, TO_SERVER)
+    found = list[tuple[Channel, Channel]]()
+    for first, second, flags in pairs:
+        if first == second:
+            found.append(open_local_channel(first, *waits))
         else:
-            there = RemoteChannel(transport, lock, at, trade.max_flags, FROM_SERVER)
-            found[trade.rank] = there, RemoteChannel(transport, lock, trade.rank, trade.max_flags, TO_SERVER)
+            one = RemoteChannel(transport, lock, second, flags, waits[0])
+            found.append((one, RemoteChannel(transport, lock, first, flags, waits[1])))
     return found
 
 
-def _open_server_channels(
-    world: World, servers: int, hosts: Sequence[int], host: ServerHost
-) -> dict[int, list[Channel]]:
-    """Open the star of channels between server 0 and all others; return the ends of each server by its number."""
-    found: dict[int, list[Channel]] = {}
-    for other in range(1, servers):
-        ends: tuple[Channel, Channel]
-        if hosts[0] == hosts[other]:
-            ends = open_local_channel(hosts[0], BETWEEN, BETWEEN)
-        else:
-            channels = [(hosts[0], hosts[other]), (hosts[other], hosts[0])]
-            transport, lock = c10d.C10dTransport(world, channels, tag=1 + servers + other), threading.Lock()
-            host.transports.append(transport)
-            ends = (
-                RemoteChannel(transport, lock, hosts[other], 0, BETWEEN),
-                RemoteChannel(transport, lock, hosts[0], 0, BETWEEN),
-            )
-        found.setdefault(0, []).append(ends[0])
-        found[other] = [ends[1]]
-    return found
-
-
-def _build_weights(
-    prepared: CompiledTraining,
-    clip_norm: float | None,
-    device: torch.device,
-    server: ParameterServer,
-    values: Mapping[str, Tensor],
-) -> ServerWeights:
-    """Build a server's weights and optimizers from its part of the initial weights.
+def _open_server_channels(world: World, hosts: Sequence[int], host: ServerHost) -> dict[int, list[Channel]]:
+    """Open the star of channels between server 0 and all others; return the ends of each server by its number.
 
     Args:
-        prepared: the compiled training, equal on every worker.
-        clip_norm: upper bound on the 2-norm of summed gradients, or None.
-        device: device on which the server computes.
-        server: the server, which sums norms over all servers.
-        values: initial full values of the server's parameters, by canonical name.
+        world: all processes of the training.
+        hosts: rank of the process of each server, by the server's number.
+        host: the parameter-server host of this process.
     """
-    model = dict(named_parameters(prepared.model, [o.loss for o in prepared.objectives.values()]))
-    trained = {name: differentiable_parameters(each.graph) for name, each in prepared.partitions.items()}
-    # The model of this process may have been sharded already: full shapes are those of the graphs.
-    shapes: dict[str, Any] = {}
-    for partition in prepared.partitions.values():
-        shapes |= {name: info.shape for name, info in partition.graph.parameters.items()}
-    weights = ServerWeights.from_values(values, model, shapes, prepared.objectives, trained, device)
-    if clip_norm is not None:
-        for name, course in weights.objectives.items():
-            # The order of the model, not of this server: all servers sum one vector of norms.
-            order = [n for n in model if n in trained[name]]
-            own = course.parameters
-            sums = SumOverMesh(order, list(own), own, device, server.sum_over_servers)
-            course.clipper = GradientClipper(clip_norm, sums)
-    return weights
+    found: dict[int, list[Channel]] = {}
+    for other in range(1, len(hosts)):
+        pair = (hosts[0], hosts[other], 0)
+        ((mine, theirs),) = _open_channels(world, [pair], (BETWEEN, BETWEEN), 1 + len(hosts) + other, host)
+        found.setdefault(0, []).append(mine)
+        found[other] = [theirs]
+    return found

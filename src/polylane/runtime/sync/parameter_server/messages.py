@@ -17,9 +17,8 @@ import queue
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,8 +47,7 @@ class MessageKind(IntEnum):
     FAILED = 8  # from a server: it has ended with an error
 
 
-@dataclass(frozen=True)
-class MessageHead:
+class MessageHead(NamedTuple):
     """Head of a message, which precedes its rows.
 
     Attributes:
@@ -76,28 +74,17 @@ class MessageHead:
 
     def to_tensor(self, flags: int) -> Tensor:
         """Return the head as uint8 vector, padded to ``flags`` flags: both ends of a channel know that number."""
-        numbers = (
-            self.objective,
-            self.step,
-            self.version,
-            self.updates,
-            self.staleness,
-            self.objectives,
-            self.option_bytes,
-        )
-        content = _NUMBERS.pack(int(self.kind), *numbers) + self.flags.ljust(flags, b"\0")
+        *numbers, own_flags = self
+        content = _NUMBERS.pack(*numbers) + own_flags.ljust(flags, b"\0")
         return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     @classmethod
     def of_tensor(cls, tensor: Tensor) -> MessageHead:
         """Return the head that :meth:`to_tensor` made a vector of; the padding of the flags stays."""
         content = tensor.numpy().tobytes()
-        kind, objective, step, version, updates, staleness, objectives, extra = _NUMBERS.unpack_from(content)
-        flags = content[_NUMBERS.size :]
-        return cls(MessageKind(kind), objective, step, version, updates, staleness, objectives, extra, flags)
+        kind, *numbers = _NUMBERS.unpack_from(content)
+        return cls._make((MessageKind(kind), *numbers, content[_NUMBERS.size :]))
 
-
-HEAD_BYTES = _NUMBERS.size
 
 Message = tuple[MessageHead, list[Tensor]]
 
@@ -148,7 +135,7 @@ class RemoteChannel:
 
     def get(self, sizes: Callable[[MessageHead], Sizes]) -> Message:
         # The head first: it decides how many rows follow, and of which sizes.
-        head = MessageHead.of_tensor(self._receive_rows([(HEAD_BYTES + self._flags, torch.uint8)])[0])
+        head = MessageHead.of_tensor(self._receive_rows([(_NUMBERS.size + self._flags, torch.uint8)])[0])
         _raise_if_failed(head, self._peer, self._doing)
         return head, self._receive_rows(sizes(head))
 

@@ -19,7 +19,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from polylane.observe.timeline import Span
+from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.sync.flat_packing import FlatPacking
-from polylane.runtime.sync.parameter_server.gradient_sum import GradientSum
 from polylane.runtime.sync.parameter_server.messages import CPU, Channel, MessageHead, MessageKind, Sizes
 from polylane.runtime.sync.parameter_server.packing import ServerShard
 from polylane.runtime.sync.parameter_server.update_log import ALL, ServerUpdate, UpdateLog
@@ -48,6 +48,53 @@ class ServedWorker:
     channel: Channel
 
 
+class GradientSum:
+    """Sum of several workers' gradients, in the order of their ranks: the same bits in every run.
+
+        arrives     rank 2    rank 0    rank 1
+        added                 0         1, 2
+
+    Args:
+        ranks: shards that each contributing worker holds, by its rank.
+
+    Attributes:
+        gradients: the partial sums so far, in full shapes, by canonical name.
+    """
+
+    def __init__(self, ranks: Mapping[int, ShardSpec]) -> None:
+        self._shard_specs = dict(sorted(ranks.items()))
+        self._waiting: dict[int, Mapping[str, Tensor]] = {}
+        self._next = iter(self._shard_specs)
+        self._expected: int | None = next(self._next, None)
+        self.gradients: dict[str, Tensor] = {}
+        self._with_gradient: set[str] = set()
+
+    def add_part(self, rank: int, parts: Mapping[str, Tensor], had: Iterable[str]) -> bool:
+        """Add one worker's gradients; return whether those of all workers have arrived.
+
+        Args:
+            rank: rank of the worker that sent them.
+            parts: gradients, or shards of them, by name; kept, and overwritten by partial sums.
+            had: names of parameters that have a gradient; the others are zeros.
+        """
+        self._waiting[rank] = parts
+        self._with_gradient.update(had)
+        while self._expected is not None and self._expected in self._waiting:
+            self._add_to_sum(self._waiting.pop(self._expected), self._shard_specs[self._expected])
+            self._expected = next(self._next, None)
+        return self._expected is None
+
+    def _add_to_sum(self, parts: Mapping[str, Tensor], pieces: ShardSpec) -> None:
+        for name, part in parts.items():
+            # Shards are padded with zeros to full shapes: the sum over a replica's workers joins them.
+            whole = pieces.pad_to_full(name, part) if pieces.is_sharded(name) else part
+            self.gradients[name] = self.gradients[name].add_(whole) if name in self.gradients else whole
+
+    def take_sums(self) -> dict[str, Tensor]:
+        """Return the sums of the parameters for which any worker had a gradient, by name."""
+        return {name: gradient for name, gradient in self.gradients.items() if name in self._with_gradient}
+
+
 class ParameterServer:
     """One parameter server: a thread for each worker waits for its messages; one at a time changes the weights.
 
@@ -57,7 +104,8 @@ class ParameterServer:
         clients: the workers that hold any of its parameters, by rank.
         objectives: names of the objectives, in the order of their numbers in messages.
         staleness: most steps by which a replica may be ahead of the slowest; 0: synchronous; "any": no bound.
-        begin: builds the weights and optimizers of this server from initial values by name.
+        begin: builds the weights and optimizers of this server from :meth:`sum_over_servers` and initial values by
+            name.
         device: device of the weights and optimizer states.
         fellows: ends of channels to other servers: server 0 has one to each other, each other has one to server 0.
 
@@ -75,7 +123,7 @@ class ParameterServer:
         clients: Mapping[int, ServedWorker],
         objectives: Sequence[str],
         staleness: int | str,
-        begin: Callable[[ParameterServer, Mapping[str, Tensor]], ServerWeights],
+        begin: Callable[[Callable[[Tensor], Tensor], Mapping[str, Tensor]], ServerWeights],
         device: torch.device,
         fellows: Sequence[Channel],
     ) -> None:
@@ -162,7 +210,8 @@ class ParameterServer:
             return trade.full_packings[0].sizes
         if head.kind is not MessageKind.GRADIENTS:
             return ()
-        return [*trade.gradient_packings[self._objectives[head.objective]].sizes, *_option_sizes(head)]
+        gradients = trade.gradient_packings[self._objectives[head.objective]].sizes
+        return [*gradients, (head.option_bytes, torch.uint8)] if head.option_bytes else gradients
 
     def _handle_message(self, client: ServedWorker, head: MessageHead, rows: Sequence[Tensor]) -> None:
         trade = client.server_shard
@@ -189,7 +238,9 @@ class ParameterServer:
         trade = client.server_shard
         parts = trade.full_packings[0].unpack(rows, self._device)
         if self._add_part(trade, trade.replica, head, parts, parts):
-            self._weights = self._build_weights(self, self._gradient_sums.pop(trade.replica).take_sums())
+            self._weights = self._build_weights(
+                self.sum_over_servers, self._gradient_sums.pop(trade.replica).take_sums()
+            )
             self._weights_ready.set()
             for rank in self._replica_ranks[trade.replica]:
                 self._send_answer(rank, self._last_heads[rank], (), ())
@@ -331,7 +382,3 @@ def _take_parts(tensors: Mapping[str, Tensor], packing: FlatPacking, trade: Serv
     """Return a worker's shards of full tensors, of those that exist in ``tensors``."""
     wholes = {name: tensors[name] for name in packing.names if name in tensors}
     return {**wholes, **trade.shard_spec.local_shards(wholes)}
-
-
-def _option_sizes(head: MessageHead) -> Sizes:
-    return [(head.option_bytes, torch.uint8)] if head.option_bytes else []

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.objectives import Objective
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.objectives import Objective, named_parameters
 from polylane.errors import PolylaneError
+from polylane.program.lower import differentiable_parameters
 from polylane.runtime.parameters import optimizer as optimizer
-from polylane.runtime.parameters.optimizer import GradientClipper
+from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh
 from polylane.runtime.transport.serialization import decode, encode
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -62,42 +64,49 @@ class ServerWeights:
     parameters: dict[str, nn.Parameter]
     objectives: dict[str, ObjectiveState] = field(default_factory=dict)
 
-    @classmethod
-    def from_values(
-        cls,
-        values: Mapping[str, Tensor],
-        model: Mapping[str, nn.Parameter],
-        shapes: Mapping[str, Sequence[int]],
-        objectives: Mapping[str, Objective],
-        trained: Mapping[str, Collection[str]],
-        device: torch.device,
-    ) -> ServerWeights:
-        """Build the initial weights and the optimizers of all objectives.
 
-        Args:
-            values: initial full values of the server's parameters, by name.
-            model: all parameters of the model, for their names, dtypes and ``requires_grad``.
-            shapes: full shapes of parameters by name; the model's own may be shards.
-            objectives: the user's losses and optimizer factories, by name.
-            trained: names of the parameters that get gradients, by objective.
-            device: device on which the server computes.
+def build_weights(
+    prepared: CompiledTraining,
+    clip_norm: float | None,
+    device: torch.device,
+    sum_over_servers: Callable[[Tensor], Tensor],
+    values: Mapping[str, Tensor],
+) -> ServerWeights:
+    """Build a server's weights, and the optimizers of all objectives, from its part of the initial weights.
 
-        Raises:
-            PolylaneError: an optimizer takes other parameters than those passed to its factory.
-        """
-        held = {name: nn.Parameter(values[name].to(device)) for name in model if name in values}
-        # The user's factory sees all parameters, so that groups come out as on one device; those of other servers have
-        # their shape but no memory.
-        every = [
-            (n, held[n] if n in held else _parameter_of_shape(p, shapes.get(n, p.shape), device))
-            for n, p in model.items()
-        ]
-        weights = cls(held)
-        for name, objective in objectives.items():
-            built = _build_optimizer(objective, [(n, p) for n, p in held.items() if n in trained[name]], every)
-            own = {n: p for n, p in held.items() if n in trained[name]}
-            weights.objectives[name] = ObjectiveState(own, built, objective.scheduler and objective.scheduler(built))
-        return weights
+    Args:
+        prepared: the compiled training, equal on every worker.
+        clip_norm: upper bound on the 2-norm of summed gradients, or None.
+        device: device on which the server computes.
+        sum_over_servers: sums a vector over all servers, for the norm of gradients.
+        values: initial full values of the server's parameters, by canonical name.
+
+    Raises:
+        PolylaneError: an optimizer takes other parameters than those passed to its factory.
+    """
+    model = dict(named_parameters(prepared.model, prepared.losses))
+    # The model of this process may have been sharded already: full shapes are those of the graphs.
+    shapes: dict[str, Sequence[int]] = {}
+    for partition in prepared.partitions.values():
+        shapes |= {name: info.shape for name, info in partition.graph.parameters.items()}
+    held = {name: nn.Parameter(values[name].to(device)) for name in model if name in values}
+    # The user's factory sees all parameters, so that groups come out as on one device; those of other servers have
+    # their shape but no memory.
+    every = [
+        (n, held[n] if n in held else _parameter_of_shape(p, shapes.get(n, p.shape), device)) for n, p in model.items()
+    ]
+    weights = ServerWeights(held)
+    for name, objective in prepared.objectives.items():
+        trained = differentiable_parameters(prepared.partitions[name].graph)
+        own = {n: p for n, p in held.items() if n in trained}
+        built = _build_optimizer(objective, list(own.items()), every)
+        course = ObjectiveState(own, built, objective.scheduler and objective.scheduler(built))
+        if clip_norm is not None:
+            # The order of the model, not of this server: all servers sum one vector of norms.
+            order = [n for n in model if n in trained]
+            course.clipper = GradientClipper(clip_norm, SumOverMesh(order, list(own), own, device, sum_over_servers))
+        weights.objectives[name] = course
+    return weights
 
 
 def _parameter_of_shape(parameter: nn.Parameter, shape: Sequence[int], device: torch.device) -> nn.Parameter:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -40,24 +40,6 @@ class ShardView:
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
-
-
-@dataclass(frozen=True, eq=False)
-class _Gate:
-    """Call in a stage's graph that gathers a unit before its first use, or releases it after its last."""
-
-    passes: GatheredPasses
-    flat_buffer: FlatBuffer
-    is_opening: bool
-
-    __name__ = "gate"
-    __module__ = "polylane"
-
-    def __call__(self) -> None:
-        if self.is_opening:
-            self.passes.gather_unit(self.flat_buffer)
-        else:
-            self.passes.release_unit(self.flat_buffer)
 
 
 @dataclass(frozen=True)
@@ -103,10 +85,10 @@ class GatheredPasses:
         added = []
         for use in uses:
             with graph.inserting_before(nodes[use.first]):
-                added.append(graph.call_function(_Gate(self, use.flat_buffer, True)))
+                added.append(graph.call_function(_make_gate(self.gather_unit, use.flat_buffer)))
             if nodes[use.last].op != "output":  # an output may be a view of a parameter
                 with graph.inserting_after(nodes[use.last]):
-                    added.append(graph.call_function(_Gate(self, use.flat_buffer, False)))
+                    added.append(graph.call_function(_make_gate(self.release_unit, use.flat_buffer)))
         try:
             yield
         finally:
@@ -233,6 +215,15 @@ class GatheredPasses:
         for name in [name for name in self._gathered_units if name not in self._summed]:
             if self._uses[name].first > here and not self._uses[name].is_opaque:
                 self.release_unit(self._gathered_units[name])
+
+
+def _make_gate(act: Callable[[FlatBuffer], None], flat: FlatBuffer) -> Callable[[], None]:
+    """Return the call in a stage's graph that gathers a unit before its first use, or releases it after its last."""
+
+    def gate() -> None:
+        act(flat)
+
+    return gate
 
 
 def _find_unit_uses(graph: fx.Graph, shards: Shards) -> list[_UnitUse]:

@@ -140,7 +140,7 @@ def flat_buffer_of(
         if high > low or (unit.owners and unit.owners[unit.parameters.index(name)] == index):
             at = begin + low - bounds[index][0]
             part = shard[at : at + high - low].view(parameter.shape if unit.owners else (high - low,))
-            flat.optimizer_parts[name] = OptimizerPart(_parameter_like(parameter, part), low, high)
+            flat.optimizer_parts[name] = OptimizerPart(nn.Parameter(part, parameter.requires_grad), low, high)
     if hidden:
         # A slice would keep the memory of the full buffer alive.
         flat.store_shard(shard if kept is not None else shard.clone())
@@ -148,10 +148,6 @@ def flat_buffer_of(
     else:
         flat.attach_full(whole)
     return flat
-
-
-def _parameter_like(parameter: nn.Parameter, part: Tensor) -> nn.Parameter:
-    return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 class Shards:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from polylane.compile.objectives import OptimizerFactory
+from polylane.compile.optimizer_probe import SIZE, build_on_trial, draw_trial, small_parameters
 from polylane.errors import PolylaneError
-
-Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
-
-SIZE = 4  # size of every dimension of the small parameters on which an optimizer is tried
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,9 @@ def _replacement_for(parameter: nn.Parameter, pieces: Mapping[nn.Parameter, Opti
     return parameter if piece is None else piece.parameter
 
 
-def find_unshardable(parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[Factory]) -> set[str]:
+def find_unshardable(
+    parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[OptimizerFactory]
+) -> set[str]:
     """Return names of the parameters that an optimizer can only update as a whole, in their own shape.
 
     Scalars are among them: there is nothing to cut. Each optimizer is tried on small parameters of the same names and
@@ -91,12 +91,10 @@ def find_unshardable(parameters: Sequence[tuple[str, nn.Parameter]], optimizers:
     return found
 
 
-def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Factory) -> set[str]:
-    random = torch.Generator().manual_seed(0)
-    values = {n: torch.randn([SIZE] * p.dim(), generator=random, dtype=torch.float64) for n, p in parameters}
-    # Two steps: the second one also depends on the optimizer's states.
-    steps = [{n: torch.randn(v.shape, generator=random, dtype=torch.float64) for n, v in values.items()} for _ in "12"]
-    if hasattr(factory(_make_small_values(values)), "sum_over_holders"):
+def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: OptimizerFactory) -> set[str]:
+    values, steps = draw_trial(parameters)
+    built = factory(list(small_parameters(values).items()))
+    if hasattr(built, "sum_over_holders"):
         return set()
     different = set[str]()
     # Three trials in float64: full; all parameters with the same number of dimensions cut into two uneven vectors; and,
@@ -115,20 +113,15 @@ def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Fac
             nothing, every = (0, 0), {n: (0, v.numel()) for n, v in values.items()}
             shares = [{n: every[n] if i % 2 == k else nothing for i, n in enumerate(every)} for k in (0, 1)]
             if _find_unlike(whole, [_train_values(factory, values, steps, share, False) for share in shares], every):
-                raise _coupled_optimizer_error(factory, values)
+                raise _coupled_optimizer_error(type(built).__name__)
     return different
 
 
-def _coupled_optimizer_error(factory: Factory, values: Mapping[str, Tensor]) -> PolylaneError:
-    kind = type(factory(_make_small_values(values))).__name__
+def _coupled_optimizer_error(kind: str) -> PolylaneError:
     return PolylaneError(
         f"shard: {kind} looks at several parameters at once, so that no replica can update a share of them: take shard "
         "out of the plan, or another optimizer"
     )
-
-
-def _make_small_values(values: Mapping[str, Tensor]) -> list[tuple[str, nn.Parameter]]:
-    return [(name, nn.Parameter(value.clone())) for name, value in values.items()]
 
 
 def _find_unlike(whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> set[str]:
@@ -141,7 +134,7 @@ def _find_unlike(whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tenso
 
 
 def _train_values(
-    factory: Factory,
+    factory: OptimizerFactory,
     values: Mapping[str, Tensor],
     steps: Sequence[Mapping[str, Tensor]],
     ends: Mapping[str, tuple[int, int]],
@@ -156,12 +149,8 @@ def _train_values(
         ends: (begin, end) of the part of a parameter, by name; empty parts are left out; others are full.
         flat: whether parts are vectors; else they have the parameter's shape.
     """
-    own = _make_small_values(values)
-    optimizer, pieces = factory(own), dict[nn.Parameter, OptimizerPart | None]()
-    given = {id(parameter) for _, parameter in own}
-    if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError("optimizer(parameters) takes other parameters than those that it is given")
-    for name, parameter in own:
+    (own, optimizer), pieces = build_on_trial(factory, values), dict[nn.Parameter, OptimizerPart | None]()
+    for name, parameter in own.items():
         if name in ends:
             begin, end = ends[name]
             part = parameter.detach().reshape(-1)[begin:end].clone()
@@ -169,12 +158,12 @@ def _train_values(
             pieces[parameter] = None if cut is None else OptimizerPart(cut, begin, end)
     replace_parameters(optimizer, pieces)
     for step in steps:
-        for name, parameter in own:
+        for name, parameter in own.items():
             piece = pieces.get(parameter)
             if piece is not None:
                 piece.parameter.grad = piece.slice_of(step[name]).clone()
             elif parameter not in pieces:
                 parameter.grad = step[name].clone()
         optimizer.step()
-    left = {name: pieces.get(p, OptimizerPart(p, 0, p.numel())) for name, p in own}
+    left = {name: pieces.get(p, OptimizerPart(p, 0, p.numel())) for name, p in own.items()}
     return {name: piece.parameter.detach() for name, piece in left.items() if piece is not None}

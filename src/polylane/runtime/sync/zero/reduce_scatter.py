@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ from polylane.program.program import GradientBucket
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.bucket_launcher import BucketLauncher
 from polylane.runtime.sync.flat_packing import flatten_tensors
+from polylane.runtime.sync.zero.all_gather_passes import GatheredPasses
 from polylane.runtime.sync.zero.flat_shards import FlatBuffer, Shards
 from polylane.runtime.tensor_parallel import CollectiveWaits
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
@@ -56,10 +57,8 @@ class BucketShard:
     pending_flags: PendingTransfer | None = None
 
     def __post_init__(self) -> None:
-        flat, own = (
-            self.flat_buffer,
-            [i for i, n in enumerate(self.flat_buffer.unit.parameters) if n in self.bucket.parameters],
-        )
+        flat = self.flat_buffer
+        own = [i for i, name in enumerate(flat.unit.parameters) if name in self.bucket.parameters]
         self.parameters = {flat.unit.parameters[i]: flat.parameters[i] for i in own}
         spans = [flat.spans[i] for i in own]
         self.sizes = tuple(sum(max(0, min(b, end) - max(a, begin)) for a, b in spans) for begin, end in flat.bounds)
@@ -88,7 +87,7 @@ class ReduceScatterer(AllReducer):
         shards: ZeRO shards of this worker.
         waits: counter to which time of the running action is added.
         each_pass: reduce after each backward pass and keep no full gradients (ZeRO-2, -3); else after the last one.
-        used: called with a unit's flat buffer once its gradients have been sent.
+        passes: releases a unit once its gradients have been sent (ZeRO-3); None where parameters stay full.
     """
 
     def __init__(
@@ -102,10 +101,10 @@ class ReduceScatterer(AllReducer):
         waits: CollectiveWaits,
         *,
         each_pass: bool,
-        used: Callable[[FlatBuffer], None],
+        passes: GatheredPasses | None,
     ) -> None:
         super().__init__(others, parameters, optional, transport)
-        self._slices, self._shards, self._each_pass, self._release_unit = tuple(slices), shards, each_pass, used
+        self._slices, self._shards, self._each_pass, self._passes = tuple(slices), shards, each_pass, passes
         self._waits = waits
         self._whole_buckets = [
             b for b in others if len(b.ranks) > 1 and any(name in shards.buffer_of for name in b.parameters)
@@ -152,7 +151,8 @@ class ReduceScatterer(AllReducer):
         if self._each_pass:
             for parameter in each.parameters.values():
                 parameter.grad = None
-            self._release_unit(each.flat_buffer)
+            if self._passes is not None:
+                self._passes.release_reduced(each.flat_buffer)
         if name not in self._started_at:
             self._started_at[name], self.bucket_bytes[name] = time.perf_counter(), 0
         pending = self._transport.reduce_scatter(vector, each.flat_buffer.ranks, each.sizes)

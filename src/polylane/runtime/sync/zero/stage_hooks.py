@@ -11,9 +11,8 @@ from torch import nn
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.runtime.pipeline.stage_runner import Gates, StageHooks, no_gates
-from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.zero.all_gather_passes import GatheredPasses
-from polylane.runtime.sync.zero.flat_shards import FlatBuffer, Shards
+from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.reduce_scatter import BucketShard, ReduceScatterer
 from polylane.runtime.sync.zero.units import cross_shard_group
 from polylane.runtime.tensor_parallel import CollectiveWaits
@@ -22,10 +21,20 @@ from polylane.runtime.transport.protocol import Transport
 
 @dataclass
 class ShardedStageHooks(StageHooks):
-    """Gathers parameters for a pass (ZeRO-3), and reduces gradients in the backward pass."""
+    """Gathers parameters for a pass (ZeRO-3), and reduces gradients in the backward pass.
+
+    Attributes:
+        reducer: reduces the gradients of the program's parameters.
+        gathered_passes: gathers and releases the program's units; None where parameters stay full.
+    """
 
     reducer: ReduceScatterer
     gathered_passes: GatheredPasses | None
+
+    @property
+    def gates(self) -> Gates:
+        """What inserts gathers and releases into the graph of the program's stage."""
+        return no_gates if self.gathered_passes is None else self.gathered_passes.insert_gates
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -41,21 +50,6 @@ class ShardedStageHooks(StageHooks):
             self.reducer.end_backward()
 
 
-@dataclass(frozen=True)
-class ShardedProgram:
-    """The ZeRO objects of one program.
-
-    Attributes:
-        reducer: reduces the gradients of the program's parameters.
-        hooks: context managers around the program's passes.
-        gates: inserts gathers and releases into the graph of the program's stage.
-    """
-
-    reducer: AllReducer
-    hooks: StageHooks
-    gates: Gates
-
-
 def build_sharded_program(
     program: Program,
     plan: Plan,
@@ -64,7 +58,7 @@ def build_sharded_program(
     optional: Collection[str],
     transport: Transport,
     waits: CollectiveWaits,
-) -> ShardedProgram:
+) -> ShardedStageHooks:
     """Build the reducer and the hooks of a program whose parameters are sharded over replicas.
 
     Args:
@@ -86,11 +80,9 @@ def build_sharded_program(
         else:
             some = tuple(name for name in bucket.parameters if name in optional)
             slices.append(BucketShard(bucket, flat, crossing, some))
-    passes = (
-        GatheredPasses(shards, [each.flat_buffer.unit.name for each in slices], waits)
-        if shards.keeps_only_shards
-        else None
-    )
+    passes = None
+    if shards.keeps_only_shards:
+        passes = GatheredPasses(shards, [each.flat_buffer.unit.name for each in slices], waits)
     reducer = ReduceScatterer(
         slices,
         others,
@@ -100,12 +92,6 @@ def build_sharded_program(
         shards,
         waits,
         each_pass=plan.sync.shard != "optimizer",
-        used=_keep_unit if passes is None else passes.release_reduced,
+        passes=passes,
     )
-    return ShardedProgram(
-        reducer, ShardedStageHooks(reducer, passes), no_gates if passes is None else passes.insert_gates
-    )
-
-
-def _keep_unit(flat: FlatBuffer) -> None:
-    """Keep a unit full after its gradients have been sent (ZeRO-1 and -2)."""
+    return ShardedStageHooks(reducer, passes)

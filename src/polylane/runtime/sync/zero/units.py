@@ -104,38 +104,6 @@ def all_shard_groups(plan: Plan, programs: Iterable[Sequence[Program]]) -> set[t
     return found | {group for group in crossing if group is not None}
 
 
-def build_units(
-    plan: Plan,
-    programs: Mapping[str, Program],
-    parameters: Mapping[str, TensorInfo],
-    whole: Collection[str],
-) -> tuple[ShardUnit, ...]:
-    """Return the units of one rank; all ranks of a shard group find the same ones.
-
-    Args:
-        plan: the parallelization plan of the training.
-        programs: the rank's program of each objective; a parameter of several objectives is in the first one's unit.
-        parameters: shape and dtype of the model's parameters, by canonical name.
-        whole: names of parameters that their optimizer can only update as a whole.
-    """
-    found, seen, loads = list[ShardUnit](), set[str](), dict[tuple[int, ...], list[int]]()
-    for objective, program in programs.items():
-        ranks = len(shard_group(plan, program.rank))
-        for bucket in program.buckets:
-            names = [name for name in bucket.parameters if name not in seen]
-            seen.update(names)
-            label = bucket.name if len(programs) == 1 else f"{objective}.{bucket.name}"
-            if cut := tuple(name for name in names if name not in whole):
-                found.append(ShardUnit(label, cut))
-            if kept := [name for name in names if name in whole]:
-                sizes = {name: parameters[name].bytes for name in sorted(kept)}
-                # Whole parameters cannot be cut evenly: give each to the rank with the fewest bytes so far.
-                owners = assign_longest_first(sizes, loads.setdefault(bucket.ranks, [0] * ranks))
-                order = sorted(kept, key=owners.__getitem__)
-                found.append(ShardUnit(f"{label}.whole", tuple(order), tuple(owners[name] for name in order)))
-    return tuple(found)
-
-
 @dataclass(frozen=True)
 class ShardUnits:
     """The units of every rank, by rank; empty without ZeRO."""
@@ -158,7 +126,7 @@ def build_all_units(
     parameters: Mapping[str, TensorInfo],
     whole: Collection[str],
 ) -> ShardUnits:
-    """Build the units of every rank.
+    """Build the units of every rank; all ranks of a shard group have the same ones.
 
     Args:
         plan: the parallelization plan of the training.
@@ -166,8 +134,30 @@ def build_all_units(
         parameters: shape and dtype of the model's parameters, by canonical name.
         whole: names of parameters that their optimizer can only update as a whole.
     """
-    lanes = ({name: each[rank] for name, each in programs.items()} for rank in range(plan.workers))
-    return ShardUnits(tuple(build_units(plan, lane, parameters, whole) for lane in lanes))
+    every = ({name: each[rank] for name, each in programs.items()} for rank in range(plan.workers))
+    return ShardUnits(tuple(_build_rank_units(plan, own, parameters, whole) for own in every))
+
+
+def _build_rank_units(
+    plan: Plan, programs: Mapping[str, Program], parameters: Mapping[str, TensorInfo], whole: Collection[str]
+) -> tuple[ShardUnit, ...]:
+    """Return the units of one rank: a parameter of several objectives is in the first one's unit."""
+    found, seen, loads = list[ShardUnit](), set[str](), dict[tuple[int, ...], list[int]]()
+    for objective, program in programs.items():
+        ranks = len(shard_group(plan, program.rank))
+        for bucket in program.buckets:
+            names = [name for name in bucket.parameters if name not in seen]
+            seen.update(names)
+            label = bucket.name if len(programs) == 1 else f"{objective}.{bucket.name}"
+            if cut := tuple(name for name in names if name not in whole):
+                found.append(ShardUnit(label, cut))
+            if kept := [name for name in names if name in whole]:
+                sizes = {name: parameters[name].bytes for name in sorted(kept)}
+                # Whole parameters cannot be cut evenly: give each to the rank with the fewest bytes so far.
+                owners = assign_longest_first(sizes, loads.setdefault(bucket.ranks, [0] * ranks))
+                order = sorted(kept, key=owners.__getitem__)
+                found.append(ShardUnit(f"{label}.whole", tuple(order), tuple(owners[name] for name in order)))
+    return tuple(found)
 
 
 def _regroup_buckets(program: Program, units: Sequence[ShardUnit]) -> Program:

@@ -33,14 +33,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from polylane.errors import PeerLost
-from polylane.runtime.transport.shared_memory.blocks import SharedBlock, SharedBlocks
+from polylane.runtime.transport.shared_memory.blocks import SharedBlock, SharedBlocks, SharedFile
 from polylane.runtime.transport.shared_memory.message import (
     HEADER,
     IN_BLOCK,
@@ -60,12 +59,8 @@ ANSWERED_AT_ONCE = 256 << 10  # bytes of a block from which on it is answered at
 KEPT = 256 << 10  # bytes from which on a received tensor stays in the sender's block instead of being copied
 
 
-class Awaited(Protocol):
-    """An operation that waits for messages, and can describe that in an error."""
-
-    def describe_wait(self) -> str:
-        """Return what is waited for, as ``"receiving torch.float32 (3, 4)"``."""
-        ...
+# Returns what is waited for in words, as "receiving torch.float32 (3, 4)"; called only for an error.
+DescribeWait = Callable[[], str]
 
 
 class MessageHub:
@@ -126,7 +121,7 @@ class MessageHub:
         with self.lock:
             self._send_answers()
             self._handle_until(
-                lambda: not any(link.has_queued for link in self.links.values()), None, "sending what is left"
+                lambda: not any(link.has_queued for link in self.links.values()), None, lambda: "sending what is left"
             )
             self._users -= 1
             if self._users == 0:
@@ -172,22 +167,15 @@ class MessageHub:
                 blocks.extend([block] if block is not None else [])
                 return block is not None
 
-            self._handle_until(
-                taken, None, f"waiting for others to read what was sent, before {nbytes} bytes more can be"
-            )
+            waiting = f"waiting for others to read what was sent, before {nbytes} bytes more can be"
+            self._handle_until(taken, None, lambda: waiting)
             found = blocks[0]
         return found
 
     def send_inline(self, peers: Iterable[int], key: int, description: bytes, values: Buffer) -> int:
         """Send values inside a message to each peer; the caller has the lock. Returns bytes of headers."""
         head = HEADER.pack(key, WITHIN, len(description), *NO_BLOCK, len(values)) + description
-        headers = 0
-        for peer in peers:
-            link = self.links[peer]
-            link.send_message((head, values))
-            headers += len(head)
-            self._after_push(link, description)
-        return headers
+        return self._push(peers, (head, values), description)
 
     def send_block(
         self, peers: Iterable[int], key: int, description: bytes, block: SharedBlock, offset: int, nbytes: int
@@ -199,21 +187,25 @@ class MessageHub:
         kind = IN_BLOCK | PRESSED if self._blocks.is_short else IN_BLOCK
         arena = block.arena
         head = HEADER.pack(key, kind, len(description), arena.number, block.number, block.offset + offset, nbytes)
-        head += description
+        return self._push(peers, (head + description,), description, arena)
+
+    def _push(
+        self, peers: Iterable[int], parts: tuple[Buffer, ...], description: bytes, arena: SharedFile | None = None
+    ) -> int:
+        """Send a message, a header and what follows it, to each peer; return the bytes of headers."""
         headers = 0
         for peer in peers:
             link = self.links[peer]
-            # The arena's descriptor goes with the first message that refers to it.
-            link.send_message((head,), None if peer in arena.known_peers else arena)
-            arena.known_peers.add(peer)
-            headers += len(head)
-            self._after_push(link, description)
+            if arena is None or peer in arena.known_peers:
+                link.send_message(parts)
+            else:  # the arena's descriptor goes with the first message that refers to it
+                link.send_message(parts, arena)
+                arena.known_peers.add(peer)
+            headers += len(parts[0])
+            self._wake_for_room(link)
+            if link.deaf is not None:
+                raise PeerLost(peer, f"taking part in {format_description(description)}", link.deaf)
         return headers
-
-    def _after_push(self, link: SocketLink, description: bytes) -> None:
-        self._wake_for_room(link)
-        if link.deaf is not None:
-            raise PeerLost(link.peer, f"taking part in {format_description(description)}", link.deaf)
 
     # -------------------------------------------------------------------------------------------------------- receiving
 
@@ -228,7 +220,7 @@ class MessageHub:
         else:
             link.expected[key] = call
 
-    def receive_message(self, peer: int, key: int, what: Awaited) -> Message:
+    def receive_message(self, peer: int, key: int, what: DescribeWait) -> Message:
         """Wait for a message of a peer, and take it out of the inbox; ``what`` describes the wait in errors.
 
         Raises:
@@ -244,7 +236,7 @@ class MessageHub:
                 message = link.inbox.pop(key)
             return message
 
-    def peek_message(self, peer: int, key: int, what: Awaited) -> Message:
+    def peek_message(self, peer: int, key: int, what: DescribeWait) -> Message:
         """Wait for a message, and leave it in the inbox; raises as :meth:`receive_message`."""
         link = self.links[peer]
         with self.lock:
@@ -252,13 +244,13 @@ class MessageHub:
                 self._wait_for(link, lambda: key in link.inbox, what)
             return link.inbox[key]
 
-    def wait_until(self, peer: int, ready: Callable[[], bool], what: Awaited) -> None:
+    def wait_until(self, peer: int, ready: Callable[[], bool], what: DescribeWait) -> None:
         """Wait for a condition that a peer's messages bring about; raises as :meth:`receive_message`."""
         with self.lock:
             if not ready():
                 self._wait_for(self.links[peer], ready, what)
 
-    def _wait_for(self, link: SocketLink, ready: Callable[[], bool], what: Awaited) -> None:
+    def _wait_for(self, link: SocketLink, ready: Callable[[], bool], what: DescribeWait) -> None:
         # Most messages arrive within microseconds, faster than a thread can fall asleep and be woken up.
         if not self._is_polling:
             end = time.perf_counter() + self._spin
@@ -271,7 +263,7 @@ class MessageHub:
                 os.sched_yield()  # the peer may need this core: without, a round trip takes 70 us instead of 17
         self._handle_until(ready, link, what)
 
-    def _handle_until(self, ready: Callable[[], bool], link: SocketLink | None, what: Awaited | str) -> None:
+    def _handle_until(self, ready: Callable[[], bool], link: SocketLink | None, what: DescribeWait) -> None:
         """Handle messages until a condition holds, which the link's peer must bring about (None: any peer may)."""
         deadline = time.monotonic() + self._timeout
         while not ready():
@@ -279,8 +271,8 @@ class MessageHub:
             # A condition that one peer must bring about fails with that peer; otherwise once all others are lost.
             gone = self._why_all_gone() if link is None else link.gone
             if gone is not None or left <= 0:
-                doing = what if isinstance(what, str) else what.describe_wait()
-                raise PeerLost(None if link is None else link.peer, doing, gone or f"no answer in {self._timeout:g} s")
+                peer = None if link is None else link.peer
+                raise PeerLost(peer, what(), gone or f"no answer in {self._timeout:g} s")
             if self._is_polling:
                 self._update_polling()  # epoll sleeps in another thread: send answers, and watch queues filled since
                 self._listening += 1
@@ -366,11 +358,6 @@ class MessageHub:
             with self.lock:
                 self._answer_if_due()
 
-    def note_released(self, peer: int, block: int) -> None:
-        """Note that a kept tensor was freed; called by the garbage collector at any point, so it takes no lock."""
-        self._unanswered.append((peer, block))
-        self._answers_due = True
-
     def _answer_if_due(self) -> None:
         if self._answers_due or len(self._unanswered) >= ANSWERS_HELD:
             self._send_answers()
@@ -388,8 +375,10 @@ class MessageHub:
 
 
 def _note_released(hub: weakref.ref[MessageHub], peer: int, block: int) -> None:
+    """Note that a kept tensor was freed; called by the garbage collector at any point, so it takes no lock."""
     if (alive := hub()) is not None:
-        alive.note_released(peer, block)
+        alive._unanswered.append((peer, block))
+        alive._answers_due = True
 
 
 def _close_all(poll: select.epoll, connections: Sequence[socket.socket], blocks: SharedBlocks) -> None:

@@ -31,15 +31,8 @@ PRESSED = 4  # flag, added to IN_BLOCK: the sender is short of memory, so the re
 NO_BLOCK = (0, 0, 0)
 
 SEND, SUM, GATHER, SCATTER, BROADCAST, EXCHANGE, OBJECT = range(7)
-_NAMES = (
-    "send",
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "broadcast",
-    "all_to_all",
-    "exchange of objects",
-)
+# Their names in errors, and but for the last one in the counters of a transport.
+NAMES = ("send", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "exchange of objects")
 
 # A dtype is sent as its index in this list, which is equal at all workers: they run the same torch.
 _DTYPES = tuple(sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str))
@@ -94,7 +87,7 @@ def encode_description(kind: int, dtype: torch.dtype, shape: tuple[int, ...]) ->
 def format_description(description: bytes) -> str:
     """Return a description in words, as ``"send of torch.float32 (3, 4)"``."""
     kind, code, *shape = struct.unpack(f"=BB{(len(description) - 2) // 8}Q", description)
-    return f"{_NAMES[kind]} of {_DTYPES[code]} {tuple(shape)}"
+    return f"{NAMES[kind]} of {_DTYPES[code]} {tuple(shape)}"
 
 
 def mismatch_error(rank: int, expected: bytes, message: Message) -> ValueError:

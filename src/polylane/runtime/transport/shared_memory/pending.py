@@ -46,8 +46,10 @@ class RankGroup:
         return self.key
 
 
-class PendingReceive(Deferred[Tensor]):
-    """A pending tensor from a peer, of a send or of an exchange.
+def receive_tensor(
+    hub: MessageHub, peer: int, key: int, dtype: torch.dtype, shape: tuple[int, ...], kind: int = SEND
+) -> Deferred[Tensor]:
+    """Return a pending tensor from a peer, of a send or of an exchange.
 
     Args:
         hub: connections to the other workers of this host.
@@ -58,26 +60,22 @@ class PendingReceive(Deferred[Tensor]):
         kind: operation of the peer: SEND or EXCHANGE of :mod:`.message`.
     """
 
-    __slots__ = ("_dtype", "_hub", "_key", "_kind", "_peer", "_shape")
+    def finish() -> Tensor:
+        message = hub.receive_message(peer, key, lambda: f"receiving {dtype} {shape}")
+        check_message(hub, encode_description(kind, dtype, shape), message)
+        return hub.tensor_of(message, dtype, shape)
 
-    def __init__(
-        self, hub: MessageHub, peer: int, key: int, dtype: torch.dtype, shape: tuple[int, ...], kind: int = SEND
-    ) -> None:
-        super().__init__()
-        self._hub, self._peer, self._key, self._kind = hub, peer, key, kind
-        self._dtype, self._shape = dtype, shape
-
-    def _finish(self) -> Tensor:
-        message = self._hub.receive_message(self._peer, self._key, self)
-        check_message(self._hub, encode_description(self._kind, self._dtype, self._shape), message)
-        return self._hub.tensor_of(message, self._dtype, self._shape)
-
-    def describe_wait(self) -> str:
-        return f"receiving {self._dtype} {self._shape}"
+    return Deferred(finish)
 
 
-class PendingCollective(Deferred[Tensor]):
-    """A pending collective that needs one message from some of the members of a group.
+def receive_from_members(
+    hub: MessageHub,
+    members: Sequence[int],
+    key: int,
+    expected: dict[int, bytes],
+    make: Callable[[dict[int, Message]], Tensor],
+) -> Deferred[Tensor]:
+    """Return the pending result of a collective that needs one message from some of the members of a group.
 
     Args:
         hub: connections to the other workers of this host.
@@ -87,51 +85,19 @@ class PendingCollective(Deferred[Tensor]):
         make: builds the result from the messages by rank; their blocks are released afterwards.
     """
 
-    __slots__ = ("_expected", "_hub", "_key", "_make", "_members")
+    def describe_wait() -> str:
+        return f"taking part in {format_description(next(iter(expected.values())))} over ranks {tuple(members)}"
 
-    def __init__(
-        self,
-        hub: MessageHub,
-        members: Sequence[int],
-        key: int,
-        expected: dict[int, bytes],
-        make: Callable[[dict[int, Message]], Tensor],
-    ) -> None:
-        super().__init__()
-        self._hub, self._members, self._key = hub, members, key
-        self._expected, self._make = expected, make
-
-    def _finish(self) -> Tensor:
+    def finish() -> Tensor:
         # All messages before any is checked: a mismatch then leaves none behind in the inbox.
-        messages = {peer: self._hub.receive_message(peer, self._key, self) for peer in self._expected}
-        for peer, description in self._expected.items():
-            check_message(self._hub, description, messages[peer])
-        result = self._make(messages)
-        self._hub.release_messages(*messages.values())
+        messages = {peer: hub.receive_message(peer, key, describe_wait) for peer in expected}
+        for peer, description in expected.items():
+            check_message(hub, description, messages[peer])
+        result = make(messages)
+        hub.release_messages(*messages.values())
         return result
 
-    def describe_wait(self) -> str:
-        return (
-            f"taking part in {format_description(next(iter(self._expected.values())))} over ranks "
-            f"{tuple(self._members)}"
-        )
-
-
-class PendingExchange(Deferred[list[Tensor]]):
-    """A pending all-to-all: one piece from every rank of a group.
-
-    Args:
-        parts: for each rank in order, a tensor that is local already, or a pending one.
-    """
-
-    __slots__ = ("_parts",)
-
-    def __init__(self, parts: Sequence[Tensor | PendingReceive]) -> None:
-        super().__init__()
-        self._parts = parts
-
-    def _finish(self) -> list[Tensor]:
-        return [part if isinstance(part, Tensor) else part.wait() for part in self._parts]
+    return Deferred(finish)
 
 
 def check_message(hub: MessageHub, expected: bytes, message: Message) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polylane.runtime.transport.protocol import Deferred, copy_back
+from polylane.runtime.transport.protocol import Deferred, copy_back, make_contiguous
 from polylane.runtime.transport.shared_memory.hub import MessageHub
-from polylane.runtime.transport.shared_memory.message import Message, format_description
+from polylane.runtime.transport.shared_memory.message import SUM, Message, encode_description, format_description
 from polylane.runtime.transport.shared_memory.pending import RankGroup, check_message
 
 LAST = 1  # bit of the key of an operation's second message
@@ -26,33 +26,35 @@ CHUNK = 1 << 20  # bytes of a chunk of ChunkedSum, which is copied, then added
 PLACES = 4  # chunks in a block of ChunkedSum: those of both ranks fit in most last-level caches
 
 
-class _PendingSum(Deferred[Tensor]):
+class PendingSum(Deferred[Tensor]):
     """A pending sum over a group; its wait raises ValueError if a peer sent another shape or dtype.
 
     Args:
         hub: connections to the other workers of this host.
         group: ranks that sum, from the view of this worker.
-        key: key of the operation's first message; ``key | LAST`` is that of its second.
-        description: description of the values of every rank, see :func:`.message.encode_description`.
-        wire: this rank's values, contiguous; overwritten by the sum.
-        target: the caller's tensor, to which the sum is copied if it has other memory than ``wire``.
+        tensor: this rank's values; overwritten by the sum.
     """
 
     __slots__ = ("_description", "_error", "_group", "_hub", "_key", "_target", "_wire")
 
-    def __init__(
-        self, hub: MessageHub, group: RankGroup, key: int, description: bytes, wire: Tensor, target: Tensor
-    ) -> None:
-        super().__init__()
-        self._hub, self._group, self._key, self._description = hub, group, key, description
-        self._wire, self._target = wire if wire.dim() == 1 else wire.view(-1), target
+    def __init__(self, hub: MessageHub, group: RankGroup, tensor: Tensor) -> None:
+        super().__init__(self._finish_sum)
+        # The operation's first message has the key, its second one ``key | LAST``.
+        self._hub, self._group, self._key = hub, group, group.next_key()
+        wire = make_contiguous(tensor)
+        self._description = encode_description(SUM, wire.dtype, tuple(wire.shape))
+        self._wire, self._target = wire if wire.dim() == 1 else wire.view(-1), tensor.detach()
         self._error: Exception | None = None  # raised in a callback, so in the wait of another operation
+
+    def start_sum(self) -> int:
+        """Send the other ranks what they need first, and return the bytes of headers of all messages."""
+        raise NotImplementedError
 
     def _complete(self) -> None:
         """Wait for the other ranks until ``wire`` has the sum."""
         raise NotImplementedError
 
-    def _finish(self) -> Tensor:
+    def _finish_sum(self) -> Tensor:
         self._complete()
         return copy_back(self._wire, self._target)
 
@@ -60,20 +62,23 @@ class _PendingSum(Deferred[Tensor]):
         return f"taking part in {format_description(self._description)} over ranks {self._group.members}"
 
 
-class DirectSum(_PendingSum):
+class DirectSum(PendingSum):
     """A small sum in one step: every rank reads the values of all others and adds them up.
 
         rank             0               1               2
         sends to all     a0              a1              a2
         computes         a0 + a1 + a2    a0 + a1 + a2    a0 + a1 + a2    in the order of the ranks: the same bits
 
-    Arguments: as of :class:`_PendingSum`.
+    Arguments: as of :class:`PendingSum`.
     """
 
     __slots__ = ()
 
+    def start_sum(self) -> int:
+        return self._hub.send_values(self._group.peers, self._key, self._description, self._wire)
+
     def _complete(self) -> None:
-        messages = [self._hub.receive_message(peer, self._key, self) for peer in self._group.peers]
+        messages = [self._hub.receive_message(peer, self._key, self.describe_wait) for peer in self._group.peers]
         for message in messages:
             check_message(self._hub, self._description, message)
         parts = [message.as_tensor(self._wire.dtype) for message in messages]
@@ -81,7 +86,7 @@ class DirectSum(_PendingSum):
         self._hub.release_messages(*messages)
 
 
-class TwoStepSum(_PendingSum):
+class TwoStepSum(PendingSum):
     """A large sum in two steps, reduce-scatter and all-gather: every rank sums one part, the others then read it.
 
     With three ranks, whose values have the parts a, b and c; capitals are sums:
@@ -93,21 +98,19 @@ class TwoStepSum(_PendingSum):
                 reads of other blocks      B  C         A  C         A  B
 
     A rank sums its part when the last message of step 1 arrives, in whatever wait it is then. A block is free
-    when every peer has answered both messages. Arguments: as of :class:`_PendingSum`.
+    when every peer has answered both messages. Arguments: as of :class:`PendingSum`.
     """
 
     __slots__ = ("_bounds", "_missing")
 
-    def __init__(
-        self, hub: MessageHub, group: RankGroup, key: int, description: bytes, wire: Tensor, target: Tensor
-    ) -> None:
-        super().__init__(hub, group, key, description, wire, target)
-        count, ranks = wire.numel(), len(group.members)
+    def __init__(self, hub: MessageHub, group: RankGroup, tensor: Tensor) -> None:
+        super().__init__(hub, group, tensor)
+        count, ranks = tensor.numel(), len(group.members)
         self._bounds = [count * i // ranks for i in range(ranks + 1)]
         self._missing = len(group.peers)
 
     def start_sum(self) -> int:
-        """Send every peer the part that it sums (step 1), and return the number of bytes of headers."""
+        # Step 1: every peer gets the part that it sums.
         hub, flat, item = self._hub, self._wire, self._wire.element_size()
         headers = 0
         with hub.lock:
@@ -156,20 +159,20 @@ class TwoStepSum(_PendingSum):
 
     def _complete(self) -> None:
         for peer in self._group.peers:  # wait for all before any is taken: _add_parts reads them from the inbox
-            self._hub.peek_message(peer, self._key, self)
-        summands = [self._hub.receive_message(peer, self._key, self) for peer in self._group.peers]
+            self._hub.peek_message(peer, self._key, self.describe_wait)
+        summands = [self._hub.receive_message(peer, self._key, self.describe_wait) for peer in self._group.peers]
         if self._error is not None:
             raise self._error
         for index, peer in enumerate(self._group.members):
             if index == self._group.index:
                 continue
-            part = self._hub.receive_message(peer, self._key | LAST, self)
+            part = self._hub.receive_message(peer, self._key | LAST, self.describe_wait)
             self._wire[self._bounds[index] : self._bounds[index + 1]].copy_(part.as_tensor(self._wire.dtype))
             self._hub.release_messages(part)
         self._hub.release_messages(*summands)
 
 
-class ChunkedSum(_PendingSum):
+class ChunkedSum(PendingSum):
     """A large sum of two ranks, chunk by chunk: each chunk is added while it is still in the cache.
 
     When a chunk of the peer arrives, a rank sends its next one, then adds the peer's, in whatever wait it is then:
@@ -180,22 +183,20 @@ class ChunkedSum(_PendingSum):
 
     The peer sends its chunk i before it adds chunk i - 1, and after it has added chunk i - 2: once chunk i arrives, the
     slots of chunks up to i - 2 may be overwritten. (64 MB: 10 ms; with :class:`DirectSum`, which moves everything
-    through main memory five times, 17 ms.) Arguments: as of :class:`_PendingSum`.
+    through main memory five times, 17 ms.) Arguments: as of :class:`PendingSum`.
     """
 
     __slots__ = ("_added", "_block", "_chunk", "_last", "_peer")
 
-    def __init__(
-        self, hub: MessageHub, group: RankGroup, key: int, description: bytes, wire: Tensor, target: Tensor
-    ) -> None:
-        super().__init__(hub, group, key, description, wire, target)
+    def __init__(self, hub: MessageHub, group: RankGroup, tensor: Tensor) -> None:
+        super().__init__(hub, group, tensor)
         self._peer = group.peers[0]
-        self._chunk = CHUNK // wire.element_size()
+        self._chunk = CHUNK // tensor.element_size()
         self._added = 0
         self._last: Message | None = None
 
     def start_sum(self) -> int:
-        """Send the peer the first chunk, and return the number of bytes of headers of all chunks."""
+        # Only the first chunk is sent here; the other ones have headers of the same length.
         with self._hub.lock:
             self._block = self._hub.acquire_block(PLACES * CHUNK, 1)
             headers = self._send_chunk(0)
@@ -235,7 +236,7 @@ class ChunkedSum(_PendingSum):
             self._hub.call_when_received(self._peer, self._key + self._added % 2, self._add_chunk)
 
     def _complete(self) -> None:
-        self._hub.wait_until(self._peer, lambda: self._last is not None or self._error is not None, self)
+        self._hub.wait_until(self._peer, lambda: self._last is not None or self._error is not None, self.describe_wait)
         if self._error is not None:
             raise self._error
         assert self._last is not None

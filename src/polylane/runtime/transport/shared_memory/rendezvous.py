@@ -26,7 +26,7 @@ from polylane.errors import PolylaneError
 from polylane.runtime.transport.serialization import serializable
 from polylane.runtime.transport.shared_memory.blocks import max_block_bytes
 from polylane.runtime.transport.shared_memory.hub import MessageHub
-from polylane.runtime.workers.world import TIMEOUT, World
+from polylane.runtime.workers.world import TIMEOUT, World, affine_cores
 
 LONGEST_BASE = 70  # longest path in bytes of the folder for temporary files: the path of a socket is limited to 108
 CONNECT_SECONDS = 5.0  # timeout of a connection; only reached if a peer failed to connect
@@ -85,7 +85,7 @@ class HostRendezvous:
         if unable is None:
             listener, folder, unable = _open_listener(2 * world.size)
         name = _socket_path(folder) if folder is not None else ""
-        card = WorkerCard(host_identity(), os.getuid(), _count_cores(), name, secrets.token_bytes(16), unable, asked)
+        card = WorkerCard(host_identity(), os.getuid(), affine_cores(), name, secrets.token_bytes(16), unable, asked)
         met = cls(listener, folder)
         try:
             met.cards = tuple(world.all_gather_object(card))
@@ -160,7 +160,7 @@ def connect_hub(world: World, meeting: HostRendezvous, hosts: Sequence[Hashable]
     own = _connect_lower_ranks(world.rank, here, meeting, connections) or _accept_higher_ranks(
         world.rank, here, meeting, connections
     )
-    trouble = _first_trouble(world, own)
+    trouble = _first_reason(world.all_gather_object(own))
     meeting.stop_listening()
     if trouble is not None:
         for connection in connections.values():
@@ -182,20 +182,16 @@ def reconnect_hub(world: World, hosts: Sequence[Hashable]) -> MessageHub:
         PolylaneError: a worker cannot connect any more.
     """
     meeting = HostRendezvous.meet_workers(world)
-    unable = [
-        f"rank {rank}: {card.why_unable}" for rank, card in enumerate(meeting.cards) if card.why_unable is not None
-    ]
-    met = unable[0] if unable else connect_hub(world, meeting, hosts)
+    met = _first_reason([card.why_unable for card in meeting.cards]) or connect_hub(world, meeting, hosts)
     meeting.stop_listening()
     if isinstance(met, str):
         raise PolylaneError(f"the workers cannot share memory any more: {met}; make the job anew in a new process")
     return met
 
 
-def _first_trouble(world: World, trouble: str | None) -> str | None:
-    """Return the lowest rank's trouble, in words, or None if no worker had any; a collective of the world."""
-    troubles: list[str | None] = world.all_gather_object(trouble)
-    return next((f"rank {rank}: {each}" for rank, each in enumerate(troubles) if each is not None), None)
+def _first_reason(reasons: Sequence[str | None]) -> str | None:
+    """Return the first of the ranks' reasons, with its rank; None if there is none."""
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None), None)
 
 
 def _connect_lower_ranks(
@@ -227,11 +223,9 @@ def _accept_higher_ranks(
         while awaited and listener is not None:
             listener.settimeout(CONNECT_SECONDS)
             connection, _ = listener.accept()
-            peer = (
-                _read_introduction(connection, meeting.cards[rank].token)
-                if _peer_user(connection) == os.getuid()
-                else None
-            )
+            peer = None
+            if _peer_user(connection) == os.getuid():
+                peer = _read_introduction(connection, meeting.cards[rank].token)
             if peer in awaited:
                 awaited.remove(peer)
                 into[peer] = connection
@@ -256,10 +250,6 @@ def _peer_user(connection: socket.socket) -> int:
     """Return the user id of the process at the other end, from the kernel."""
     told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(told)[1])
-
-
-def _count_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def why_no_shared_memory(cards: Sequence[WorkerCard]) -> str | None:

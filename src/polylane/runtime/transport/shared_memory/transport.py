@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from polylane.runtime.transport.protocol import (
+    Channel,
+    Deferred,
     FinishedTransfer,
     PendingResult,
     PendingTransfer,
@@ -32,26 +35,23 @@ from polylane.runtime.transport.shared_memory.message import (
     EXCHANGE,
     GATHER,
     INLINE,
+    NAMES,
     OBJECT,
     SCATTER,
     SEND,
-    SUM,
     Message,
     encode_description,
     memory_of,
 )
 from polylane.runtime.transport.shared_memory.pending import (
-    PendingCollective,
-    PendingExchange,
-    PendingReceive,
     RankGroup,
+    receive_from_members,
+    receive_tensor,
     slice_length,
 )
 from polylane.runtime.transport.shared_memory.pending import part_slices as parts_of
-from polylane.runtime.transport.shared_memory.reduce import ChunkedSum, DirectSum, TwoStepSum, sum_parts
+from polylane.runtime.transport.shared_memory.reduce import ChunkedSum, DirectSum, PendingSum, TwoStepSum, sum_parts
 from polylane.runtime.workers.world import World
-
-Channel = tuple[int, int]  # (sender, receiver)
 
 # A key is 64 bits: 12 of the transport's number, 12 of the stream in it, 40 that count operations in steps of 2.
 MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; from GROUPS on one for each group
@@ -77,18 +77,10 @@ class SharedMemoryTransport:
         world: this worker among all workers.
         channels: every (sender, receiver) pair that will be used, in the same order at every rank.
         groups: the ranks of every collective, in the same order at every rank.
-        tag: not used: every transport has keys of its own.
-        own_groups: not used: every transport has groups of its own.
     """
 
     def __init__(
-        self,
-        hub: MessageHub,
-        world: World,
-        channels: Iterable[Channel] = (),
-        groups: Iterable[Iterable[int]] = (),
-        tag: int = 0,
-        own_groups: bool = False,
+        self, hub: MessageHub, world: World, channels: Iterable[Channel], groups: Iterable[Iterable[int]]
     ) -> None:
         self.rank = world.rank
         self.size = world.size
@@ -122,22 +114,20 @@ class SharedMemoryTransport:
             return FinishedTransfer(tensor)
         wire = make_contiguous(tensor)
         self._sends[peer] = key = self._sends[peer] + 2
-        self._post_values("send", SEND, (peer,), key, wire, tuple(wire.shape))
+        self._post_values(SEND, (peer,), key, wire, tuple(wire.shape))
         return FinishedTransfer(tensor)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
         if peer not in self._receives:
             raise undeclared(self.rank, f"channel from {peer} to {self.rank}")
         shape = tuple(shape)
-        elements = 1
-        for size in shape:
-            elements *= size
+        elements = math.prod(shape)
         if elements == 0:
             return FinishedTransfer(torch.empty(shape, dtype=dtype))
         self.counters.messages["receive"] += 1
         self.counters.bytes["receive"] += elements * dtype.itemsize
         self._receives[peer] = key = self._receives[peer] + 2
-        return PendingReceive(self._hub, peer, key, dtype, shape)
+        return receive_tensor(self._hub, peer, key, dtype, shape)
 
     # ----------------------------------------------------------------------------------------------------- collectives
 
@@ -146,20 +136,15 @@ class SharedMemoryTransport:
         group = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return FinishedTransfer(tensor)
-        wire, target = make_contiguous(tensor), tensor.detach()
-        description = encode_description(SUM, wire.dtype, tuple(wire.shape))
-        counters, peers = self.counters, group.peers
-        key = group.next_key()
-        if wire.nbytes <= (INLINE if len(peers) > 1 else IN_TURNS):
-            headers = self._hub.send_values(peers, key, description, wire)
-            counters.count_sent("all_reduce", wire, wire.nbytes * len(peers))
-            counters.wire["header"] += headers
-            return DirectSum(self._hub, group, key, description, wire, target)
-        counters.count_sent("all_reduce", wire, all_reduce_bytes(wire, len(group.members)))
-        kind = TwoStepSum if len(peers) > 1 else ChunkedSum
-        large = kind(self._hub, group, key, description, wire, target)
-        counters.wire["header"] += large.start_sum()
-        return large
+        several = len(group.peers) > 1
+        pending: PendingSum
+        if tensor.nbytes <= (INLINE if several else IN_TURNS):
+            pending, sent = DirectSum(self._hub, group, tensor), tensor.nbytes * len(group.peers)
+        else:
+            pending = (TwoStepSum if several else ChunkedSum)(self._hub, group, tensor)
+            sent = all_reduce_bytes(tensor, len(group.members))
+        self.counters.count_sent("all_reduce", tensor, sent, pending.start_sum())
+        return pending
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         ranks, group = tuple(ranks), self._group(ranks)
@@ -170,7 +155,7 @@ class SharedMemoryTransport:
         key = group.next_key()
         # Empty parts are not sent: every rank knows the sizes of all parts, so nobody waits for them.
         if own.numel():
-            self._post_values("all_gather", GATHER, group.peers, key, own, (own.numel(),))
+            self._post_values(GATHER, group.peers, key, own, (own.numel(),))
         places = dict(zip(ranks, parts_of(sizes), strict=True))
         expected = {
             peer: encode_description(GATHER, own.dtype, (slice_length(places[peer]),))
@@ -185,7 +170,7 @@ class SharedMemoryTransport:
                 whole[places[peer]].copy_(message.as_tensor(own.dtype))
             return whole
 
-        return PendingCollective(self._hub, group.members, key, expected, join)
+        return receive_from_members(self._hub, group.members, key, expected, join)
 
     def reduce_scatter(
         self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
@@ -211,7 +196,7 @@ class SharedMemoryTransport:
             sum_parts(parts, result)
             return result
 
-        return PendingCollective(self._hub, group.members, key, dict.fromkeys(group.peers, description), total)
+        return receive_from_members(self._hub, group.members, key, dict.fromkeys(group.peers, description), total)
 
     def _send_parts(
         self, group: RankGroup, key: int, wire: Tensor, places: dict[int, slice], sizes: tuple[int, ...]
@@ -233,8 +218,8 @@ class SharedMemoryTransport:
                     headers += hub.send_block((peer,), key, description, block, place.start * item, nbytes)
                 else:
                     headers += hub.send_inline((peer,), key, description, memory_of(wire[place]))
-        self.counters.count_sent("reduce_scatter", wire, sum(slice_length(place) for place in given.values()) * item)
-        self.counters.wire["header"] += headers
+        sent = sum(slice_length(place) for place in given.values()) * item
+        self.counters.count_sent("reduce_scatter", wire, sent, headers)
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
         group = self._group(ranks)
@@ -244,7 +229,7 @@ class SharedMemoryTransport:
         key = group.next_key()
         shape = tuple(tensor.shape)
         if source == self.rank:
-            self._post_values("broadcast", BROADCAST, group.peers, key, make_contiguous(tensor), shape)
+            self._post_values(BROADCAST, group.peers, key, make_contiguous(tensor), shape)
             return FinishedTransfer(tensor)
         target = tensor.detach()
 
@@ -253,7 +238,7 @@ class SharedMemoryTransport:
 
         self.counters.messages["broadcast"] += 1
         expected = {source: encode_description(BROADCAST, target.dtype, shape)}
-        return PendingCollective(self._hub, group.members, key, expected, overwrite)
+        return receive_from_members(self._hub, group.members, key, expected, overwrite)
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
@@ -266,67 +251,44 @@ class SharedMemoryTransport:
         key = group.next_key()
         for peer, piece in zip(ranks, pieces, strict=True):
             if peer != self.rank and piece.numel():
-                self._post_values("all_to_all", EXCHANGE, (peer,), key, make_contiguous(piece), tuple(piece.shape))
-        parts: list[Tensor | PendingReceive] = []
+                self._post_values(EXCHANGE, (peer,), key, make_contiguous(piece), tuple(piece.shape))
+        parts: list[PendingTransfer] = []
         for peer, shape in zip(ranks, map(tuple, shapes), strict=True):
             if peer == self.rank:
-                parts.append(own)
+                parts.append(FinishedTransfer(own))
             elif 0 in shape:
-                parts.append(torch.empty(shape, dtype=own.dtype))
+                parts.append(FinishedTransfer(torch.empty(shape, dtype=own.dtype)))
             else:
-                parts.append(PendingReceive(self._hub, peer, key, own.dtype, shape, EXCHANGE))
-        return PendingExchange(parts)
+                parts.append(receive_tensor(self._hub, peer, key, own.dtype, shape, EXCHANGE))
+        return Deferred(lambda: [part.wait() for part in parts])
 
-    def _post_values(
-        self, kind: str, number: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]
-    ) -> None:
-        headers = self._hub.send_values(peers, key, encode_description(number, wire.dtype, shape), wire)
-        self.counters.count_sent(kind, wire, wire.nbytes * len(peers))
-        self.counters.wire["header"] += headers
+    def _post_values(self, kind: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]) -> None:
+        headers = self._hub.send_values(peers, key, encode_description(kind, wire.dtype, shape), wire)
+        self.counters.count_sent(NAMES[kind], wire, wire.nbytes * len(peers), headers)
 
     # --------------------------------------------------------------------------------------------------------- objects
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        everyone = range(self.size)
         data = encode(value)
-        self._send_bytes([rank for rank in everyone if rank != self.rank], data)
-        return [decode(data if rank == self.rank else self._receive_bytes(rank)) for rank in everyone]
-
-    def gather_object(self, value: Any, destination: int) -> list[Any] | None:
-        if self.rank != destination:
-            self._send_bytes([destination], encode(value))
-            return None
-        self._send_bytes([], b"")  # sends nothing, but counts the call and advances the key as at other ranks
-        return [value if rank == self.rank else decode(self._receive_bytes(rank)) for rank in range(self.size)]
-
-    def broadcast_object(self, value: Any, source: int) -> Any:
-        if self.rank == source:
-            self._send_bytes([rank for rank in range(self.size) if rank != source], encode(value))
-            return value
-        self._send_bytes([], b"")
-        return decode(self._receive_bytes(source))
+        self._send_to_others(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.counters.messages["object"] += 1
+        self.counters.wire["header"] += len(data) * (self.size - 1)
+        return [decode(data if rank == self.rank else self._receive_bytes(rank)) for rank in range(self.size)]
 
     def barrier(self) -> None:
-        others = [rank for rank in range(self.size) if rank != self.rank]
         # An empty message to and from every other rank.
-        self._objects += 2
-        self.counters.wire["header"] += self._hub.send_values(others, self._objects, _OBJECT, _NOTHING)
-        for peer in others:
-            self._hub.receive_message(peer, self._objects, self)
+        for peer in self._send_to_others(_NOTHING):
+            self._hub.receive_message(peer, self._objects, _describe_object_wait)
 
-    def describe_wait(self) -> str:
-        return "exchanging objects, or waiting for all ranks"
-
-    def _send_bytes(self, peers: Sequence[int], data: bytes) -> None:
-        self.counters.messages["object"] += 1
+    def _send_to_others(self, values: Tensor) -> list[int]:
+        """Send bytes to all other ranks, under the key of the next object; return these ranks."""
+        others = [rank for rank in range(self.size) if rank != self.rank]
         self._objects += 2
-        if peers:
-            values = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            headers = self._hub.send_values(peers, self._objects, _OBJECT, values)
-            self.counters.wire["header"] += headers + len(data) * len(peers)
+        self.counters.wire["header"] += self._hub.send_values(others, self._objects, _OBJECT, values)
+        return others
 
     def _receive_bytes(self, peer: int) -> bytes | bytearray:
-        message = self._hub.receive_message(peer, self._objects, self)
+        message = self._hub.receive_message(peer, self._objects, _describe_object_wait)
         data = message.as_bytes()
         self._hub.release_messages(message)
         return data
@@ -347,3 +309,7 @@ class SharedMemoryTransport:
                 raise undeclared(self.rank, f"group {members}")
             group = self._named[named] = self._groups[members]
         return group if group.peers else None
+
+
+def _describe_object_wait() -> str:
+    return "exchanging objects, or waiting for all ranks"
