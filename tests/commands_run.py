@@ -43,7 +43,7 @@ _ITS_PARAMETERS = inspect.signature(_start_cold)
 @cache
 def warm() -> None:
     """Import what the commands import when they are called, also what torch imports when a first model is captured."""
-    import torch.distributed.run  # noqa: F401
+    import torch.distributed.run
 
     from polylane.commands import inspect, train, training, verify  # noqa: F401
     from polylane.graph.capture.capture import capture
@@ -100,7 +100,8 @@ def _start_warm(process: Any, *arguments: Any) -> None:
         _become(given)
     process.pid = child
     process._child_created = True
-    process._close_pipe_fds(*(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")))
+    ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    process._close_pipe_fds(*(given[name] for name in ends))
 
 
 def _become(given: dict[str, Any]) -> NoReturn:
@@ -135,7 +136,7 @@ def _leave_the_session(given: dict[str, Any]) -> None:
 
 
 def _leave_the_descriptors(given: dict[str, Any]) -> None:
-    """The three streams are those that were asked for. All others go, but for their numbers, which objects here hold."""
+    """The three streams are those that were asked for. Others close; their numbers stay taken, as objects have them."""
     for number, end in enumerate((given["p2cread"], given["c2pwrite"], given["errwrite"])):
         if end != -1:
             os.dup2(end, number)
@@ -144,8 +145,8 @@ def _leave_the_descriptors(given: dict[str, Any]) -> None:
         if number > 2 and number != nowhere and number not in given["pass_fds"] and _is_open(number):
             os.dup2(nowhere, number, inheritable=False)
     os.close(nowhere)
-    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False, errors="backslashreplace")
+    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False, errors="backslashreplace")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     if given["preexec_fn"] is not None:
         given["preexec_fn"]()
@@ -217,7 +218,7 @@ def _call(words: list[str]) -> int:
 def _call_main(words: list[str]) -> None:
     while words[0] == "-u":
         words = words[1:]
-        sys.stdout = io.TextIOWrapper(open(1, "wb", 0, closefd=False), write_through=True)  # type: ignore[type-var]
+        sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)  # type: ignore[type-var]
     module = sys.modules["__main__"] = ModuleType("__main__")
     if words[0] == "-m":
         sys.argv = ["-m", *words[2:]]

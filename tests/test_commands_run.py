@@ -37,7 +37,7 @@ CODES = {
     "is interrupted": "raise KeyboardInterrupt('here')",
     "is killed": "import os; os.kill(os.getpid(), 9)",
     "has handlers": "import atexit; atexit.register(print, 'first'); atexit.register(print, 'second'); 1 / 0",
-    "leaves a thread": "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
+    "leaves a thread": "import threading; threading.Timer(0.1, print, ['late']).start()",
     "warns": "import warnings; [warnings.warn('mind') for _ in range(2)]; warnings.warn('old', DeprecationWarning)",
     "logs": "import logging; logging.info('little'); logging.warning('much')",
     "looks": "import os; print(os.getcwd(), os.environ.get('ASKED'), __name__, os.getpid() == os.getsid(0))",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import commands_run
 from polylane.cli import app
 from polylane.plan.plan import load
 
@@ -209,7 +209,7 @@ def test_train_plan_auto_under_torchrun(recipe: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--"]
     command = [*torchrun, "polylane", *line.split(), "--plan", "auto", "--run", "run/together"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = commands_run.run(command, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout)
     assert result["workers"] == 2 and done.stderr.count(f"plan auto: {result['plan']} (") == 1
