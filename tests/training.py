@@ -70,11 +70,13 @@ def workers(
     optimizer: Any = sgd,
     scheduler: Any = None,
     example: Any = None,
+    evaluates: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """What ``work(job)`` returns on every worker of ``plan``."""
+    """What ``work(job)`` returns on every worker of ``plan``; evaluation is captured once for all if it evaluates."""
     example = batch_of(8) if example is None else example
-    prepared = compile_training(model, build_objectives(loss, optimizer, scheduler), example, plan)
+    objectives = build_objectives(loss, optimizer, scheduler)
+    prepared = compile_training(model, objectives, example, plan, evaluation=evaluates)
 
     def run(_: Any) -> Any:
         with Job(prepared, World.join(), example=example, **options) as job:

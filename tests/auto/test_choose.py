@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
+import covering
 from polylane.auto import choose as auto
 from polylane.cluster.spec import parse
 from polylane.compile.objectives import build_objectives
@@ -51,10 +50,12 @@ def chosen(model: nn.Module, workers: range | tuple[int, ...], cluster: str, sam
     return auto.choose(problem(model, samples), workers, parse(cluster))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("build", [deep, branches])
-def test_only_plans_of_so_many_workers(build: Callable[[], nn.Module], workers: int) -> None:
-    answer = chosen(build(), (workers,), "4:a100-80g")
+MODELS = {"deep": deep, "branches": branches}
+
+
+@pytest.mark.parametrize(("workers", "model"), covering.pairs([1, 2, 3, 4], [*MODELS]))
+def test_only_plans_of_so_many_workers(workers: int, model: str) -> None:
+    answer = chosen(MODELS[model](), (workers,), "4:a100-80g")
     assert {candidate.workers for candidate in (*answer.fitting_candidates, *answer.too_large_candidates)} == {workers}
     assert {found.plan.workers for found in answer.ranked_plans} == {workers}
     times = [found.prediction.seconds for found in answer.ranked_plans]

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import commands_run
+import covering
 from polylane.cli import app
 from polylane.plan.plan import load
 
@@ -159,8 +160,9 @@ def test_plan_ranks_explains_and_writes(recipe: Path) -> None:
     assert verified.exit_code == 0, verified.output
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize(
+    ("shard", "dtype"), covering.pairs(["none", "optimizer", "gradients", "parameters"], ["float32", "bfloat16"])
+)
 def test_the_plan_that_is_written_is_the_one_that_was_priced(recipe: Path, shard: str, dtype: str) -> None:
     what = ["layers.py", "--cluster", "4:a100-80g", "--batch", "65536", "--set", "width=1024", "--json"]
     planned = call("plan", *what, "--shard", shard, "--dtype", dtype, "-o", "plan.yaml")
