@@ -37,6 +37,7 @@ import torch
 SECONDS = 120
 
 _start_cold = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_spawn_cold = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
 _ITS_PARAMETERS = inspect.signature(_start_cold)
 
 
@@ -74,6 +75,15 @@ def start(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     return Warm([str(word) for word in command], **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options})
 
 
+def spawn(path: str, command: Sequence[bytes | str], descriptors: Sequence[int]) -> int:
+    """In place of ``multiprocessing.util.spawnv_passfds``: a new process of ``multiprocessing`` that starts warm."""
+    words = [os.fsdecode(word) for word in command]
+    if "--multiprocessing-fork" not in words:  # what tracks resources of all
+        return _spawn_cold(path, command, descriptors)
+    options = dict.fromkeys(("start_new_session", "cwd", "env", "preexec_fn"))
+    return _fork({**options, "args": words, "pass_fds": descriptors, "p2cread": -1, "c2pwrite": -1, "errwrite": -1})
+
+
 class Warm(subprocess.Popen[str]):
     """A process of ``subprocess`` that begins as a fork of this one instead of an interpreter of its own.
 
@@ -93,15 +103,19 @@ def _start_warm(process: Any, *arguments: Any) -> None:
     if not isinstance(given["args"], Sequence) or given["args"][0] != sys.executable:
         _start_cold(process, *arguments)
         return
+    process.pid = _fork(given)
+    process._child_created = True
+    ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    process._close_pipe_fds(*(given[name] for name in ends))
+
+
+def _fork(given: dict[str, Any]) -> int:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     child = os.fork()
     if not child:
         _become(given)
-    process.pid = child
-    process._child_created = True
-    ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-    process._close_pipe_fds(*(given[name] for name in ends))
+    return child
 
 
 def _become(given: dict[str, Any]) -> NoReturn:
@@ -207,8 +221,9 @@ def _call(words: list[str]) -> int:
             code = -signal.SIGINT
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if not stream.closed:
+            stream.flush()
     if code < 0:
         signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
@@ -216,7 +231,10 @@ def _call(words: list[str]) -> int:
 
 
 def _call_main(words: list[str]) -> None:
-    while words[0] == "-u":
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    if words[: len(flags)] == flags:  # this interpreter's own
+        words = words[len(flags) :]
+    if words[0] == "-u":
         words = words[1:]
         sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)  # type: ignore[type-var]
     module = sys.modules["__main__"] = ModuleType("__main__")
