@@ -203,7 +203,7 @@ def test_gloo_has_the_same_results(size: int):
         pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
         transport = c10d.C10dTransport(context.world, pairs, groups(size))
         found = []
-        for index, seed in enumerate(SEEDS):
+        for index, seed in enumerate(SEEDS[:3]):
             mine = [step for step in program(seed, size) if context.rank in step.ranks]
             for step, wanted in zip(mine, expected[context.rank][index], strict=True):
                 got = step.ask(transport).wait()
