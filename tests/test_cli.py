@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+import commands_run
 import polylane
 from polylane.cli import app
 from polylane.commands import user_inputs as inputs
@@ -126,17 +127,7 @@ def call(*arguments: str | Path) -> Any:
 
 
 def start(folder: Path, line: str, program: tuple[str, ...] = ("-m", "polylane")) -> subprocess.Popen[str]:
-    source = str(Path(polylane.__file__).parent.parent)
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    return subprocess.Popen(
-        [sys.executable, *program, *shlex.split(line)],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return commands_run.start([sys.executable, *program, *shlex.split(line)], cwd=folder, start_new_session=True)
 
 
 def execute(folder: Path, line: str, code: int = 0, **options: Any) -> tuple[str, str]:

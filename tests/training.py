@@ -69,7 +69,9 @@ _compiled = OrderedDict[Any, CompiledTraining]()  # the latest ones
 KEPT = 16
 
 
-def compiled(model: nn.Module, objectives: dict[str, Objective], example: Any, plan: str | Plan) -> CompiledTraining:
+def compiled(
+    model: nn.Module, objectives: dict[str, Objective], example: Any, plan: str | Plan, evaluation: bool = False
+) -> CompiledTraining:
     """Compile a training, or take an equal one: many tests train the same model by the same plan.
 
     Workers are forked, so that what they do to a model stays theirs. Only models of torch's own modules are taken for
@@ -77,12 +79,12 @@ def compiled(model: nn.Module, objectives: dict[str, Objective], example: Any, p
     """
     key = _describe(model, objectives, example, plan)
     if key is None:
-        return compile_training(model, objectives, example, plan)
-    known = _compiled.pop(key, None)
+        return compile_training(model, objectives, example, plan, evaluation=evaluation)
+    known = _compiled.pop((key, evaluation), None)
     # A test may have changed the model of an earlier one in place.
     if known is None or _describe(known.model, objectives, example, plan) != key:
-        known = compile_training(model, objectives, example, plan)
-    _compiled[key] = known
+        known = compile_training(model, objectives, example, plan, evaluation=evaluation)
+    _compiled[key, evaluation] = known
     if len(_compiled) > KEPT:
         _compiled.popitem(last=False)
     return known
@@ -121,11 +123,12 @@ def workers(
     optimizer: Any = sgd,
     scheduler: Any = None,
     example: Any = None,
+    evaluates: bool = False,
     **options: Any,
 ) -> list[Any]:
-    """What ``work(job)`` returns on every worker of ``plan``."""
+    """What ``work(job)`` returns on every worker of ``plan``; evaluation is captured once for all if it evaluates."""
     example = batch_of(8) if example is None else example
-    prepared = compiled(model, build_objectives(loss, optimizer, scheduler), example, plan)
+    prepared = compiled(model, build_objectives(loss, optimizer, scheduler), example, plan, evaluates)
 
     def run(_: Any) -> Any:
         with Job(prepared, World.join(), example=example, **options) as job:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import covering
 from polylane.auto import choose as auto
 from polylane.cluster.spec import parse
 from polylane.compile.objectives import build_objectives
@@ -51,10 +52,17 @@ def chosen(model: nn.Module, workers: range | tuple[int, ...], cluster: str, sam
     return auto.choose(problem(model, samples), workers, parse(cluster))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-@pytest.mark.parametrize("build", [deep, branches])
-def test_only_plans_of_so_many_workers(build: Callable[[], nn.Module], workers: int) -> None:
-    answer = chosen(build(), (workers,), "4:a100-80g")
+MODELS = {"deep": deep, "branches": branches}
+
+
+@cache
+def chosen_of_four(model: str, workers: range | tuple[int, ...]) -> SearchResult:
+    return chosen(MODELS[model](), workers, "4:a100-80g")
+
+
+@pytest.mark.parametrize(("workers", "model"), covering.pairs([1, 2, 3, 4], [*MODELS]))
+def test_only_plans_of_so_many_workers(workers: int, model: str) -> None:
+    answer = chosen_of_four(model, (workers,))
     assert {candidate.workers for candidate in (*answer.fitting_candidates, *answer.too_large_candidates)} == {workers}
     assert {found.plan.workers for found in answer.ranked_plans} == {workers}
     times = [found.prediction.seconds for found in answer.ranked_plans]
@@ -62,9 +70,9 @@ def test_only_plans_of_so_many_workers(build: Callable[[], nn.Module], workers: 
 
 
 def test_with_a_choice_the_best_of_all_is_no_worse_than_the_best_of_each() -> None:
-    free = chosen(deep(), range(1, 5), "4:a100-80g").ranked_plans[0]
+    free = chosen_of_four("deep", range(1, 5)).ranked_plans[0]
     for workers in range(1, 5):
-        bound = chosen(deep(), (workers,), "4:a100-80g").ranked_plans[0]
+        bound = chosen_of_four("deep", (workers,)).ranked_plans[0]
         assert free.prediction.seconds <= 1.011 * bound.prediction.seconds, "but for what frugality may cost"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+import commands_run
+import covering
 from polylane.cli import app
 from polylane.plan.plan import load
 
@@ -159,8 +160,9 @@ def test_plan_ranks_explains_and_writes(recipe: Path) -> None:
     assert verified.exit_code == 0, verified.output
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shard", ["none", "optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize(
+    ("shard", "dtype"), covering.pairs(["none", "optimizer", "gradients", "parameters"], ["float32", "bfloat16"])
+)
 def test_the_plan_that_is_written_is_the_one_that_was_priced(recipe: Path, shard: str, dtype: str) -> None:
     what = ["layers.py", "--cluster", "4:a100-80g", "--batch", "65536", "--set", "width=1024", "--json"]
     planned = call("plan", *what, "--shard", shard, "--dtype", dtype, "-o", "plan.yaml")
@@ -209,7 +211,7 @@ def test_train_plan_auto_under_torchrun(recipe: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "--"]
     command = [*torchrun, "polylane", *line.split(), "--plan", "auto", "--run", "run/together"]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = commands_run.run(command, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(done.stdout)
     assert result["workers"] == 2 and done.stderr.count(f"plan auto: {result['plan']} (") == 1

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import polylane
+import commands_run
 from polylane.commands.run_folder import MODEL, NAMES, UNFINISHED, RunFolder
 from polylane.errors import NotFinite, PolylaneError
 from polylane.runtime.parameters import broadcast as weights
@@ -70,15 +70,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start(folder: Path, line: str, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "polylane", "train", "logs.py", "--batch", "4", *line.split()],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(polylane.__file__).parents[1])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=before,
-    )
+    command = [sys.executable, "-m", "polylane", "train", "logs.py", "--batch", "4", *line.split()]
+    return commands_run.start(command, cwd=folder, preexec_fn=before)
 
 
 def train(folder: Path, line: str, code: int = 0, before: Callable[[], None] | None = None) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.util
 import os
 import signal
 
@@ -9,9 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import commands_run
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.runtime.workers.fork import WorkerContext
 from polylane.runtime.workers.spawn import spawn_workers
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New processes have what is imported here; a cold one is started by the tests of the command line."""
+    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", commands_run.spawn)
 
 
 def add_up(context: WorkerContext) -> torch.Tensor:

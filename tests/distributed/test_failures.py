@@ -168,7 +168,11 @@ def test_evaluation_that_raises() -> None:
 
     torch.manual_seed(0)
     error = failure_of(
-        work, Model(False).double(), "data=2,pipeline=2,microbatches=3,per_sample=gate", example=batch_of(9)
+        work,
+        Model(False).double(),
+        "data=2,pipeline=2,microbatches=3,per_sample=gate",
+        example=batch_of(9),
+        evaluates=True,
     )
     assert (error.microbatch, error.module) == (2, "gate")
 

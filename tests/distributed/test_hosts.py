@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import covering
 from polylane.runtime.transport import hierarchical
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.shared_memory import rendezvous
@@ -18,7 +19,17 @@ from training import Trained, assert_same, batch_of, classify, mlp, plainly, sgd
 BATCHES = [batch_of(9, seed=i) for i in range(3)]
 
 
-@pytest.fixture(params=["0 0 1 1", "0 1 1 1", "0 1 0 2"])
+ARRANGEMENTS = ["0 0 1 1", "0 1 1 1", "0 1 0 2"]
+TRAINED = [
+    "data=4",
+    "data=2,pipeline=2,microbatches=2",
+    "data=2,tensor=2",
+    "data=4,shard=parameters",
+    "data=4,servers=2",
+]
+
+
+@pytest.fixture(params=ARRANGEMENTS)
 def hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Four ranks that take themselves to be on these hosts."""
     chosen = [int(number) for number in request.param.split()]
@@ -41,28 +52,21 @@ def test_memory_is_shared_inside_a_host_only(hosts: list[int]) -> None:
         assert reached == [other for other in range(4) if hosts[other] == hosts[rank] and other != rank]
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "data=4",
-        "data=2,pipeline=2,microbatches=2",
-        "data=2,tensor=2",
-        "data=4,shard=parameters",
-        "data=4,servers=2",
-    ],
-)
+@pytest.mark.parametrize(("plan", "hosts"), covering.pairs(TRAINED, ARRANGEMENTS), indirect=["hosts"])
 def test_a_training_over_several_hosts(hosts: list[int], plan: str) -> None:
     expected = plainly(mlp(6, 8, 4), BATCHES, microbatches=2 if "pipeline" in plan else 1)
     for worker in trained(mlp(6, 8, 4), plan, BATCHES):
         assert_same(worker, expected)
 
 
+@pytest.mark.parametrize("hosts", covering.one_in(3, ARRANGEMENTS, first=2), indirect=True)
 def test_replicas_on_several_hosts_that_agree_every_second_step(hosts: list[int]) -> None:
     expected = agreeing(mlp(6, 8, 4), 4, 2)
     for worker in trained(mlp(6, 8, 4), "data=4,every=2", BATCHES):
         assert_same(worker, expected)
 
 
+@pytest.mark.parametrize("hosts", covering.one_in(3, ARRANGEMENTS, first=1), indirect=True)
 def test_gradients_that_travel_rounded(hosts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all of them travel by torch.distributed: what is rounded is each replica's own share, before any sum."""
     found = trained(mlp(6, 8, 4), "data=4,wire=bfloat16", BATCHES)

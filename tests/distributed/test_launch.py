@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import commands_run
 from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
 from processes import children
 
 torch.set_num_threads(1)
-SOURCE = str(Path(__file__).parents[2] / "src")
 
 
 class Refused(PolylaneError):
@@ -333,13 +333,7 @@ SCRIPT = """
 
 @pytest.fixture
 def script():
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(SCRIPT)],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "PYTHONPATH": SOURCE},
-    )
+    process = commands_run.start([sys.executable, "-c", textwrap.dedent(SCRIPT)], start_new_session=True)
     yield process
     process.kill()
     process.communicate()

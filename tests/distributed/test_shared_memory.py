@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -153,9 +154,10 @@ def played(steps: Sequence[Step], transports: Sequence[Transport], seed: int) ->
     return [results[number] for number in sorted(results)]
 
 
-SEEDS = range(8)
+SEEDS = range(6)
 
 
+@cache
 def local_results(size: int) -> list[list[list[Any]]]:
     def in_order(transport: LocalTransport) -> list[list[Any]]:
         return [
@@ -201,7 +203,7 @@ def test_gloo_has_the_same_results(size: int):
         pairs = [(a, b) for a in range(size) for b in range(size) if a != b]
         transport = c10d.C10dTransport(context.world, pairs, groups(size))
         found = []
-        for index, seed in enumerate(SEEDS):
+        for index, seed in enumerate(SEEDS[:3]):
             mine = [step for step in program(seed, size) if context.rank in step.ranks]
             for step, wanted in zip(mine, expected[context.rank][index], strict=True):
                 got = step.ask(transport).wait()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import covering
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline.stage_runner import StageRunner
 from training import batch_of, mlp, plainly, trained, workers
@@ -27,22 +28,22 @@ def steps(job: Job) -> tuple[list[float], dict[str, Tensor]]:
     return seen, job.state_dict()
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "data=3,microbatches=3",
-        "pipeline=3,microbatches=3,schedule=naive",
-        "pipeline=3,microbatches=4,schedule=1f1b",
-        "data=2,pipeline=2,microbatches=4,schedule=afab",
-        "data=2,pipeline=2,microbatches=3,schedule=1f1b",
-    ],
-)
+SLOWED = [
+    "data=3,microbatches=3",
+    "pipeline=3,microbatches=3,schedule=naive",
+    "pipeline=3,microbatches=4,schedule=1f1b",
+    "data=2,pipeline=2,microbatches=3,schedule=1f1b",
+    "data=2,pipeline=2,microbatches=4,schedule=afab",
+]
+
+
+@pytest.mark.parametrize("plan", covering.one_in(2, SLOWED))
 def test_slow_workers(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def model() -> nn.Module:
         return nn.Sequential(mlp(6, 8, 8), nn.BatchNorm1d(8).double(), mlp(8, 8, 4))
 
     example = batch_of(16)
-    usual = workers(steps, model(), plan, example=example)
+    usual = workers(steps, model(), plan, example=example, evaluates=True)
     for name in ("forward", "backward"):
         run = getattr(StageRunner, name)
 
@@ -57,7 +58,7 @@ def test_slow_workers(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return steps(job)
 
     for (seen, state), (expected, reference) in zip(
-        workers(unsteady, model(), plan, example=example), usual, strict=True
+        workers(unsteady, model(), plan, example=example, evaluates=True), usual, strict=True
     ):
         assert seen == expected
         assert all(torch.equal(state[name], value) for name, value in reference.items())

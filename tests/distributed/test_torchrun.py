@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import commands_run
 
 SCRIPT = """
 import json, os, sys
@@ -81,7 +82,7 @@ def run(tmp_path: Path, plan: str, workers: int, made_before: bool) -> list[dict
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"] if workers > 1 else []
     command = [sys.executable, *launcher, str(script), plan, "yes" if made_before else "no", str(out)]
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = commands_run.run(command, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(Path(f"{out}.{rank}.json").read_text()) for rank in range(workers)]
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import covering
 from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
@@ -33,7 +34,7 @@ class Seen:
     stale: list[int]
     state: dict[str, Tensor]
     orders: tuple[tuple[ServerUpdate, ...], ...]
-    loss: float
+    loss: float = 0.0
 
 
 def seen(job: Job, batches: Any) -> Seen:
@@ -41,19 +42,20 @@ def seen(job: Job, batches: Any) -> Seen:
     for batch in batches:
         sums.append(job.step(batch).sums)
         stale.append(job.staleness)
-    return Seen(sums, stale, job.state_dict(), job.updates(), job.evaluate(batches[0]))
+    return Seen(sums, stale, job.state_dict(), job.updates())
 
 
 def run(
     model: nn.Module, plan: str, batches: Any = BATCHES, *, loss: Any = classify, optimizer: Any = sgd, **options: Any
 ) -> tuple[CompiledTraining, list[Seen]]:
-    prepared = compile_training(
-        model, build_objectives(loss, optimizer, options.pop("scheduler", None)), batches[0], plan
-    )
+    objectives = build_objectives(loss, optimizer, options.pop("scheduler", None))
+    evaluates = options.pop("evaluates", False)
+    prepared = compile_training(model, objectives, batches[0], plan, evaluation=evaluates)
 
     def work(_: Any) -> Seen:
         with Job(prepared, World.join(), example=batches[0], **options) as job:
-            return seen(job, batches)
+            found = seen(job, batches)
+            return replace(found, loss=job.evaluate(batches[0])) if evaluates else found
 
     return prepared, fork_workers(work, prepared.plan.processes)
 
@@ -71,21 +73,21 @@ def check(prepared: CompiledTraining, workers: list[Seen], batches: Any = BATCHE
     return again
 
 
-@pytest.mark.parametrize("optimizer", [sgd, adamw])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "data=2,servers=1,staleness=any",
-        "data=3,servers=2,staleness=any",
-        "data=4,servers=3,staleness=any,dedicated=yes",
-        "data=3,servers=2,staleness=1,dedicated=yes",
-        "data=2,pipeline=2,microbatches=2,servers=2,staleness=any",
-        "data=2,tensor=2,servers=2,staleness=2",
-        "[data=2,tensor=2 | data=2],microbatches=2,servers=1,staleness=any",
-    ],
-)
-def test_the_weights_of_the_recorded_order(plan: str, optimizer: Any) -> None:
-    prepared, workers = run(mlp(6, 8, 4), f"{plan},{MADE_SLOW}", optimizer=optimizer, clip_norm=0.5)
+OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
+PLANS = [
+    "data=2,servers=1,staleness=any",
+    "data=3,servers=2,staleness=any",
+    "data=4,servers=3,staleness=any,dedicated=yes",
+    "data=3,servers=2,staleness=1,dedicated=yes",
+    "data=2,pipeline=2,microbatches=2,servers=2,staleness=any",
+    "data=2,tensor=2,servers=2,staleness=2",
+    "[data=2,tensor=2 | data=2],microbatches=2,servers=1,staleness=any",
+]
+
+
+@pytest.mark.parametrize(("plan", "optimizer"), covering.pairs(PLANS, [*OPTIMIZERS]))
+def test_the_weights_of_the_recorded_order(plan: str, optimizer: str) -> None:
+    prepared, workers = run(mlp(6, 8, 4), f"{plan},{MADE_SLOW}", optimizer=OPTIMIZERS[optimizer], clip_norm=0.5)
     check(prepared, workers, clip_norm=0.5)
     for order in workers[0].orders:
         assert [update.version for update in order] == list(range(1, len(BATCHES) * prepared.plan.data + 1))
@@ -127,7 +129,7 @@ def test_means_schedulers_and_running_statistics() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double()
     plan = f"data=2,servers=2,staleness=any,{MADE_SLOW}"
-    prepared, workers = run(model, plan, loss=some, scheduler=halving)
+    prepared, workers = run(model, plan, loss=some, scheduler=halving, evaluates=True)
     again = check(prepared, workers)
     whole = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4)).double().eval()
     whole.load_state_dict(dict(again.state))
@@ -150,10 +152,10 @@ def test_evaluation_and_weights_in_between_change_nothing() -> None:
                 sums.append(job.step(batch).sums)
                 job.evaluate(batch)
                 job.state_dict()
-            return Seen(sums, [], job.state_dict(), job.updates(), 0.0)
+            return Seen(sums, [], job.state_dict(), job.updates())
 
     plan = "data=2,servers=2,staleness=any"
-    prepared = compile_training(mlp(6, 8, 4), build_objectives(classify, sgd, None), BATCHES[0], plan)
+    prepared = compile_training(mlp(6, 8, 4), build_objectives(classify, sgd, None), BATCHES[0], plan, evaluation=True)
     check(prepared, fork_workers(work, prepared.plan.processes))
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
-from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
 # The solver's tolerances are absolute, so that costs are scaled to this value for the dearest variable.
 DEAREST = 1e6
@@ -78,6 +76,10 @@ class IntegerProgram:
             more: terms of a second objective, as (variable, coefficient).
             weight: factor of the second objective; infinite: only that counts.
         """
+        # Imported here: scipy takes half a second, and a training whose operators are not split solves no program.
+        from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+        from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
         costs = np.array(self.costs)
         extra = np.zeros(len(costs))
         np.add.at(extra, [v for v, _ in more], [n for _, n in more])
