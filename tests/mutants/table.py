@@ -240,9 +240,9 @@ STATISTICS = [
 SPLITS = [
     Mutant(
         "halo-one-row-short", "what a rank reads of its neighbours' positions lacks the last one",
-        "placement.kernels.halo_exchange:HaloExchange.overlaps",
+        "placement.redistribute:overlapping_ranges",
         "min(b, stop)",
-        "min(b, stop) - (owner != reader)",
+        "min(b, stop - (tuple(owned) != tuple(wanted)))",
         "tests/placement/rules/test_convolution_rules.py", network="sequence=2",
     ),
     Mutant(
@@ -315,14 +315,14 @@ SPLITS = [
     ),
     Mutant(
         "ring-in-the-wrong-order", "a step of the ring is taken for the block of the rank behind",
-        "placement.kernels.ring_attention:_Ring.forward",
-        "(axis.index - step) % circle.degree",
-        "(axis.index + step) % circle.degree",
+        "placement.kernels.ring_attention:_RingRank.add_blocks",
+        "(me - step) % ring.degree",
+        "(me + step) % ring.degree",
         "tests/placement/rules/test_attention_rules.py", gpt="sequence=3",
     ),
     Mutant(
         "ring-gradients-lost", "of the gradients of its keys a rank keeps only those that came last",
-        "placement.kernels.ring_attention:_Ring.backward",
+        "placement.kernels.ring_attention:_RingRank.add_gradients",
         "of_key + part.key, of_value + part.value",
         "part.key, part.value",
         "tests/placement/rules/test_attention_rules.py", gpt="sequence=2",

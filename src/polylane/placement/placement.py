@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -157,6 +157,14 @@ def slice_cuts(cuts: Cuts, start: int, stop: int) -> Cuts:
     """Return the cuts of the slice [start, stop) of a dimension; ranks that have nothing of it get empty parts."""
     clipped = [tuple(min(max(p, start), stop) - start for p in segment) for segment in cuts]
     return simplify_cuts(tuple(clipped))
+
+
+def with_offsets(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield the ranges (start, stop) of a rank's part, each with the position of its start in the part."""
+    offset = 0
+    for start, stop in ranges:
+        yield start, stop, offset
+        offset += stop - start
 
 
 def shard_same_dim(a: Placement, b: Placement) -> bool:

@@ -10,13 +10,16 @@ The gradient goes from the dual of the target to the dual of the source (:func:`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from polylane.placement.placement import PARTIAL, Partial, Placement, Replicate, Shard, gradient_placement
+from polylane.placement.placement import PARTIAL, Partial, Placement, Replicate, Shard, gradient_placement, with_offsets
+
+# Positions of a dimension as (start, stop); in exchanged pieces (start, length).
+Range = tuple[int, int]
 
 
 class Axis(Protocol):
@@ -66,12 +69,10 @@ def collective_name(source: Placement, target: Placement) -> str:
     if isinstance(source, Partial):
         return "all_reduce" if isinstance(target, Replicate) else "reduce_scatter" if isinstance(target, Shard) else ""
     if isinstance(source, Shard):
-        return "all_gather" if isinstance(target, Replicate) else _collective_from_shard(source, target)
+        if isinstance(target, Replicate):
+            return "all_gather"
+        return "all_to_all" if isinstance(target, Shard) and target != source else ""
     return ""
-
-
-def _collective_from_shard(source: Shard, target: Placement) -> str:
-    return "all_to_all" if isinstance(target, Shard) and target != source else ""
 
 
 class Redistribute:
@@ -158,10 +159,8 @@ def _pad_with_zeros(axis: Axis, x: Tensor, source: Shard) -> Tensor:
 
 
 def _fill_shard(out: Tensor, part: Tensor, shard: Shard, index: int) -> None:
-    at = 0
-    for start, stop in shard.ranges(index):
+    for start, stop, at in with_offsets(shard.ranges(index)):
         out.narrow(shard.dim, start, stop - start).copy_(part.narrow(shard.dim, at, stop - start))
-        at += stop - start
 
 
 def _shape_with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
@@ -178,12 +177,13 @@ def _all_gather(axis: Axis, x: Tensor, source: Shard) -> Callable[[], Tensor]:
         # One segment: the parts in the order of ranks are the whole; otherwise ranks interleave.
         if len(source.cuts) == 1:
             return torch.cat([part for part in parts if part is not None], source.dim)
-        return _assemble_shards(parts, source)
+        return assemble_shards(parts, source)
 
     return finish
 
 
-def _assemble_shards(parts: Sequence[Tensor | None], shard: Shard) -> Tensor:
+def assemble_shards(parts: Sequence[Tensor | None], shard: Shard) -> Tensor:
+    """Return a whole value from the parts of all ranks, in their order."""
     first = parts[0]
     assert first is not None
     out = first.new_empty(_shape_with_length(first.shape, shard.dim, shard.size))
@@ -221,51 +221,85 @@ def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable
         for i in range(axis.degree)
     ]
     exchange = axis.begin_exchange(pieces, shapes)
-    return lambda: _assemble_shards(exchange(), source)
+    return lambda: assemble_shards(exchange(), source)
 
 
 def _recut_dimension(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable[[], Tensor]:
     """Shard the same dimension at other positions: every rank sends the overlap of its part with the target's parts."""
-    dim, me = source.dim, axis.index
-    pieces = [_overlapping_part(x, source.ranges(me), target.ranges(i), dim) for i in range(axis.degree)]
-    lengths = [_overlap_length(source.ranges(i), target.ranges(me)) for i in range(axis.degree)]
-    exchange = axis.begin_exchange(pieces, [_shape_with_length(x.shape, dim, n) for n in lengths])
-    # The ranges to receive, ascending in the whole dimension, each with the rank that has it.
-    wanted = sorted(
-        (max(a, c), min(b, d), i)
-        for i in range(axis.degree)
-        for a, b in source.ranges(i)
-        for c, d in target.ranges(me)
-        if max(a, c) < min(b, d)
-    )
+    dim = source.dim
+    owned, wanted = ([shard.ranges(i) for i in range(axis.degree)] for shard in (source, target))
+    outgoing, incoming = list_exchanges(axis.index, owned, wanted)
+    exchange = begin_exchange_ranges(axis, x, dim, outgoing, incoming)
 
-    # Each rank's message holds its ranges in ascending order: ``taken`` is the read position in each message.
     def finish() -> Tensor:
-        parts, taken, out = exchange(), [0] * axis.degree, []
-        for start, stop, i in wanted:
-            part = parts[i]
-            assert part is not None
-            out.append(part.narrow(dim, taken[i], stop - start))
-            taken[i] += stop - start
-        return torch.cat(out, dim) if out else x.narrow(dim, 0, 0).clone()
+        out = x.new_empty(_shape_with_length(x.shape, dim, target.local_length(axis.index)))
+        for at, part in exchange():
+            out.narrow(dim, at, part.shape[dim]).copy_(part)
+        return out
 
     return finish
 
 
-def _overlapping_part(x: Tensor, own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]], dim: int) -> Tensor:
-    parts, at = [], 0
-    for a, b in own:
-        for c, d in wanted:
-            start, stop = max(a, c), min(b, d)
-            if start < stop:
-                parts.append(x.narrow(dim, at + start - a, stop - start))
-        # ``at`` is the position in the local part at which the range [a, b) begins.
-        at += b - a
-    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
+# ---- ranges of one dimension, from the ranks that own them to those that want them -----------------------------------
 
 
-def _overlap_length(own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> int:
-    return sum(max(0, min(b, d) - max(a, c)) for a, b in own for c, d in wanted)
+def overlapping_ranges(owned: Sequence[Range], wanted: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """Return what an owner has that a reader wants: (start in the owner's part, start in what is wanted, length)."""
+    return [
+        (here + first - a, there + first - start, last - first)
+        for start, stop, there in with_offsets(wanted)
+        for a, b, here in with_offsets(owned)
+        if (first := max(a, start)) < (last := min(b, stop))
+    ]
+
+
+def list_exchanges(
+    index: int, owned: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]
+) -> tuple[list[list[Range]], list[list[Range]]]:
+    """Return the pieces that rank ``index`` sends to each rank and gets from each, as (start, length).
+
+    Args:
+        index: the rank on its axis.
+        owned, wanted: ranges of the dimension by rank; starts of received pieces count in what the rank wants.
+    """
+    outgoing = [[(at, n) for at, _, n in overlapping_ranges(owned[index], each)] for each in wanted]
+    incoming = [[(at, n) for _, at, n in overlapping_ranges(each, wanted[index])] for each in owned]
+    return outgoing, incoming
+
+
+def begin_exchange_ranges(
+    axis: Axis, x: Tensor, dim: int, outgoing: Sequence[Sequence[Range]], incoming: Sequence[Sequence[Range]]
+) -> Callable[[], Iterator[tuple[int, Tensor]]]:
+    """Start to exchange pieces of ``x``, see :func:`list_exchanges`.
+
+    Returns:
+        A function that waits, and yields (start in the result, piece) of all that comes.
+    """
+    me = axis.index
+    # A rank's own piece does not travel: x itself takes its place, which gives the dtype.
+    pieces = [x if i == me else _select_ranges(x, dim, each) if each else None for i, each in enumerate(outgoing)]
+    shapes = [
+        _shape_with_length(x.shape, dim, sum(n for _, n in each)) if each and i != me else None
+        for i, each in enumerate(incoming)
+    ]
+    exchange = axis.begin_exchange(pieces, shapes)
+
+    def finish() -> Iterator[tuple[int, Tensor]]:
+        received = exchange()
+        for i, each in enumerate(incoming):
+            part = _select_ranges(x, dim, outgoing[me]) if i == me and each else received[i]
+            taken = 0
+            for at, n in each:
+                assert part is not None
+                yield at, part.narrow(dim, taken, n)
+                taken += n
+
+    return finish
+
+
+def _select_ranges(x: Tensor, dim: int, pieces: Sequence[Range]) -> Tensor:
+    parts = [x.narrow(dim, at, n) for at, n in pieces]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def all_reduce_differentiable(axis: Axis, x: Tensor) -> Tensor:

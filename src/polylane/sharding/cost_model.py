@@ -96,9 +96,6 @@ class Price:
     def __add__(self, other: Price) -> Price:
         return Price(self.seconds + other.seconds, self.sent + other.sent)
 
-    def __mul__(self, times: float) -> Price:
-        return Price(self.seconds * times, self.sent * times)
-
 
 FREE = Price()
 

@@ -14,7 +14,7 @@ from polylane.placement.operator_view import OperatorView, TensorKey
 HOPS = 3
 
 
-def equivalence_classes(view: OperatorView, labels: Mapping[str, Hashable], hops: int = HOPS) -> Mapping[str, int]:
+def equivalence_classes(view: OperatorView, labels: Mapping[str, Hashable], hops: int) -> Mapping[str, int]:
     """Return the class of every operator and graph input, by node name.
 
     Args:

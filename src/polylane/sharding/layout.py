@@ -25,9 +25,10 @@ from polylane.placement.placement import (
     even_cuts,
     local_shape,
 )
-from polylane.placement.redistribute import local_shard
+from polylane.placement.redistribute import assemble_shards, local_shard
 from polylane.placement.rewrite import AxisSplit, State
 from polylane.placement.strategy import OperatorCall
+from polylane.sharding.admissible import SplitDemands
 from polylane.sharding.carry_over import carry_over_split
 from polylane.sharding.solve import carry_over, solve
 
@@ -164,7 +165,7 @@ def choose_layout(
         choice = _axis_options(shown, degree, axis, sampled, plain, offer)
         # Replicas hold all parameters: a plan's pins and whole parameters concern the other axes.
         asked = {} if axis == "data" else _merge_pins((pins or {}).get(axis, {}), whole or {})
-        splits[axis] = solve(shown, choice, degree, purpose=axis, rates=rates, pins=asked, taken=splits)
+        splits[axis] = solve(shown, choice, degree, SplitDemands(axis, asked, splits), rates=rates)
     return Layout(graph, samples, splits, whole, plain, views)
 
 
@@ -209,28 +210,10 @@ def _axis_options(
     plain: Collection[str],
     offer: LayoutOffer | None = None,
 ) -> StrategyOptions:
-    """Return the strategies that may be chosen along an axis.
-
-    Raises:
-        PolylaneError: replicas cannot divide the samples, because the model computes with a fixed number of them.
-    """
-    if axis != "data":
-        return _without_partial_sums(shown, _offered_options(shown, degree, offer), plain)
-    # A graph whose input has a fixed size other than the batch's was captured for that number of samples only.
-    for source in shown.sources.values():
-        kind, index = source.role
-        if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
-            raise PolylaneError(
-                f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
-                f"together, but the model computes with {source.value.shape[0]} samples and no other number; use data=1"
-            )
-    return _data_parallel_options(
-        shown, _without_partial_sums(shown, _offered_options(shown, degree, offer), plain), degree, sampled
-    )
-
-
-def _offered_options(shown: OperatorView, degree: int, offer: LayoutOffer | None) -> StrategyOptions:
-    return enumerate_strategies(shown, degree) if offer is None else offer.options(degree)
+    """Return the strategies that may be chosen along an axis."""
+    options = enumerate_strategies(shown, degree) if offer is None else offer.options(degree)
+    choice = _without_partial_sums(shown, options, plain)
+    return _data_parallel_options(shown, choice, degree, sampled) if axis == "data" else choice
 
 
 def _without_partial_sums(shown: OperatorView, choice: StrategyOptions, plain: Collection[str]) -> StrategyOptions:
@@ -257,11 +240,22 @@ def _is_not_partial(placement: Placement) -> bool:
 def _data_parallel_options(
     shown: OperatorView, choice: StrategyOptions, degree: int, sampled: Sequence[bool]
 ) -> StrategyOptions:
-    """Return the options of the data axis: inputs are sharded by sample, and parameters' gradients are partial sums."""
+    """Return the options of the data axis: inputs are sharded by sample, and parameters' gradients are partial sums.
+
+    Raises:
+        PolylaneError: replicas cannot divide the samples, because the model computes with a fixed number of them.
+    """
     sources = dict(choice.source_placements)
     for key, source in shown.sources.items():
         kind, index = source.role
         if kind == "input" and sampled[index]:
+            # A graph whose input has a fixed size other than the batch's was captured for that number of samples only.
+            if source.value.shape[0] != shown.samples:
+                raise PolylaneError(
+                    f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
+                    f"together, but the model computes with {source.value.shape[0]} samples and no other number; "
+                    "use data=1"
+                )
             sources[key] = (Shard(0, even_cuts(source.value.shape[0], degree)),)
         elif kind == "parameter":
             sources[key] = (REPLICATE_PARTIAL_GRAD if source.value.gradient else REPLICATE,)
@@ -277,7 +271,7 @@ def layout_like(main: Layout, graph: Graph, plain: Collection[str] = ()) -> Layo
         shown = view_operators(graph, main.samples, split.degree)
         sampled = _sampled_leaves(main, split, graph) if axis == "data" else ()
         choice = _axis_options(shown, split.degree, axis, sampled, plain)
-        splits[axis] = carry_over(split, shown, choice, purpose=axis, taken=splits)
+        splits[axis] = carry_over(split, shown, choice, axis, splits)
     return Layout(graph, main.samples, splits, plain=plain)
 
 
@@ -336,10 +330,4 @@ def assemble_parts(parts: Mapping[tuple[int, ...], Tensor], state: State, degree
     if isinstance(first, Partial):
         return torch.stack(each).sum(0)
     # Replicated: every rank has the same value.
-    if not isinstance(first, Shard):
-        return each[0]
-    shape = tuple(first.size if d == first.dim else n for d, n in enumerate(each[0].shape))
-    whole = each[0].new_zeros(shape)
-    for index, part in enumerate(each):
-        write_local_part(whole, part, {"": first}, {"": index})
-    return whole
+    return assemble_shards(each, first) if isinstance(first, Shard) else each[0]

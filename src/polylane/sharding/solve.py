@@ -57,14 +57,6 @@ class SolveReport:
 
 
 @dataclass(frozen=True)
-class SplitChoice:
-    """A split together with how it was found."""
-
-    split: AxisSplit
-    report: SolveReport
-
-
-@dataclass(frozen=True)
 class SolvedSplit(AxisSplit):
     """A split with the report of its search.
 
@@ -72,100 +64,67 @@ class SolvedSplit(AxisSplit):
         report: status and gap of the search; not compared, so that equal splits are equal without it.
     """
 
-    report: SolveReport | None = field(default=None, compare=False, repr=False)
+    report: SolveReport = field(compare=False, repr=False)
 
 
 def solve(
     view: OperatorView,
     options: StrategyOptions,
     degree: int,
+    demands: SplitDemands,
     *,
-    purpose: str,
     rates: RankSpeed | None = None,
-    pins: Mapping[str, str] | None = None,
-    taken: Mapping[str, AxisSplit] | None = None,
-) -> AxisSplit:
+) -> SolvedSplit:
     """Return the split that costs least.
+
+    What the purpose makes small (bytes of parameters, or of activations) may exceed the least possible by
+    :data:`SLACK`.
 
     Args:
         view: the graph's operators at one number of samples.
         options: all strategies that the rules offer.
         degree: number of ranks along the axis.
-        purpose: "tensor": parameters are sharded, with as few bytes as possible (up to :data:`SLACK`), and samples are
-            not split; "sequence": the same for activations, with replicated parameters; "data": as "sequence", but
-            samples may be split too, and inputs are sharded where ``pins`` say so.
+        demands: purpose, pins, and the splits of other axes.
         rates: operations, bytes and messages a second of every rank.
-        pins: name of a parameter, buffer, source or node -> "replicate", "shard(<dim>)" or "partial".
-        taken: splits already chosen along other axes, by axis.
 
     Raises:
         PolylaneError: no strategy meets a pin, or the demands contradict each other.
     """
-    choice = choose_split(view, options, degree, SplitDemands(purpose, pins or {}, taken or {}), rates=rates)
-    return SolvedSplit(choice.split.degree, choice.split.strategies, choice.split.source_placements, choice.report)
+    start = time.perf_counter()
+    setting = CostSetting(view, degree, rates or RankSpeed(), demands.other_axes)
+    choices = admissible_options(view, options, degree, demands)
+    builder = ProgramBuilder(
+        setting, choices, demands, equivalence_classes(view, choice_labels(setting, choices), HOPS)
+    )
+    builder.build()
+    least, found = _search_solution(builder)
+    if not len(found.values):
+        raise PolylaneError(f"placements: no split over {degree} ranks ({demands.purpose}) was found: {found.status}")
+    split = builder.read_solution(found.values)
+    kinds, took = len(set(builder.classes.values())), time.perf_counter() - start
+    report = SolveReport(predict_split(setting, split), least, found.status, found.gap, kinds, took)
+    return SolvedSplit(degree, split.strategies, split.source_placements, report)
 
 
 def carry_over(
-    split: AxisSplit,
-    view: OperatorView,
-    options: StrategyOptions,
-    *,
-    purpose: str,
-    rates: RankSpeed | None = None,
-    taken: Mapping[str, AxisSplit] | None = None,
+    split: AxisSplit, view: OperatorView, options: StrategyOptions, purpose: str, other_axes: Mapping[str, AxisSplit]
 ) -> AxisSplit:
     """Return the best split of another graph of the same model, with parameters and buffers placed as in ``split``.
 
     Args:
         split: the strategies chosen for the first graph.
         view, options: operators and offered strategies of the other graph.
-        purpose, rates, taken: with the same meaning as for :func:`solve`.
+        purpose, other_axes: as in :class:`SplitDemands`.
     """
     fixed = {
         key: split.source_placements[key]
         for key, source in view.sources.items()
         if source.role[0] in ("parameter", "buffer") and key in split.source_placements
     }
-    demands = SplitDemands(purpose, {}, taken or {}, fixed)
-    return choose_split(view, options, split.degree, demands, rates=rates).split
+    return solve(view, options, split.degree, SplitDemands(purpose, {}, other_axes, fixed))
 
 
-def choose_split(
-    view: OperatorView,
-    options: StrategyOptions,
-    degree: int,
-    demands: SplitDemands,
-    *,
-    rates: RankSpeed | None = None,
-    hops: int = HOPS,
-    slack: float = SLACK,
-    gap: float = GAP,
-) -> SplitChoice:
-    """Choose as :func:`solve` does, with the search's limits as arguments.
-
-    Args:
-        view, options, degree, rates: with the same meaning as for :func:`solve`.
-        demands: purpose, pins, and the splits of other axes.
-        hops: edges up to which the neighbourhoods of two nodes must be equal for them to share one choice.
-        slack: relative excess over the least possible bytes that a faster split may have.
-        gap: relative distance from the best bound at which to stop.
-    """
-    start = time.perf_counter()
-    setting = CostSetting(view, degree, rates or RankSpeed(), demands.other_axes)
-    choices = admissible_options(view, options, degree, demands)
-    builder = ProgramBuilder(
-        setting, choices, demands, equivalence_classes(view, choice_labels(setting, choices), hops)
-    )
-    builder.build()
-    least, found = _search_solution(builder, slack, gap)
-    if not len(found.values):
-        raise PolylaneError(f"placements: no split over {degree} ranks ({demands.purpose}) was found: {found.status}")
-    split = builder.read_solution(found.values)
-    kinds, took = len(set(builder.classes.values())), time.perf_counter() - start
-    return SplitChoice(split, SolveReport(predict_split(setting, split), least, found.status, found.gap, kinds, took))
-
-
-def _search_solution(builder: ProgramBuilder, slack: float, gap: float) -> tuple[float, IntegerSolution]:
+def _search_solution(builder: ProgramBuilder) -> tuple[float, IntegerSolution]:
     """Return the least possible bytes, and a fast solution within the slack of them.
 
     A limit on the bytes as a constraint would make the program's relaxation loose, and the search long. Bytes have a
@@ -175,13 +134,13 @@ def _search_solution(builder: ProgramBuilder, slack: float, gap: float) -> tuple
     """
     program, bytes_ = builder.program, builder.limited_terms
     # The two ends of the convex hull: the fastest solution (bytes are free) and the smallest (only bytes count).
-    fast = program.solve(gap, bytes_)
+    fast = program.solve(GAP, bytes_)
     if not bytes_ or not len(fast.values):
         return 0.0, fast
-    small = program.solve(gap, bytes_, math.inf)
+    small = program.solve(GAP, bytes_, math.inf)
     if not len(small.values):
         return 0.0, small
-    least, most = small.secondary_cost, (1 + slack) * small.secondary_cost
+    least, most = small.secondary_cost, (1 + SLACK) * small.secondary_cost
     too_low, price, found = 0.0, 0.0, fast
     while found.secondary_cost > most:
         # The slope of the line between the current point and the smallest: at this price both are equally good, so that
@@ -190,7 +149,7 @@ def _search_solution(builder: ProgramBuilder, slack: float, gap: float) -> tuple
         # The slope no longer rises: no point of the hull is between the two.
         if price <= too_low * (1 + CLOSE):
             return least, small
-        found = program.solve(gap, bytes_, price)
+        found = program.solve(GAP, bytes_, price)
         if not len(found.values):
             return least, small
     # Steps along the hull may overshoot: a lower price may keep the limit with a faster split.
@@ -198,7 +157,7 @@ def _search_solution(builder: ProgramBuilder, slack: float, gap: float) -> tuple
         price /= CHEAPER
         if price <= too_low:
             break
-        other = program.solve(gap, bytes_, price)
+        other = program.solve(GAP, bytes_, price)
         if other.secondary_cost > most:
             break
         found = other

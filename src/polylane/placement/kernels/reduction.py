@@ -73,26 +73,35 @@ class _Softmax(torch.autograd.Function):
         return back.to(out.dtype), None, None, None, None
 
 
-class ShardedLogSumExp:
-    """aten.logsumexp over sharded dimensions.
+class ShardedReduction:
+    """A reduction over sharded dimensions: aten.logsumexp, or a norm of a positive, finite order.
 
     Args:
+        function: :class:`LogSumExp` or :class:`PowerNorm`, applied to (x, axes, dims, *settings).
         dims: indices of the reduced dimensions, from 0.
         keepdim: whether reduced dimensions stay, with size 1.
         dtype: dtype of the operator's result.
+        settings: further arguments of ``function``.
     """
 
-    __name__ = "logsumexp"
-
-    def __init__(self, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, function: type[LogSumExp | PowerNorm], dims: Sequence[int], keepdim: bool, dtype: torch.dtype,
+        *settings: float,
+    ) -> None:  # fmt: skip
+        self.function, self.settings = function, settings
         self.dims, self.keepdim, self.dtype = tuple(dims), keepdim, dtype
+        self.__name__ = function.operator
 
     def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Tensor:
-        out: Tensor = _LogSumExp.apply(x.to(self.dtype), axes, self.dims)  # type: ignore[no-untyped-call]
+        out: Tensor = self.function.apply(x.to(self.dtype), axes, self.dims, *self.settings)  # type: ignore[no-untyped-call]
         return out if self.keepdim else out.squeeze(self.dims)
 
 
-class _LogSumExp(torch.autograd.Function):
+class LogSumExp(torch.autograd.Function):
+    """The logarithm of the sum of exponentials; reduced dimensions stay, with size 1."""
+
+    operator = "logsumexp"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int]) -> Tensor:
         values = upcast(x)
@@ -171,27 +180,11 @@ class ShardedVariance:
         return out.to(self.dtype), (own if self.keepdim else own.squeeze(self.dims)).to(self.dtype)
 
 
-class ShardedNorm:
-    """aten.norm and linalg_vector_norm of a positive, finite order.
+class PowerNorm(torch.autograd.Function):
+    """The norm of a positive, finite order; reduced dimensions stay, with size 1."""
 
-    Args:
-        order: exponent p of the norm, above 0.
-        dims: indices of the reduced dimensions, from 0.
-        keepdim: whether reduced dimensions stay, with size 1.
-        dtype: dtype of the operator's result.
-    """
+    operator = "norm"
 
-    __name__ = "norm"
-
-    def __init__(self, order: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> None:
-        self.order, self.dims, self.keepdim, self.dtype = order, tuple(dims), keepdim, dtype
-
-    def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Tensor:
-        out: Tensor = _Norm.apply(x.to(self.dtype), axes, self.dims, self.order)  # type: ignore[no-untyped-call]
-        return out if self.keepdim else out.squeeze(self.dims)
-
-
-class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int], order: float) -> Tensor:
         powers = upcast(x).abs().pow(order).sum(list(dims), keepdim=True)

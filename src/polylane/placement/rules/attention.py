@@ -13,7 +13,7 @@ import torch
 from polylane.graph.precision import unwrap_settings
 from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
 from polylane.placement.kernels.block_attention import count_scores
-from polylane.placement.kernels.causal_attention import CausalAttention, CausalMask, SelectHeads
+from polylane.placement.kernels.causal_attention import CausalAttention, causal_mask, select_heads
 from polylane.placement.kernels.joint_gradients import joint_gradients, wrap_like
 from polylane.placement.kernels.random_region import RandomInRegion
 from polylane.placement.kernels.ring_attention import RingAttention, RingOverKeys, RingSchedule
@@ -63,13 +63,11 @@ def _samples_and_heads(call: OperatorCall) -> Iterator[Strategy]:
 
 def _attend_locally(edit: RankCall) -> None:
     """Run torch's own attention on a part; with dropout, draw the random numbers of the local part of the scores."""
-    assert edit.strategy is not None
     # Query, key and value may each need a collective for their gradient: start these in one order on all ranks.
     edit.target = joint_gradients(edit.target)
-    cut = edit.strategy.outputs[0]
-    if not edit.call.prefix or not isinstance(cut, Shard):
+    if not edit.call.prefix:
         return
-    query, key = edit.call["query"], edit.call["key"]
+    cut, query, key = edit.output_shard(), edit.call["query"], edit.call["key"]
     # The random value has the scores' shape; a dimension along which only values (not scores) vary draws nothing.
     dims = max(query.dim, key.dim)
     back = cut.dim - edit.call.outputs[0].dim  # from the last dimension
@@ -105,8 +103,7 @@ def _group_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 def _attend_groups(edit: RankCall) -> None:
     assert edit.strategy is not None
-    cut = edit.strategy.outputs[0]
-    assert isinstance(cut, Shard)
+    cut = edit.output_shard()
     if cut.local_length(edit.index) == 0:
         edit["enable_gqa"] = False  # torch refuses grouped heads if there are none
     for name in ("key", "value"):
@@ -122,7 +119,7 @@ def _attend_groups(edit: RankCall) -> None:
         if used != [head for head in own for _ in range(times)]:
             own = used
         if own != list(range(value.shape[-3])):
-            edit[name] = edit.insert(SelectHeads(tuple(own)), edit[name])
+            edit[name] = edit.insert(select_heads, tuple(own), edit[name])
     _attend_locally(edit)
 
 
@@ -143,15 +140,12 @@ def _query_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _attend_local_queries(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    cut = edit.strategy.outputs[0]
-    assert isinstance(cut, Shard)
     _attend_locally(edit)
     # Local queries are not at the start of the sequence: torch's is_causal would mask by local positions.
-    queries = cut.ranges(edit.index)
+    queries = edit.output_shard().ranges(edit.index)
     if edit.call.prefix:
         if edit.call["is_causal"]:
-            mask = edit.insert(CausalMask(queries), edit["query"], edit["key"], edit["attn_mask"])
+            mask = edit.insert(causal_mask, queries, edit["query"], edit["key"], edit["attn_mask"])
             edit["attn_mask"], edit["is_causal"] = mask, False
     elif edit.call["is_causal"]:
         own = unwrap_settings(edit.target)
@@ -227,9 +221,7 @@ def _score_shape(call: OperatorCall) -> tuple[int, ...]:
 
 
 def _attend_local_keys(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    cut = edit.strategy.inputs[edit.call["key"].index]
-    assert isinstance(cut, Shard)
+    cut = edit.input_shard(edit.call["key"].index)
     # Another axis may have sharded causal queries already: keep their positions for the mask.
     own = unwrap_settings(edit.target)
     queries = own.queries if isinstance(own, CausalAttention) else None

@@ -42,9 +42,7 @@ def _sparse(call: OperatorCall) -> bool:
 
 
 def _looked_up(edit: RankCall, number: int) -> None:
-    assert edit.strategy is not None
-    shard = edit.strategy.inputs[number]
-    assert isinstance(shard, Shard)
+    shard = edit.input_shard(number)
     lookup = ShardedLookup(shard.ranges(edit.index), shard.size, edit.call["padding_idx"])
     edit.replace(lookup, edit["weight"], edit["indices"])
 

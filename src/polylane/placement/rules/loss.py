@@ -195,8 +195,6 @@ def _divide_by_count(edit: RankCall) -> None:
 
 
 def _shard_classes(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    shard = edit.strategy.inputs[edit.call["self"].index]
-    assert isinstance(shard, Shard)
-    edit.target = _replace_with_class_loss(edit).of(shard.ranges(edit.index))
+    ranges = edit.input_shard(edit.call["self"].index).ranges(edit.index)
+    edit.target = replace(_replace_with_class_loss(edit), ranges=ranges)
     edit["vocabulary"] = edit.axis

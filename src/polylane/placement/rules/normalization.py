@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from polylane.placement.kernels.collective_op import all_reduce_bytes, call_along_axis
+from polylane.placement.kernels.collective_op import all_reduce_bytes, call_along_axis, collective_strategy
 from polylane.placement.kernels.empty_shards import skip_empty_ranks
 from polylane.placement.kernels.normalization import (
     ShardedBatchNorm,
@@ -17,10 +16,11 @@ from polylane.placement.kernels.normalization import (
     ShardedLayerNorm,
     ShardedRmsNorm,
 )
-from polylane.placement.placement import Cuts, Placement, Shard, divide_cuts, even_cuts
+from polylane.placement.placement import Shard, scale_cuts
 from polylane.placement.rules.by_dimension import Letters, label_dimensions, strategies_by_dimension
+from polylane.placement.rules.convolution import in_units
 from polylane.placement.rules.registry import rule
-from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy, TensorValue
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
 
 def _inputs(call: OperatorCall, letters: Mapping[str, Letters]) -> list[Letters]:
@@ -35,13 +35,6 @@ def _present_inputs(call: OperatorCall, names: Sequence[str]) -> list[TensorValu
     return [value for name in names if isinstance(value := call.arguments.get(name), TensorValue)]
 
 
-def _statistics_traffic(call: OperatorCall, rows: int, forward: int, backward: int) -> dict[str, Any]:
-    """Return a strategy's traffic for statistics of ``rows``: a message per forward sum, one for all backward ones."""
-    # Statistics are summed in float32 at least.
-    size = max(call.outputs[0].dtype.itemsize, 4)
-    return {"sent": all_reduce_bytes(rows, size, call.degree, forward + backward), "messages": forward + 1}
-
-
 # ---- over features ---------------------------------------------------------------------------------------------------
 
 
@@ -49,14 +42,14 @@ def _statistics_traffic(call: OperatorCall, rows: int, forward: int, backward: i
 def layer_norm(call: OperatorCall) -> Iterator[Strategy]:
     """All leading dimensions; normalized ones, and the weights with them."""
     yield from _leading_dimensions(call)
-    yield from _features(call, ShardedLayerNorm(call.outputs[0].dtype), 2, 2)
+    yield from _features(call, ShardedLayerNorm(call.outputs[0].dtype), 2)
 
 
 @rule("rms_norm", composes=True)
 def rms_norm(call: OperatorCall) -> Iterator[Strategy]:
     """All leading dimensions; normalized ones, and the weight with them."""
     yield from _leading_dimensions(call)
-    yield from _features(call, ShardedRmsNorm(call.outputs[0].dtype), 1, 1)
+    yield from _features(call, ShardedRmsNorm(call.outputs[0].dtype), 1)
 
 
 @rule("native_layer_norm", "_fused_rms_norm")
@@ -72,7 +65,8 @@ def _leading_dimensions(call: OperatorCall) -> Iterator[Strategy]:
     yield from strategies_by_dimension(call, _inputs(call, {"input": letters}), [letters for _ in call.outputs])
 
 
-def _features(call: OperatorCall, function: Any, forward: int, backward: int) -> Iterator[Strategy]:
+def _features(call: OperatorCall, function: Any, moments: int) -> Iterator[Strategy]:
+    """Yield shards of normalized dimensions; every row has this number of moments (the mean, the variance)."""
     x = call["input"]
     front = x.dim - len(call["normalized_shape"])
     weights = _present_inputs(call, ("weight", "bias"))
@@ -81,14 +75,12 @@ def _features(call: OperatorCall, function: Any, forward: int, backward: int) ->
         # Weight and bias have the normalized dimensions only: dimension dim of x is dim - front of theirs.
         places = [x.at(dim), call.outputs[0].at(dim), *(w.at(dim - front) for w in weights)]
         for cuts in call.common_cuts(*places):
-            placed: dict[int, Placement] = {w.index: Shard(dim - front, cuts) for w in weights}
-            yield call.strategy(
-                "features",
-                {x.index: Shard(dim, cuts), **placed},
-                Shard(dim, cuts),
-                local=partial(call_along_axis, function=function),
-                **_statistics_traffic(call, rows, forward, backward),
-            )
+            placed = {x.index: Shard(dim, cuts), **{w.index: Shard(dim - front, cuts) for w in weights}}
+            # Forward one all-reduce for each moment, backward one for all.
+            yield collective_strategy(
+                call, "features", placed, Shard(dim, cuts), function,
+                rows=rows, sums=2 * moments, messages=moments + 1,
+            )  # fmt: skip
 
 
 # ---- over channels and space -----------------------------------------------------------------------------------------
@@ -101,30 +93,19 @@ def group_norm(call: OperatorCall) -> Iterator[Strategy]:
     samples = ["n", *[None] * (x.dim - 1)]
     yield from strategies_by_dimension(call, _inputs(call, {"input": samples}), [samples], names={"n": "samples"})
     unit = x.shape[1] // call["num_groups"]
-    for cuts in _cuts_in_units(call, unit, x.at(1), call.outputs[0].at(1), *(w.at(0) for w in weights)):
-        placed: dict[int, Placement] = {w.index: Shard(0, cuts) for w in weights}
-        yield call.strategy("channels", {x.index: Shard(1, cuts), **placed}, Shard(1, cuts), local=_set_local_groups)
+    asked = [(x, 1, unit), (call.outputs[0], 1, unit), *((w, 0, unit) for w in weights)]
+    for groups in in_units(call, call["num_groups"] if unit else 0, asked):
+        cuts = scale_cuts(groups, unit)
+        placed = {x.index: Shard(1, cuts), **{w.index: Shard(0, cuts) for w in weights}}
+        yield call.strategy("channels", placed, Shard(1, cuts), local=_set_local_groups)
     function = ShardedGroupNorm(unit * math.prod(x.shape[2:]), call.outputs[0].dtype)
     yield from _over_space(call, function, x.shape[0] * call["num_groups"])
 
 
-def _cuts_in_units(call: OperatorCall, unit: int, *places: Place) -> list[Cuts]:
-    """Return cuts of the channels that go through no unit of ``unit`` channels."""
-    size = call.inputs[0].shape[1]
-    if not unit or size <= unit:
-        return []
-    found = {even_cuts(size, call.degree, unit): None}
-    found.update(dict.fromkeys(cuts for cuts in call.common_cuts(*places) if divide_cuts(cuts, unit) is not None))
-    return list(found)
-
-
 def _set_local_groups(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    (cut,) = edit.strategy.outputs
-    assert isinstance(cut, Shard)
     # A rank without channels makes an empty call, which still needs a group.
     unit = edit.call["input"].shape[1] // edit.call["num_groups"]
-    edit["num_groups"] = max(cut.local_length(edit.index) // unit, 1)
+    edit["num_groups"] = max(edit.output_shard().local_length(edit.index) // unit, 1)
 
 
 def _over_space(call: OperatorCall, function: Any, rows: int) -> Iterator[Strategy]:
@@ -132,8 +113,7 @@ def _over_space(call: OperatorCall, function: Any, rows: int) -> Iterator[Strate
     for dim in range(2, x.dim):
         for cuts in call.common_cuts(x.at(dim), call.outputs[0].at(dim)):
             shard = Shard(dim, cuts)
-            local = partial(call_along_axis, function=function)
-            yield call.strategy("space", {x.index: shard}, shard, local=local, **_statistics_traffic(call, rows, 2, 2))
+            yield collective_strategy(call, "space", {x.index: shard}, shard, function, rows=rows, sums=4, messages=3)
 
 
 @rule("instance_norm", composes=True)

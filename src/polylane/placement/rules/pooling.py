@@ -12,14 +12,14 @@ import torch
 
 from polylane.placement.kernels.empty_shards import skip_empty_ranks
 from polylane.placement.kernels.halo_exchange import (
-    PickPositions,
-    Range,
-    TrimRange,
-    WeightPositions,
     contiguous_ranges,
+    pick,
     strategies_by_position,
+    trim,
+    weighted,
 )
 from polylane.placement.placement import PARTIAL, Shard, repeat_cuts, scale_cuts
+from polylane.placement.redistribute import Range
 from polylane.placement.rules.by_dimension import label_dimensions, partial_sums, strategies_by_dimension
 from polylane.placement.rules.convolution import (
     POSITIONS,
@@ -113,9 +113,9 @@ def _pool(
         set_argument(edit, "padding", d, spatial, 0)
         own = weights[start:stop]
         if any(weight != 1.0 for weight in own):
-            edit.append(WeightPositions(dim, own))
+            edit.append(weighted, dim, tuple(own))
 
-    yield from strategies_by_position(call, POSITIONS[spatial][d], "self", (dim, dim), window.reads, local, value=value)
+    yield from strategies_by_position(call, POSITIONS[spatial][d], "self", dim, window.reads, local, value=value)
 
 
 def _weights(call: OperatorCall, spatial: int, d: int) -> list[float]:
@@ -157,9 +157,7 @@ def adaptive_avg_pool(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _mean_of_part(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    part = edit.strategy.inputs[0]
-    assert isinstance(part, Shard)
+    part = edit.input_shard()
     edit.append(operator.mul, part.local_length(edit.index) / part.size)
 
 
@@ -199,9 +197,9 @@ def _by_blocks(call: OperatorCall, argument: str, spatial: int, d: int, taps: in
         if edit.arguments.get("output_size") is not None:
             set_argument(edit, "output_size", d, spatial, (last - first) * m // n)
         if (last - first) * m // n != stop - start:
-            edit.append(TrimRange(dim, start - first * m // n, stop - start))
+            edit.append(trim, dim, start - first * m // n, stop - start)
 
-    yield from strategies_by_position(call, POSITIONS[spatial][d], argument, (dim, dim), reads, local)
+    yield from strategies_by_position(call, POSITIONS[spatial][d], argument, dim, reads, local)
 
 
 @rule(
@@ -311,9 +309,9 @@ def _padded(call: OperatorCall, name: str, dim: int, mode: str, value: float) ->
         where = {p: i for i, p in enumerate(given)}
         wanted = [source(p) for p in range(start, stop)]
         if wanted != given:
-            edit["self"] = edit.insert(PickPositions(dim, [where[p] for p in wanted]), edit["self"])
+            edit["self"] = edit.insert(pick, dim, tuple(where[p] for p in wanted), edit["self"])
 
-    yield from strategies_by_position(call, f"dim {dim}", "self", (dim, dim), reads, local, value=value)
+    yield from strategies_by_position(call, f"dim {dim}", "self", dim, reads, local, value=value)
 
 
 def _source(mode: str, before: int, size: int) -> Callable[[int], int]:

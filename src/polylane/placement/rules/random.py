@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polylane.placement.kernels.random_region import RandomInRegion
-from polylane.placement.placement import Shard
+from polylane.placement.kernels.random_region import draw_locally
 from polylane.placement.rules.by_dimension import (
     broadcast_input_labels,
     label_dimensions,
@@ -53,18 +52,16 @@ def multinomial(call: OperatorCall) -> Iterator[Strategy]:
     rows = ["r"] if call["self"].dim == 2 else []
     if call.prefix and not call.written_inputs:
         yield from strategies_by_dimension(
-            call, [[*rows, None]], [[*rows, None]], names={"r": "rows"}, local=_draw_locally
+            call, [[*rows, None]], [[*rows, None]], names={"r": "rows"}, local=draw_locally
         )
 
 
 def _drawn(call: OperatorCall) -> Iterator[Strategy]:
     if call.prefix and not call.written_inputs:
         letters = label_dimensions(call.outputs[0])
-        yield from strategies_by_dimension(call, broadcast_input_labels(call, letters), [letters], local=_draw_locally)
+        yield from strategies_by_dimension(call, broadcast_input_labels(call, letters), [letters], local=_draw_part)
 
 
-def _draw_locally(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    (cut,) = edit.strategy.outputs
-    if isinstance(cut, Shard) and not (edit.call.base in _OF_CHANNELS and cut.dim > 1):
-        edit.target = RandomInRegion(edit.target, cut.dim, cut.ranges(edit.index), cut.size)
+def _draw_part(edit: RankCall) -> None:
+    if not (edit.call.base in _OF_CHANNELS and edit.output_shard().dim > 1):
+        draw_locally(edit)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polylane.placement.kernels.random_region import RandomInRegion
-from polylane.placement.placement import Shard
+from polylane.placement.kernels.random_region import draw_locally
 from polylane.placement.rules.by_dimension import Letters, strategies_by_dimension
 from polylane.placement.rules.registry import rule
-from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
+from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
 
 _STATE: Letters = (None, "b", None)  # (layers * directions, batch, features)
 
@@ -30,12 +29,6 @@ def recurrent(call: OperatorCall) -> Iterator[Strategy]:
         assert isinstance(state, TensorValue)
         inputs[state.index] = _STATE
     outputs = [sequences, *[_STATE] * len(states)]
-    yield from strategies_by_dimension(call, inputs, outputs, names={"b": "batch"}, local=_drawn if drops else None)
-
-
-def _drawn(edit: RankCall) -> None:
-    """Draw the dropout between layers at the positions of the local sequences."""
-    assert edit.strategy is not None
-    cut = edit.strategy.outputs[0]
-    assert isinstance(cut, Shard)
-    edit.target = RandomInRegion(edit.target, cut.dim, cut.ranges(edit.index), cut.size)
+    yield from strategies_by_dimension(
+        call, inputs, outputs, names={"b": "batch"}, local=draw_locally if drops else None
+    )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from string import ascii_letters
 from typing import Any
 
-from polylane.placement.kernels.collective_op import all_reduce_bytes, call_along_axis
+from polylane.placement.kernels.collective_op import collective_strategy
 from polylane.placement.kernels.reduction import (
+    LogSumExp,
+    PowerNorm,
     ShardedExtreme,
-    ShardedLogSumExp,
     ShardedMean,
-    ShardedNorm,
+    ShardedReduction,
     ShardedSoftmax,
     ShardedVariance,
 )
@@ -80,17 +80,10 @@ def _cut_reduced_dim(
     if x.dtype.is_complex:
         return
     rows = math.prod(n for d, n in enumerate(x.shape) if d not in dims)
-    size = max(call.outputs[0].dtype.itemsize, 4)
     for dim in dims:
         for cuts in call.common_cuts(x.at(dim)):
-            yield call.strategy(
-                f"over dim {ascii_letters[dim]}",
-                {0: Shard(dim, cuts)},
-                outputs,
-                local=partial(call_along_axis, function=function),
-                sent=all_reduce_bytes(rows, size, call.degree, sums),
-                messages=sums,
-            )
+            name, part = f"over dim {ascii_letters[dim]}", {0: Shard(dim, cuts)}
+            yield collective_strategy(call, name, part, outputs, function, rows=rows, sums=sums, messages=sums)
 
 
 @rule("sum")
@@ -145,9 +138,8 @@ def extreme(call: OperatorCall) -> Iterator[Strategy]:
 def logsumexp(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension."""
     yield from _cut_kept_dims(call)
-    yield from _cut_reduced_dim(
-        call, ShardedLogSumExp(_reduced_dims(call), call["keepdim"], call.outputs[0].dtype), REPLICATE, 2
-    )
+    function = ShardedReduction(LogSumExp, _reduced_dims(call), call["keepdim"], call.outputs[0].dtype)
+    yield from _cut_reduced_dim(call, function, REPLICATE, 2)
 
 
 @rule("var", "std", "var_mean", "std_mean", composes=True)
@@ -175,7 +167,8 @@ def norm(call: OperatorCall) -> Iterator[Strategy]:
         return
     yield from _cut_kept_dims(call)
     if 0.0 < order < math.inf:
-        function = ShardedNorm(order, _reduced_dims(call), bool(call.arguments.get("keepdim")), call.outputs[0].dtype)
+        dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
+        function = ShardedReduction(PowerNorm, dims, keepdim, call.outputs[0].dtype, order)
         yield from _cut_reduced_dim(call, function, REPLICATE, 1)
 
 
@@ -190,14 +183,8 @@ def softmax(call: OperatorCall) -> Iterator[Strategy]:
     function = ShardedSoftmax(dim, out.dtype, "log" in call.base, "safe" in call.base)
     rows = math.prod(x.shape) // max(x.shape[dim], 1)
     for cuts in call.common_cuts(x.at(dim), out.at(dim)):
-        yield call.strategy(
-            f"over dim {ascii_letters[dim]}",
-            {0: Shard(dim, cuts)},
-            Shard(dim, cuts),
-            local=partial(call_along_axis, function=function),
-            sent=all_reduce_bytes(rows, max(out.dtype.itemsize, 4), call.degree, 3),
-            messages=3,
-        )
+        name, shard = f"over dim {ascii_letters[dim]}", Shard(dim, cuts)
+        yield collective_strategy(call, name, {0: shard}, shard, function, rows=rows, sums=3, messages=3)
 
 
 @rule("cumsum")

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
 
+from polylane.placement import rules
 from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, is_valid_placement
 from polylane.placement.strategy import OperatorCall, Strategy
 
 Rule = Callable[[OperatorCall], Iterable[Strategy]]
-
-FAMILIES = (
-    "matmul",
-    "convolution",
-    "pooling",
-    "attention",
-    "pointwise",
-    "shape",
-    "slicing",
-    "indexing",
-    "reduction",
-    "normalization",
-    "embedding",
-    "loss",
-    "recurrent",
-    "random",
-)
 
 _RULES: dict[str, Rule] = {}
 _COMPOSING: set[str] = set()
@@ -56,8 +41,8 @@ def rule(*operators: str, composes: bool = False) -> Callable[[Rule], Rule]:
 
 @cache
 def _load() -> None:
-    for family in FAMILIES:
-        importlib.import_module(f"polylane.placement.rules.{family}")
+    for module in pkgutil.iter_modules(rules.__path__):
+        importlib.import_module(f"{rules.__name__}.{module.name}")
 
 
 def rule_of(op: str) -> Rule | None:

@@ -30,7 +30,7 @@ from polylane.placement.rules.by_dimension import (
     strategies_by_dimension,
 )
 from polylane.placement.rules.registry import rule
-from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy, TensorValue
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
 aten = torch.ops.aten
 
@@ -71,26 +71,6 @@ def convert_cuts(cuts: Cuts, source: DimensionBlock, target: DimensionBlock) -> 
     if target.outer * len(made) > MOST_SEGMENTS or simplify_cuts(repeat_cuts(made, target.size, target.outer)) != rows:
         return None
     return made
-
-
-def matching_cut_pairs(
-    call: OperatorCall,
-    source: Place,
-    target: Place,
-    onward: Callable[[Cuts], Cuts | None],
-    back: Callable[[Cuts], Cuts | None],
-) -> Iterator[tuple[Cuts, Cuts]]:
-    """Yield cuts of two dimensions that fit together: those asked of either, carried over to the other."""
-    found: dict[tuple[Cuts, Cuts], None] = {}
-    for cuts in call.common_cuts(source):
-        made = onward(cuts)
-        if made is not None:
-            found[cuts, made] = None
-    for cuts in call.common_cuts(target):
-        given = back(cuts)
-        if given is not None:
-            found[given, cuts] = None
-    yield from found
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------
@@ -140,7 +120,7 @@ def view(call: OperatorCall) -> Iterator[Strategy]:
     for left, right in _dimension_groups(x.shape, out.shape):
         for (i, a), (o, b) in product(_dimension_blocks(x.shape, left), _dimension_blocks(out.shape, right)):
             onward, back = partial(convert_cuts, source=a, target=b), partial(convert_cuts, source=b, target=a)
-            for given, made in matching_cut_pairs(call, x.at(i), out.at(o), onward, back):
+            for given, made in call.matching_cuts(x.at(i), out.at(o), onward, back):
                 yield from _like_other(call, f"dim {o}", {x.index: Shard(i, given)}, Shard(o, made), _reshape_locally)
 
 
@@ -247,7 +227,7 @@ def repeat(call: OperatorCall) -> Iterator[Strategy]:
             # The output dimension is ``times`` copies of the input's, one after the other.
             a, b = DimensionBlock(times, size, 1), DimensionBlock(1, times * size, 1)
             onward, back = partial(convert_cuts, source=a, target=b), partial(convert_cuts, source=b, target=a)
-            for given, made in matching_cut_pairs(call, x.at(i), out.at(o), onward, back):
+            for given, made in call.matching_cuts(x.at(i), out.at(o), onward, back):
                 yield call.strategy(f"dim {o}", {x.index: Shard(i, given)}, Shard(o, made))
         if times > 1:
             for cuts in call.common_cuts(out.at(o)):
@@ -280,7 +260,7 @@ def repeat_interleave(call: OperatorCall) -> Iterator[Strategy]:
         # A cut of the input's dimension, in units of ``repeats`` output elements.
         own = DimensionBlock(block.outer, block.size, block.inner * call["repeats"])
         onward, back = partial(convert_cuts, source=own, target=whole), partial(convert_cuts, source=whole, target=own)
-        for given, made in matching_cut_pairs(call, x.at(i), out.at(at), onward, back):
+        for given, made in call.matching_cuts(x.at(i), out.at(at), onward, back):
             yield call.strategy(
                 f"dim {i}", {x.index: Shard(i, given)}, Shard(at, made), local=partial(_repeat_interleave_locally, at)
             )
@@ -325,8 +305,7 @@ def triangle(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _shift_diagonal(sign: int, edit: RankCall) -> None:
-    assert edit.strategy is not None and isinstance(edit.strategy.inputs[0], Shard)
-    ranges = edit.strategy.inputs[0].ranges(edit.index)
+    ranges = edit.input_shard().ranges(edit.index)
     edit["diagonal"] += sign * (ranges[0][0] if ranges else 0)
 
 

@@ -8,7 +8,16 @@ from itertools import accumulate, chain, islice, pairwise, product
 
 import torch
 
-from polylane.placement.placement import PARTIAL, Cuts, Shard, even_cuts, join_cuts, simplify_cuts, slice_cuts
+from polylane.placement.placement import (
+    PARTIAL,
+    Cuts,
+    Shard,
+    even_cuts,
+    join_cuts,
+    simplify_cuts,
+    slice_cuts,
+    with_offsets,
+)
 from polylane.placement.rules.by_dimension import label_dimensions, no_labels, partial_sums, strategies_by_dimension
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy, TensorValue
@@ -159,10 +168,11 @@ def select(call: OperatorCall) -> Iterator[Strategy]:
     if x.dtype.is_floating_point or x.dtype.is_complex:
         for cuts in call.common_cuts(x.at(dim)):
             given = Shard(dim, cuts)
-            yield call.strategy("the owner", {x.index: given}, PARTIAL, local=partial(_select_locally, given))
+            yield call.strategy("the owner", {x.index: given}, PARTIAL, local=_select_locally)
 
 
-def _select_locally(given: Shard, edit: RankCall) -> None:
+def _select_locally(edit: RankCall) -> None:
+    given = edit.input_shard(edit.call["self"].index)
     at = int(edit["index"]) % given.size
     own = _local_slices(given, edit.index, at, at + 1, 1)
     if own:
@@ -230,21 +240,18 @@ def _around(call: OperatorCall, cuts: Cuts, start: int, stop: int) -> Iterator[C
 
 def _local_slices(given: Shard, index: int, start: int, stop: int, step: int) -> list[tuple[int, int]]:
     """Return the selected elements of a rank, as (start, stop) in its own part, one per range of its shard."""
-    result, at = [], 0
-    for a, b in given.ranges(index):
+    result = []
+    for a, b, at in with_offsets(given.ranges(index)):
         # The first selected position at or after a.
         first = max(start, a + (start - a) % step)
         last = min(stop, b)
         if first < last:
             result.append((at + first - a, at + last - a))
-        at += b - a
     return result
 
 
 def _slice_locally(start: int, stop: int, step: int, edit: RankCall) -> None:
-    assert edit.strategy is not None
-    given = edit.strategy.inputs[edit.call["self"].index]
-    assert isinstance(given, Shard)
+    given = edit.input_shard(edit.call["self"].index)
     own, dim, x = _local_slices(given, edit.index, start, stop, step), given.dim, edit["self"]
     if step == 1 and own:  # between two local ranges of the slice the rank's part has nothing else
         own = [(own[0][0], own[-1][1])]

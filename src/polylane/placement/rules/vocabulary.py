@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from polylane.placement.kernels.accumulation_dtype import HALF, accumulation_dtype, upcast
 from polylane.placement.kernels.collective_op import all_reduce_max, all_reduce_sum
+from polylane.placement.placement import with_offsets
 from polylane.placement.redistribute import Axis, all_reduce_differentiable
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of a loss's reduction
@@ -25,11 +26,10 @@ def local_position(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
     Returns:
         The positions in the rank's part (0 for elements that it does not have), and whether it has them.
     """
-    at, own, length = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
-    for start, stop in ranges:
+    at, own = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
+    for start, stop, offset in with_offsets(ranges):
         inside = (index >= start) & (index < stop)
-        at, own = torch.where(inside, index - start + length, at), own | inside
-        length += stop - start
+        at, own = torch.where(inside, index - start + offset, at), own | inside
     return at, own
 
 
@@ -70,12 +70,8 @@ class ShardedLookup:
 
     def _padding(self) -> int | None:
         """Return the local index of the row without a gradient, if this rank has it."""
-        length = 0
-        for start, stop in self.ranges:
-            if start <= self.padding < stop:
-                return self.padding - start + length
-            length += stop - start
-        return None
+        found = (self.padding - a + at for a, b, at in with_offsets(self.ranges) if a <= self.padding < b)
+        return next(found, None)
 
 
 @dataclass(frozen=True)
@@ -101,10 +97,6 @@ class ShardedClassLoss:
 
     __module__ = "polylane"
     __name__ = "class_loss"
-
-    def of(self, ranges: Ranges) -> ShardedClassLoss:
-        """Return the same loss for a rank that has some of the classes."""
-        return replace(self, ranges=ranges)
 
     def __call__(
         self,
