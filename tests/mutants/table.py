@@ -259,7 +259,8 @@ SPLITS = [
     ),
     Mutant(
         "convolution-bias-of-every-rank", "where channels are summed over ranks, each of them adds the bias",
-        "placement.rules.convolution:_by_input_channels", "placed[form.bias.index] = PARTIAL", "pass",
+        "placement.rules.convolution:_by_input_channels",
+        "placed |= {bias.index: PARTIAL for bias in form.biases}", "pass",
         "tests/placement/rules/test_convolution_rules.py", network="tensor=2",
     ),
     Mutant(
@@ -293,8 +294,8 @@ SPLITS = [
     Mutant(
         "all-to-all-permuted", "what ranks exchange is put together in the reverse order of the ranks",
         "placement.redistribute:_all_to_all",
-        "_assemble_shards(exchange(), source)",
-        "_assemble_shards(exchange()[::-1], source)",
+        "assemble_shards(exchange(), source)",
+        "assemble_shards(exchange()[::-1], source)",
         "tests/placement/test_redistribute.py",
         gpt="sequence=2 pins=blocks.0/scaled_dot_product_attention:sequence:shard(1)",
         network="sequence=2 pins=blocks.0.depthwise/conv2d:sequence:shard(1)",
@@ -352,7 +353,7 @@ SPLITS = [
     ),
     Mutant(
         "lookup-without-mask", "a rank gives its first row for a word whose row another rank has",
-        "placement.rules.vocabulary:ShardedLookup.__call__",
+        "placement.rules.vocabulary:lookup",
         "rows.masked_fill_(~own.unsqueeze(-1), 0)",
         "rows",
         "tests/placement/rules/test_embedding_rules.py", gpt="tensor=2 pins=tokens.weight:tensor:shard(0)",

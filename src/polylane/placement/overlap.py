@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -157,8 +157,8 @@ def overlap_redistributions(graph: fx.Graph) -> None:
     """
     turns = _OperatorOrder(graph)
     for node in [n for n in graph.nodes if isinstance(n.target, Redistribute)]:
-        axis, value = node.args
-        assert isinstance(value, fx.Node) and isinstance(axis, fx.Node)
+        value = node.args[1]
+        assert isinstance(value, fx.Node)
         if _is_weight(value):
             continue
         after, computes = turns.source_node(value, node)
@@ -166,7 +166,7 @@ def overlap_redistributions(graph: fx.Graph) -> None:
         if computes or layers:
             # Without computation in between, two nodes would only add overhead; a linear layer's weight gradient is
             # computation.
-            _split_redistribute(graph, node, axis, value, after, turns.needed_before(node), layers)
+            _split_redistribute(graph, node, after, turns.needed_before(node), layers)
 
 
 class _OperatorOrder:
@@ -240,20 +240,15 @@ def _linear_readers(move: fx.Node) -> list[fx.Node]:
 
 
 def _split_redistribute(
-    graph: fx.Graph,
-    move: fx.Node,
-    axis: fx.Node,
-    value: fx.Node,
-    after: fx.Node,
-    needed: fx.Node,
-    layers: list[fx.Node],
+    graph: fx.Graph, move: fx.Node, after: fx.Node, needed: fx.Node, layers: Sequence[fx.Node]
 ) -> None:
+    """Start a redistribution behind one node and finish it before another; linear layers then hold their weights."""
     target: Any = move.target
     # Keep the order of several redistributions that start at the same node.
     while after.next.op == "placeholder" or isinstance(after.next.target, BeginRedistribute):
         after = after.next
     with graph.inserting_after(after):
-        token = graph.call_function(BeginRedistribute(target.source, target.target), (axis, value))
+        token = graph.call_function(BeginRedistribute(target.source, target.target), move.args)
     # hold before finish: in the backward pass the weight gradient then comes after the start of the all-reduce.
     with graph.inserting_before(needed):
         held = {layer: graph.call_function(hold, (layer.args[1],)) for layer in layers}

@@ -59,6 +59,11 @@ class Shard:
         return sum(stop - start for start, stop in self.ranges(index))
 
     @property
+    def ranges_by_rank(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The ranges of every rank, in the order of ranks."""
+        return tuple(self.ranges(index) for index in range(len(self.cuts[0]) - 1))
+
+    @property
     def largest_share(self) -> float:
         """Length of the largest part over the length of the whole."""
         return _largest_share(self.cuts)
@@ -165,6 +170,17 @@ def with_offsets(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, 
     for start, stop in ranges:
         yield start, stop, offset
         offset += stop - start
+
+
+def contiguous_ranges(positions: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the disjoint ranges that hold these positions, in ascending order."""
+    found = list[tuple[int, int]]()
+    for p in sorted(set(positions)):
+        if found and found[-1][1] == p:
+            found[-1] = (found[-1][0], p + 1)
+        else:
+            found.append((p, p + 1))
+    return found
 
 
 def shard_same_dim(a: Placement, b: Placement) -> bool:

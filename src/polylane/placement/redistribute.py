@@ -151,9 +151,7 @@ def local_shard(x: Tensor, shard: Shard, index: int) -> Tensor:
 
 
 def _pad_with_zeros(axis: Axis, x: Tensor, source: Shard) -> Tensor:
-    shape = list(x.shape)
-    shape[source.dim] = source.size
-    out = x.new_zeros(shape)
+    out = x.new_zeros(_shape_with_length(x.shape, source.dim, source.size))
     _fill_shard(out, x, source, axis.index)
     return out
 
@@ -227,9 +225,7 @@ def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable
 def _recut_dimension(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable[[], Tensor]:
     """Shard the same dimension at other positions: every rank sends the overlap of its part with the target's parts."""
     dim = source.dim
-    owned, wanted = ([shard.ranges(i) for i in range(axis.degree)] for shard in (source, target))
-    outgoing, incoming = list_exchanges(axis.index, owned, wanted)
-    exchange = begin_exchange_ranges(axis, x, dim, outgoing, incoming)
+    exchange = begin_exchange_ranges(axis, x, dim, source.ranges_by_rank, target.ranges_by_rank)
 
     def finish() -> Tensor:
         out = x.new_empty(_shape_with_length(x.shape, dim, target.local_length(axis.index)))
@@ -253,29 +249,24 @@ def overlapping_ranges(owned: Sequence[Range], wanted: Sequence[Range]) -> list[
     ]
 
 
-def list_exchanges(
-    index: int, owned: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]
-) -> tuple[list[list[Range]], list[list[Range]]]:
-    """Return the pieces that rank ``index`` sends to each rank and gets from each, as (start, length).
+def begin_exchange_ranges(
+    axis: Axis, x: Tensor, dim: int, owned: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]
+) -> Callable[[], Iterator[tuple[int, Tensor]]]:
+    """Start to send every rank what it wants of a dimension, from the ranks that have it.
 
     Args:
-        index: the rank on its axis.
-        owned, wanted: ranges of the dimension by rank; starts of received pieces count in what the rank wants.
-    """
-    outgoing = [[(at, n) for at, _, n in overlapping_ranges(owned[index], each)] for each in wanted]
-    incoming = [[(at, n) for _, at, n in overlapping_ranges(each, wanted[index])] for each in owned]
-    return outgoing, incoming
-
-
-def begin_exchange_ranges(
-    axis: Axis, x: Tensor, dim: int, outgoing: Sequence[Sequence[Range]], incoming: Sequence[Sequence[Range]]
-) -> Callable[[], Iterator[tuple[int, Tensor]]]:
-    """Start to exchange pieces of ``x``, see :func:`list_exchanges`.
+        axis: the ranks.
+        x: this rank's part: the ranges that it owns, one after the other.
+        dim: index of the dimension.
+        owned, wanted: disjoint ranges of the whole dimension, ascending, by rank.
 
     Returns:
-        A function that waits, and yields (start in the result, piece) of all that comes.
+        A function that waits, and yields (start in what this rank wants, piece) of all that it gets.
     """
     me = axis.index
+    # Pieces as (start, length), in the part of the rank that sends them and in that of the rank that gets them.
+    outgoing = [[(at, n) for at, _, n in overlapping_ranges(owned[me], each)] for each in wanted]
+    incoming = [[(at, n) for _, at, n in overlapping_ranges(each, wanted[me])] for each in owned]
     # A rank's own piece does not travel: x itself takes its place, which gives the dtype.
     pieces = [x if i == me else _select_ranges(x, dim, each) if each else None for i, each in enumerate(outgoing)]
     shapes = [

@@ -130,7 +130,7 @@ class _RankWriter:
                 edit.call = replace(call, degree=self.splits[axis].degree)
                 strategy.local(edit)
         if any(s.local is not None for s in chosen.values()) and name in self.dtypes:
-            edit.append(CastTo(self.dtypes[name]))  # a rewritten operator does not get autocast's cast of the result
+            edit.append(as_, self.dtypes[name])  # a rewritten operator does not get autocast's cast of the result
         if several:  # gradients that go through collectives must arrive in one order on all ranks
             edit.target = joint_gradients(edit.target)
         result = edit.emit()
@@ -139,16 +139,9 @@ class _RankWriter:
         return result
 
 
-class CastTo:
-    """An operator that casts a value to a dtype: ``as_(x)``."""
-
-    __module__, __name__ = "polylane", "as_"
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
+def as_(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Cast a value to a dtype."""
+    return x.to(dtype)
 
 
 def _count_gradient_collectives(arguments: Mapping[str, Any]) -> int:

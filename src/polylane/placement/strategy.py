@@ -94,7 +94,8 @@ class OperatorCall:
     def common_cuts(self, *places: Place) -> list[Cuts]:
         """Return the cuts to offer for dimensions that are cut alike: the even one, and those neighbours ask for."""
         found: dict[Cuts, None] = {}
-        size = self._size(places[0])
+        side, index, dim = places[0]
+        size = (self.inputs if side == "in" else self.outputs)[index].shape[dim]
         if size > 1:
             found[even_cuts(size, self.degree)] = None
             for place in places:
@@ -114,10 +115,6 @@ class OperatorCall:
         pairs += [(back(cuts), cuts) for cuts in self.common_cuts(target)]
         return list(dict.fromkeys((a, b) for a, b in pairs if a is not None and b is not None))
 
-    def _size(self, place: Place) -> int:
-        part, index, dim = place
-        return (self.inputs if part == "in" else self.outputs)[index].shape[dim]
-
     def strategy(
         self,
         name: str,
@@ -130,13 +127,9 @@ class OperatorCall:
         every = outputs if isinstance(outputs, (list, tuple)) else [outputs] * len(self.outputs)
         # Rules may write REPLICATE_PARTIAL_GRAD for integers and frozen tensors too: those have no gradient to be
         # partial.
-        placed = [_without_partial_gradient(inputs.get(v.index, default), v) for v in self.inputs]
-        return Strategy(
-            name,
-            tuple(placed),
-            tuple(_without_partial_gradient(p, v) for p, v in zip(every, self.outputs, strict=True)),
-            **more,
-        )
+        placed = tuple(_without_partial_gradient(inputs.get(v.index, default), v) for v in self.inputs)
+        given = tuple(_without_partial_gradient(p, v) for p, v in zip(every, self.outputs, strict=True))
+        return Strategy(name, placed, given, **more)
 
 
 def _without_partial_gradient(placement: Placement, value: TensorValue) -> Placement:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TypeVar
 
 from polylane.errors import PolylaneError
 from polylane.placement.enumerate_strategies import StrategyOptions
 from polylane.placement.kernels.empty_shards import has_empty_rank
-from polylane.placement.operator_view import GraphInput, OperatorNode, OperatorView, TensorKey
+from polylane.placement.operator_view import GraphInput, OperatorView, TensorKey
 from polylane.placement.placement import Placement, Replicate, Shard, even_cuts, shard_same_dim
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.rules.registry import composable_operators
@@ -62,15 +61,22 @@ def admissible_options(
     # Only the data axis may give different samples to different ranks; the other axes must leave each rank all samples.
     dims = sample_dims(view) if demands.purpose != "data" else {}
     steps, known = dict[str, tuple[Strategy, ...]](), dict[Hashable, tuple[Strategy, ...]]()
+    composable = composable_operators()
     for step in view.operators:
         offered = options.strategies[step.name]
+        others = [split.strategies[step.name] for split in demands.other_axes.values()]
         # Operators of repeated blocks share one tuple of offered strategies, so that filtering is cached by its
         # identity; the splits of the other axes are compared by identity for the same reason.
-        samples = tuple(dims.get(key, frozenset()) for key in (*step.input_keys, *step.output_keys))
-        others = tuple(id(split.strategies[step.name]) for split in demands.other_axes.values())
-        kind = (id(offered), step.call.base, samples, others)
+        tensors = tuple(dims.get(key, frozenset()) for key in (*step.input_keys, *step.output_keys))
+        kind = (id(offered), step.call.base, tensors, tuple(map(id, others)))
         if kind not in known:
-            known[kind] = _operator_strategies(view, step, offered, demands, dims)
+            together = step.call.base in composable
+            known[kind] = tuple(
+                s
+                for s in offered
+                if not _splits_samples(s, tensors, view.samples)
+                and not any(axes_collide(s, other, together) for other in others)
+            )
         steps[step.name] = known[kind]
     sources = {
         key: _source_placements(s, options.source_placements[key], degree, demands) for key, s in view.sources.items()
@@ -78,25 +84,9 @@ def admissible_options(
     return _apply_pins(view, StrategyOptions(steps, sources), demands)
 
 
-def _operator_strategies(
-    view: OperatorView,
-    step: OperatorNode,
-    strategies: tuple[Strategy, ...],
-    demands: SplitDemands,
-    dims: Mapping[TensorKey, frozenset[int]],
-) -> tuple[Strategy, ...]:
-    others = [split.strategies[step.name] for split in demands.other_axes.values()]
-    together = step.call.base in composable_operators()
-
-    def fits(strategy: Strategy) -> bool:
-        pairs = chain(
-            zip(step.input_keys, strategy.inputs, strict=True), zip(step.output_keys, strategy.outputs, strict=True)
-        )
-        if any(shards_samples(placement, dims.get(key, frozenset()), view.samples) for key, placement in pairs):
-            return False
-        return not any(axes_collide(strategy, other, together) for other in others)
-
-    return tuple(filter(fits, strategies))
+def _splits_samples(strategy: Strategy, dims: Sequence[frozenset[int]], samples: int) -> bool:
+    placements = zip((*strategy.inputs, *strategy.outputs), dims, strict=True)
+    return any(shards_samples(placement, grow, samples) for placement, grow in placements)
 
 
 def axes_collide(one: Strategy, other: Strategy, together: bool) -> bool:

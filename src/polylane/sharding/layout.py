@@ -210,9 +210,23 @@ def _axis_options(
     plain: Collection[str],
     offer: LayoutOffer | None = None,
 ) -> StrategyOptions:
-    """Return the strategies that may be chosen along an axis."""
-    options = enumerate_strategies(shown, degree) if offer is None else offer.options(degree)
-    choice = _without_partial_sums(shown, options, plain)
+    """Return the strategies that may be chosen along an axis.
+
+    Raises:
+        PolylaneError: replicas cannot divide the samples, because the model computes with a fixed number of them.
+    """
+    if axis == "data":
+        # A graph whose input has a fixed size other than the batch's was captured for that number of samples only.
+        for source in shown.sources.values():
+            kind, index = source.role
+            if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
+                raise PolylaneError(
+                    f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
+                    f"together, but the model computes with {source.value.shape[0]} samples and no other number; "
+                    "use data=1"
+                )
+    offered = enumerate_strategies(shown, degree) if offer is None else offer.options(degree)
+    choice = _without_partial_sums(shown, offered, plain)
     return _data_parallel_options(shown, choice, degree, sampled) if axis == "data" else choice
 
 
@@ -240,22 +254,11 @@ def _is_not_partial(placement: Placement) -> bool:
 def _data_parallel_options(
     shown: OperatorView, choice: StrategyOptions, degree: int, sampled: Sequence[bool]
 ) -> StrategyOptions:
-    """Return the options of the data axis: inputs are sharded by sample, and parameters' gradients are partial sums.
-
-    Raises:
-        PolylaneError: replicas cannot divide the samples, because the model computes with a fixed number of them.
-    """
+    """Return the options of the data axis: inputs are sharded by sample, and parameters' gradients are partial sums."""
     sources = dict(choice.source_placements)
     for key, source in shown.sources.items():
         kind, index = source.role
         if kind == "input" and sampled[index]:
-            # A graph whose input has a fixed size other than the batch's was captured for that number of samples only.
-            if source.value.shape[0] != shown.samples:
-                raise PolylaneError(
-                    f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
-                    f"together, but the model computes with {source.value.shape[0]} samples and no other number; "
-                    "use data=1"
-                )
             sources[key] = (Shard(0, even_cuts(source.value.shape[0], degree)),)
         elif kind == "parameter":
             sources[key] = (REPLICATE_PARTIAL_GRAD if source.value.gradient else REPLICATE,)

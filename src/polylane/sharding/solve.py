@@ -29,9 +29,8 @@ GAP = 1e-4
 OPTIMAL = STATUS[0]
 # Prices within this relative distance count as equal: the search over prices has converged.
 CLOSE = 1e-5
-# The price of bytes is divided by this, this many times, once the limit is met.
+# The price of bytes is divided by this, once the limit is met.
 CHEAPER = 4.0
-LOWERINGS = 1
 
 
 @dataclass(frozen=True)
@@ -68,12 +67,7 @@ class SolvedSplit(AxisSplit):
 
 
 def solve(
-    view: OperatorView,
-    options: StrategyOptions,
-    degree: int,
-    demands: SplitDemands,
-    *,
-    rates: RankSpeed | None = None,
+    view: OperatorView, options: StrategyOptions, degree: int, demands: SplitDemands, *, rates: RankSpeed | None = None
 ) -> SolvedSplit:
     """Return the split that costs least.
 
@@ -130,7 +124,7 @@ def _search_solution(builder: ProgramBuilder) -> tuple[float, IntegerSolution]:
     A limit on the bytes as a constraint would make the program's relaxation loose, and the search long. Bytes have a
     price in the objective instead (Lagrangian relaxation): each solution found is the fastest of all with no more bytes
     than it has. The price is raised along the lower convex hull of (bytes, seconds) until the limit is kept, then
-    lowered again in large steps while it still is.
+    lowered again by a large step if it still is.
     """
     program, bytes_ = builder.program, builder.limited_terms
     # The two ends of the convex hull: the fastest solution (bytes are free) and the smallest (only bytes count).
@@ -153,14 +147,9 @@ def _search_solution(builder: ProgramBuilder) -> tuple[float, IntegerSolution]:
         if not len(found.values):
             return least, small
     # Steps along the hull may overshoot: a lower price may keep the limit with a faster split.
-    for _ in range(LOWERINGS):
-        price /= CHEAPER
-        if price <= too_low:
-            break
-        other = program.solve(GAP, bytes_, price)
-        if other.secondary_cost > most:
-            break
-        found = other
+    if price / CHEAPER > too_low:
+        other = program.solve(GAP, bytes_, price / CHEAPER)
+        found = other if other.secondary_cost <= most else found
     # The limit is only as good as the least bytes that are known: report the worse of the two searches.
     stopped = found.status if found.status != OPTIMAL else small.status
     return least, replace(found, status=stopped, gap=max(found.gap, small.gap))

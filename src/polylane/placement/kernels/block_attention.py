@@ -137,14 +137,19 @@ def _scores(queries: AttentionQueries, block: KeyValueBlock) -> Iterator[tuple[S
             accumulation_dtype(key.dtype)
         ) * queries.scale
         if mask is not None:
-            shown = mask if mask.shape[-2] == 1 else mask[..., tile.start : tile.stop, :]
-            shown = shown if mask.shape[-1] == 1 else shown[..., : tile.keys]
+            rows = narrow_mask(mask, -2, tile.start, tile.stop - tile.start)
+            shown = narrow_mask(rows, -1, 0, tile.keys)
             scores = scores.masked_fill(~shown, -math.inf) if mask.dtype == torch.bool else scores + shown
         if tile.is_masked:
             assert positions is not None
             rows = torch.arange(tile.first, tile.first + tile.stop - tile.start, device=key.device)
             scores = scores.masked_fill(positions[: tile.keys] > rows.unsqueeze(-1), -math.inf)
         yield tile, scores
+
+
+def narrow_mask(mask: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """Return a range of a mask's rows or columns; a dimension of size 1 broadcasts, and stays."""
+    return mask if mask.shape[dim] == 1 else mask.narrow(dim, start, length)
 
 
 def _mask_columns(mask: Tensor | None, columns: Span | None) -> Tensor | None:
@@ -259,11 +264,7 @@ class AttentionGradients:
     def _add_mask_gradient(self, tile: ScoreTile, slopes: Tensor, columns: Span | None) -> None:
         if self.mask_gradient is None:
             return
-        rows = (
-            self.mask_gradient
-            if self.mask_gradient.shape[-2] == 1
-            else self.mask_gradient[..., tile.start : tile.stop, :]
-        )
+        rows = narrow_mask(self.mask_gradient, -2, tile.start, tile.stop - tile.start)
         if self.mask_gradient.shape[-1] == 1:
             _add_broadcast(rows, slopes)
             return

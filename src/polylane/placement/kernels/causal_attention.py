@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from polylane.placement.kernels.block_attention import Span, span_positions
+from polylane.placement.kernels.block_attention import Span, narrow_mask, span_positions
 
 
 class CausalAttention:
@@ -34,7 +34,7 @@ class CausalAttention:
         # A rank without queries makes one empty call, so that gradients flow.
         for first, last in self._pieces(query.shape[-2], attn_mask is None) or [(0, 0)]:
             seen, size = min(last, key.shape[-2]), last - first
-            mask = _mask_columns(_mask_rows(attn_mask, at, size), seen)
+            mask = None if attn_mask is None else narrow_mask(narrow_mask(attn_mask, -2, at, size), -1, 0, seen)
             whole = first == 0 and mask is None  # queries from the start: torch's own causal kernel applies
             parts.append(
                 self.function(
@@ -55,14 +55,6 @@ class CausalAttention:
             step = max(stop - start, 1) if plain and start == 0 else rows
             found += [(first, min(first + step, stop)) for first in range(start, stop, step)]
         return found
-
-
-def _mask_rows(mask: Tensor | None, start: int, size: int) -> Tensor | None:
-    return mask if mask is None or mask.shape[-2] == 1 else mask.narrow(-2, start, size)
-
-
-def _mask_columns(mask: Tensor | None, size: int) -> Tensor | None:
-    return mask if mask is None or mask.shape[-1] == 1 else mask.narrow(-1, 0, size)
 
 
 def _causal_mask(first: int, last: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor | None:

@@ -53,14 +53,7 @@ def covers_all_ranks(strategy: Strategy) -> bool:
 
 def has_empty_rank(placement: Placement) -> bool:
     """Return whether some rank has an empty part of a value with this placement."""
-    return isinstance(placement, Shard) and any(
-        placement.local_length(i) == 0 for i in range(len(placement.cuts[0]) - 1)
-    )
-
-
-def is_empty(edit: RankCall, placements: Sequence[Placement]) -> bool:
-    """Return whether this rank has an empty part in one of these placements."""
-    return any(isinstance(p, Shard) and p.local_length(edit.index) == 0 for p in placements)
+    return isinstance(placement, Shard) and not all(placement.ranges_by_rank)
 
 
 def return_empty(edit: RankCall) -> None:
@@ -83,7 +76,7 @@ def skip_empty_ranks(strategy: Strategy) -> Strategy:
     def local(edit: RankCall) -> None:
         if before is not None:
             before(edit)
-        if is_empty(edit, placements):
+        if any(isinstance(p, Shard) and not p.ranges(edit.index) for p in placements):
             return_empty(edit)
 
     return replace(strategy, local=local)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from polylane.placement.kernels.empty_shards import return_empty
 from polylane.placement.placement import Cuts, Shard, divide_cuts, even_cuts, scale_cuts
-from polylane.placement.redistribute import Axis, Range, begin_exchange_ranges, list_exchanges, overlapping_ranges
+from polylane.placement.redistribute import Axis, Range, begin_exchange_ranges, overlapping_ranges
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
@@ -53,36 +53,28 @@ class HaloExchange:
         self.shard, self.value = Shard(dim, cuts), value
         self.wanted = [tuple(each) for each in wanted]
         ranks = range(len(self.wanted))
-        self._owned = [self.shard.ranges(i) for i in ranks]
+        self.owned = self.shard.ranges_by_rank
         self.max_sent = max(
-            sum(n for j in ranks if j != i for _, _, n in overlapping_ranges(self._owned[i], self.wanted[j]))
+            sum(n for j in ranks if j != i for _, _, n in overlapping_ranges(self.owned[i], self.wanted[j]))
             for i in ranks
         )
 
     def __call__(self, axis: Axis, x: Tensor) -> Tensor:
         return _Halo.apply(x, axis, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def exchanges(self, index: int) -> tuple[list[list[Range]], list[list[Range]]]:
-        """Return the pieces that rank ``index`` sends to each rank and gets from each, as (start, length)."""
-        return list_exchanges(index, self._owned, self.wanted)
-
-    def wanted_length(self, index: int) -> int:
-        """Return the number of positions that rank ``index`` wants."""
-        return sum(stop - start for start, stop in self.wanted[index])
-
     @property
     def is_trivial(self) -> bool:
         """Whether all ranks own exactly what they want, so that no exchange is needed."""
-        return all(own == tuple(r for r in w if r[0] < r[1]) for own, w in zip(self._owned, self.wanted, strict=True))
+        return all(own == tuple(r for r in w if r[0] < r[1]) for own, w in zip(self.owned, self.wanted, strict=True))
 
 
 class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, halo: HaloExchange) -> Tensor:
         ctx.axis, ctx.halo, ctx.shape, dim = axis, halo, x.shape, halo.shard.dim
-        outgoing, incoming = halo.exchanges(axis.index)
-        out = x.new_full((*x.shape[:dim], halo.wanted_length(axis.index), *x.shape[dim + 1 :]), halo.value)
-        for at, part in begin_exchange_ranges(axis, x, dim, outgoing, incoming)():
+        length = sum(stop - start for start, stop in halo.wanted[axis.index])
+        out = x.new_full((*x.shape[:dim], length, *x.shape[dim + 1 :]), halo.value)
+        for at, part in begin_exchange_ranges(axis, x, dim, halo.owned, halo.wanted)():
             out.narrow(dim, at, part.shape[dim]).copy_(part)
         return out
 
@@ -90,9 +82,8 @@ class _Halo(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         axis, halo, dim = ctx.axis, ctx.halo, ctx.halo.shard.dim
         # The transpose of forward: what was received is sent back, and what was sent comes back as gradients to add.
-        incoming, outgoing = halo.exchanges(axis.index)
         out = grads[0].new_zeros(ctx.shape)
-        for at, part in begin_exchange_ranges(axis, grads[0], dim, outgoing, incoming)():
+        for at, part in begin_exchange_ranges(axis, grads[0], dim, halo.wanted, halo.owned)():
             out.narrow(dim, at, part.shape[dim]).add_(part)
         return out, None, None
 
@@ -122,17 +113,6 @@ def _index_tensor(positions: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 # ---- strategies ------------------------------------------------------------------------------------------------------
-
-
-def contiguous_ranges(positions: Sequence[int]) -> list[Range]:
-    """Return the disjoint ranges that hold these positions, in ascending order."""
-    found = list[Range]()
-    for p in sorted(set(positions)):
-        if found and found[-1][1] == p:
-            found[-1] = (found[-1][0], p + 1)
-        else:
-            found.append((p, p + 1))
-    return found
 
 
 # Any pair of cuts is correct, because halos fetch what is missing; proportional ones send least.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from polylane.placement.kernels.empty_shards import has_empty_rank, is_empty, nothing, skip_empty_ranks
+from polylane.placement.kernels.empty_shards import has_empty_rank, nothing, skip_empty_ranks
 from polylane.placement.kernels.halo_exchange import strategies_by_position, trim
 from polylane.placement.placement import (
     PARTIAL,
@@ -46,7 +46,8 @@ class ConvolutionShape:
     """A convolution's inputs and dimensions.
 
     Attributes:
-        x, weight, bias: the convolution's input tensors.
+        x, weight: the convolution's input and its filters.
+        biases: the bias, if there is one.
         channels: index of the channel dimension of x; spatial dimensions follow it.
         spatial: number of spatial dimensions, 1 to 3.
         groups: number of groups of channels.
@@ -55,7 +56,7 @@ class ConvolutionShape:
 
     x: TensorValue
     weight: TensorValue
-    bias: TensorValue | None
+    biases: tuple[TensorValue, ...]
     channels: int
     spatial: int
     groups: int
@@ -78,7 +79,7 @@ def convolution(call: OperatorCall) -> Iterator[Strategy]:
     form = ConvolutionShape(
         x=call["input"],
         weight=weight,
-        bias=call["bias"],
+        biases=() if call["bias"] is None else (call["bias"],),
         channels=call["input"].dim - spatial - 1,
         spatial=spatial,
         groups=int(call["groups"]),
@@ -101,13 +102,12 @@ def _by_filters(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy
     """Yield shards of each group's filters."""
     out = call.outputs[0]
     size = out.shape[form.channels] // form.groups
-    asked = [(out, form.channels), (form.weight, form.filter_dim), *([(form.bias, 0)] if form.bias else [])]
+    asked = [(out, form.channels), (form.weight, form.filter_dim), *((bias, 0) for bias in form.biases)]
     # Each group is cut alike, so that every rank keeps all groups and the argument ``groups`` stays as it is.
     for cuts in per_group(call, form.groups, size, asked):
         every = repeat_cuts(cuts, size, form.groups)
         placed = {form.weight.index: Shard(form.filter_dim, cuts if form.transposed else every)}
-        if form.bias is not None:
-            placed[form.bias.index] = Shard(0, every)
+        placed |= {bias.index: Shard(0, every) for bias in form.biases}
         yield skip_empty_ranks(call.strategy("filters", placed, Shard(form.channels, every)))
 
 
@@ -120,16 +120,15 @@ def _by_input_channels(call: OperatorCall, form: ConvolutionShape) -> Iterator[S
             form.x.index: Shard(form.channels, every),
             form.weight.index: Shard(1 - form.filter_dim, every if form.transposed else cuts),
         }
-        if form.bias is not None:
-            placed[form.bias.index] = PARTIAL  # added once in the sum over ranks, not once per rank
+        # The bias is added once in the sum over ranks, not once per rank.
+        placed |= {bias.index: PARTIAL for bias in form.biases}
         local = _without_channels if has_empty_rank(placed[form.x.index]) else None
         yield call.strategy("input channels", placed, PARTIAL, local=local)
 
 
 def _without_channels(edit: RankCall) -> None:
     """Replace the operator on a rank without channels: what is left is the bias, if this rank has it."""
-    assert edit.strategy is not None
-    if not is_empty(edit, edit.strategy.inputs):
+    if edit.input_shard(edit.call["input"].index).local_length(edit.index):
         return
     out, bias = edit.call.outputs[0], edit["bias"]
     spatial = edit.call["weight"].dim - 2
@@ -158,23 +157,33 @@ def per_group(call: OperatorCall, groups: int, size: int, asked: Sequence[tuple[
 def _by_groups(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
     """Yield shards of whole groups, with their channels and their filters."""
     groups, out = form.groups, call.outputs[0]
-    if groups < 2:
-        return
     read, made = form.x.shape[form.channels] // groups, out.shape[form.channels] // groups
     first = read if form.transposed else made
-    asked = [(form.x, form.channels, read), (form.weight, 0, first), (out, form.channels, made)]
-    if form.bias is not None:
-        asked.append((form.bias, 0, made))
-    for cuts in in_units(call, groups, asked):
-        given = scale_cuts(cuts, made)
-        placed: dict[int, Placement] = {
-            form.x.index: Shard(form.channels, scale_cuts(cuts, read)),
-            form.weight.index: Shard(0, scale_cuts(cuts, first)),
-        }
-        if form.bias is not None:
-            placed[form.bias.index] = Shard(0, given)
-        strategy = call.strategy("groups", placed, Shard(form.channels, given), local=set_local_groups)
-        yield skip_empty_ranks(strategy)
+    parts = [(form.x, form.channels, read), (form.weight, 0, first), (out, form.channels, made)]
+    parts += [(bias, 0, made) for bias in form.biases]
+    yield from map(skip_empty_ranks, strategies_in_units(call, "groups", groups, parts, set_local_groups))
+
+
+def strategies_in_units(
+    call: OperatorCall,
+    name: str,
+    count: int,
+    parts: Sequence[tuple[TensorValue, int, int]],
+    local: Callable[[RankCall], None] | None = None,
+) -> Iterator[Strategy]:
+    """Yield shards of dimensions of inputs and of the output that consist of equally many units, which stay whole.
+
+    Args:
+        call: an operator with one output.
+        name: the strategies' name for users.
+        count: number of units.
+        parts: tensors with the dimension that consists of units, and the length of a unit there; the output is one.
+        local: changes each rank's call; None if the operator runs unchanged on parts.
+    """
+    for cuts in in_units(call, count, parts):
+        shards = [(value, Shard(dim, scale_cuts(cuts, unit))) for value, dim, unit in parts]
+        inputs = {value.index: shard for value, shard in shards if value.side == "in"}
+        yield call.strategy(name, inputs, [shard for value, shard in shards if value.side == "out"], local=local)
 
 
 def in_units(call: OperatorCall, count: int, asked: Sequence[tuple[TensorValue, int, int]]) -> Iterator[Cuts]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,60 +16,28 @@ from polylane.placement.kernels.normalization import (
     ShardedLayerNorm,
     ShardedRmsNorm,
 )
-from polylane.placement.placement import Shard, scale_cuts
-from polylane.placement.rules.by_dimension import Letters, label_dimensions, strategies_by_dimension
-from polylane.placement.rules.convolution import in_units
+from polylane.placement.placement import Shard
+from polylane.placement.rules.by_dimension import Letters, label_dimensions, label_inputs, strategies_by_dimension
+from polylane.placement.rules.convolution import strategies_in_units
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
 
-def _inputs(call: OperatorCall, letters: Mapping[str, Letters]) -> list[Letters]:
-    """Return the labels of all inputs, from those of the inputs named in ``letters``; others have none."""
-    known = {
-        value.index: letters[name] for name in letters if isinstance(value := call.arguments.get(name), TensorValue)
-    }
-    return [known.get(value.index, [None] * value.dim) for value in call.inputs]
-
-
-def _present_inputs(call: OperatorCall, names: Sequence[str]) -> list[TensorValue]:
+def _present_inputs(call: OperatorCall, *names: str) -> list[TensorValue]:
     return [value for name in names if isinstance(value := call.arguments.get(name), TensorValue)]
 
 
 # ---- over features ---------------------------------------------------------------------------------------------------
 
 
-@rule("layer_norm", composes=True)
+@rule("layer_norm", "rms_norm", composes=True)
 def layer_norm(call: OperatorCall) -> Iterator[Strategy]:
     """All leading dimensions; normalized ones, and the weights with them."""
-    yield from _leading_dimensions(call)
-    yield from _features(call, ShardedLayerNorm(call.outputs[0].dtype), 2)
-
-
-@rule("rms_norm", composes=True)
-def rms_norm(call: OperatorCall) -> Iterator[Strategy]:
-    """All leading dimensions; normalized ones, and the weight with them."""
-    yield from _leading_dimensions(call)
-    yield from _features(call, ShardedRmsNorm(call.outputs[0].dtype), 1)
-
-
-@rule("native_layer_norm", "_fused_rms_norm")
-def native(call: OperatorCall) -> Iterator[Strategy]:
-    """All leading dimensions; the statistics are outputs."""
-    yield from _leading_dimensions(call)
-
-
-def _leading_dimensions(call: OperatorCall) -> Iterator[Strategy]:
-    x = call["input"]
-    behind = len(call["normalized_shape"])
-    letters = [*label_dimensions(x)[: x.dim - behind], *[None] * behind]
-    yield from strategies_by_dimension(call, _inputs(call, {"input": letters}), [letters for _ in call.outputs])
-
-
-def _features(call: OperatorCall, function: Any, moments: int) -> Iterator[Strategy]:
-    """Yield shards of normalized dimensions; every row has this number of moments (the mean, the variance)."""
-    x = call["input"]
+    yield from leading_dimensions(call)
+    x, weights, dtype = call["input"], _present_inputs(call, "weight", "bias"), call.outputs[0].dtype
+    # Every row has two moments, the mean and the variance; in an RMS norm only the latter.
+    function, moments = (ShardedLayerNorm(dtype), 2) if call.base == "layer_norm" else (ShardedRmsNorm(dtype), 1)
     front = x.dim - len(call["normalized_shape"])
-    weights = _present_inputs(call, ("weight", "bias"))
     rows = math.prod(x.shape[:front])
     for dim in range(front, x.dim):
         # Weight and bias have the normalized dimensions only: dimension dim of x is dim - front of theirs.
@@ -83,21 +51,27 @@ def _features(call: OperatorCall, function: Any, moments: int) -> Iterator[Strat
             )  # fmt: skip
 
 
+@rule("native_layer_norm", "_fused_rms_norm")
+def leading_dimensions(call: OperatorCall) -> Iterator[Strategy]:
+    """All leading dimensions; the statistics are outputs of some operators."""
+    x = call["input"]
+    behind = len(call["normalized_shape"])
+    letters = [*label_dimensions(x)[: x.dim - behind], *[None] * behind]
+    yield from strategies_by_dimension(call, label_inputs(call, {x.index: letters}), [letters for _ in call.outputs])
+
+
 # ---- over channels and space -----------------------------------------------------------------------------------------
 
 
 @rule("group_norm", composes=True)
 def group_norm(call: OperatorCall) -> Iterator[Strategy]:
     """x (N, C, ...): samples; channels between groups; space, with every group's sums over all ranks."""
-    x, weights = call["input"], _present_inputs(call, ("weight", "bias"))
+    x, weights = call["input"], _present_inputs(call, "weight", "bias")
     samples = ["n", *[None] * (x.dim - 1)]
-    yield from strategies_by_dimension(call, _inputs(call, {"input": samples}), [samples], names={"n": "samples"})
+    yield from strategies_by_dimension(call, label_inputs(call, {x.index: samples}), [samples], names={"n": "samples"})
     unit = x.shape[1] // call["num_groups"]
-    asked = [(x, 1, unit), (call.outputs[0], 1, unit), *((w, 0, unit) for w in weights)]
-    for groups in in_units(call, call["num_groups"] if unit else 0, asked):
-        cuts = scale_cuts(groups, unit)
-        placed = {x.index: Shard(1, cuts), **{w.index: Shard(0, cuts) for w in weights}}
-        yield call.strategy("channels", placed, Shard(1, cuts), local=_set_local_groups)
+    parts = [(x, 1, unit), (call.outputs[0], 1, unit), *((w, 0, unit) for w in weights)]
+    yield from strategies_in_units(call, "channels", call["num_groups"] if unit else 0, parts, _set_local_groups)
     function = ShardedGroupNorm(unit * math.prod(x.shape[2:]), call.outputs[0].dtype)
     yield from _over_space(call, function, x.shape[0] * call["num_groups"])
 
@@ -137,9 +111,8 @@ _NAMES = {"a": "samples", "b": "channels"}  # the labels of an input's first two
 
 
 def _per_channel(call: OperatorCall, letters: Letters) -> list[Letters]:
-    channels = letters[1:2]
-    names = ("weight", "bias", "running_mean", "running_var")
-    return _inputs(call, {"input": letters, **dict.fromkeys(names, channels)})
+    channels = _present_inputs(call, "weight", "bias", "running_mean", "running_var")
+    return label_inputs(call, {call["input"].index: letters, **{value.index: letters[1:2] for value in channels}})
 
 
 @rule("batch_norm", composes=True)

@@ -23,7 +23,7 @@ _OF_CHANNELS = frozenset(("feature_dropout", "feature_alpha_dropout"))
 def dropout(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; all ranks drop the same elements of their partial sums, so that plain dropout is linear."""
     if call.prefix:
-        yield from _drawn(call)
+        yield from drawn(call)
     elif not (call["train"] and call["p"] > 0):
         yield from pointwise(call)  # evaluation, or p = 0: the identity
     else:
@@ -35,15 +35,7 @@ def dropout(call: OperatorCall) -> Iterator[Strategy]:
 @rule("rrelu")
 def rrelu(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; in evaluation a leaky relu."""
-    yield from _drawn(call) if call.prefix else () if call["training"] else pointwise(call)
-
-
-@rule(
-    "bernoulli", "exponential", "normal", "normal_functional", "rand_like", "randint_like", "randn_like", "uniform"
-)  # fmt: skip
-def drawn(call: OperatorCall) -> Iterator[Strategy]:
-    """Random values in the shape of the inputs: any dimension."""
-    yield from _drawn(call)
+    yield from drawn(call) if call.prefix else () if call["training"] else pointwise(call)
 
 
 @rule("multinomial")
@@ -56,7 +48,11 @@ def multinomial(call: OperatorCall) -> Iterator[Strategy]:
         )
 
 
-def _drawn(call: OperatorCall) -> Iterator[Strategy]:
+@rule(
+    "bernoulli", "exponential", "normal", "normal_functional", "rand_like", "randint_like", "randn_like", "uniform"
+)  # fmt: skip
+def drawn(call: OperatorCall) -> Iterator[Strategy]:
+    """Random values in the shape of the inputs: any dimension."""
     if call.prefix and not call.written_inputs:
         letters = label_dimensions(call.outputs[0])
         yield from strategies_by_dimension(call, broadcast_input_labels(call, letters), [letters], local=_draw_part)

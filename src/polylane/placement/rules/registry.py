@@ -6,6 +6,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import TypeVar
 
 import torch
 
@@ -14,12 +15,13 @@ from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, is_v
 from polylane.placement.strategy import OperatorCall, Strategy
 
 Rule = Callable[[OperatorCall], Iterable[Strategy]]
+R = TypeVar("R", bound=Rule)
 
 _RULES: dict[str, Rule] = {}
 _COMPOSING: set[str] = set()
 
 
-def rule(*operators: str, composes: bool = False) -> Callable[[Rule], Rule]:
+def rule(*operators: str, composes: bool = False) -> Callable[[R], R]:
     """Register a rule for operators by their names without library and overload ("linear").
 
     Args:
@@ -28,7 +30,7 @@ def rule(*operators: str, composes: bool = False) -> Callable[[Rule], Rule]:
             only for operators that tests/placement/rules/test_two_axes.py tries.
     """
 
-    def register(function: Rule) -> Rule:
+    def register(function: R) -> R:
         for name in operators:
             if name in _RULES:
                 raise ValueError(f"{name} has a rule already")
