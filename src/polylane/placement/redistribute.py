@@ -116,7 +116,9 @@ def redistribute(axis: Axis, x: Tensor, source: Placement, target: Placement) ->
 def begin_redistribute(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Callable[[], Tensor]:
     """Start :func:`redistribute`; calling the result waits for the collective and returns the value."""
     if isinstance(source, Replicate):
-        return _finished(_from_replicated(axis, x, target))
+        if isinstance(target, Partial):  # exactly one rank may keep a partial sum that is not zero
+            return _finished(x if axis.index == 0 else torch.zeros_like(x))
+        return _finished(local_shard(x, target, axis.index) if isinstance(target, Shard) else x)
     if isinstance(source, Partial):
         if isinstance(target, Partial):
             return _finished(x)
@@ -126,19 +128,12 @@ def begin_redistribute(axis: Axis, x: Tensor, source: Placement, target: Placeme
     if isinstance(target, Shard):
         return _finished(x) if target == source else _all_to_all(axis, x, source, target)
     if isinstance(target, Partial):
-        return _finished(_pad_with_zeros(axis, x, source))
+        return _finished(pad_shard(x, source, axis.index))
     return _all_gather(axis, x, source)
 
 
 def _finished(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor
-
-
-# Of a replicated value exactly one rank may keep a non-zero partial sum.
-def _from_replicated(axis: Axis, x: Tensor, target: Placement) -> Tensor:
-    if isinstance(target, Partial):
-        return x if axis.index == 0 else torch.zeros_like(x)
-    return local_shard(x, target, axis.index) if isinstance(target, Shard) else x
 
 
 def local_shard(x: Tensor, shard: Shard, index: int) -> Tensor:
@@ -150,9 +145,10 @@ def local_shard(x: Tensor, shard: Shard, index: int) -> Tensor:
     return torch.cat(parts, shard.dim) if parts else x.narrow(shard.dim, 0, 0).clone()
 
 
-def _pad_with_zeros(axis: Axis, x: Tensor, source: Shard) -> Tensor:
-    out = x.new_zeros(_shape_with_length(x.shape, source.dim, source.size))
-    _fill_shard(out, x, source, axis.index)
+def pad_shard(x: Tensor, shard: Shard, index: int) -> Tensor:
+    """Return rank ``index``'s part of a value in the whole value's shape, zero elsewhere."""
+    out = x.new_zeros(_shape_with_length(x.shape, shard.dim, shard.size))
+    _fill_shard(out, x, shard, index)
     return out
 
 

@@ -114,9 +114,8 @@ class _RankWriter:
             return {k: local(v) for k, v in value.items()} if isinstance(value, dict) else value
 
         arguments = {key: local(value) for key, value in given.items()}
-        several = (
-            _count_gradient_collectives(arguments) > 1
-        )  # counted before strategies insert nodes of this rank's own: all ranks must decide the same
+        # Counted before strategies insert nodes of this rank's own: all ranks must decide the same.
+        several = _count_gradient_collectives(arguments) > 1
         edit = RankCall(
             call, self.graph, node.target,
             fx.map_arg(node.args[:prefix], self.values.__getitem__), arguments, positional,

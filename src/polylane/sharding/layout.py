@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from polylane.placement.placement import (
     even_cuts,
     local_shape,
 )
-from polylane.placement.redistribute import assemble_shards, local_shard
+from polylane.placement.redistribute import assemble_shards, local_shard, pad_shard
 from polylane.placement.rewrite import AxisSplit, State
 from polylane.placement.strategy import OperatorCall
 from polylane.sharding.admissible import SplitDemands
@@ -175,24 +174,15 @@ class LayoutOffer:
     Args:
         graph: the captured graph whose operators are split.
         samples: number of samples per worker in the views.
+
+    Attributes:
+        view: returns the graph's operators for an axis of a number of ranks.
+        options: returns the strategies that the rules offer on an axis of a number of ranks.
     """
 
     def __init__(self, graph: Graph, samples: int) -> None:
-        self._graph, self._samples = graph, samples
-        self._views: dict[int, OperatorView] = {}
-        self._options: dict[int, StrategyOptions] = {}
-
-    def view(self, degree: int) -> OperatorView:
-        """Return the graph's operators for an axis of ``degree`` ranks."""
-        if degree not in self._views:
-            self._views[degree] = view_operators(self._graph, self._samples, degree)
-        return self._views[degree]
-
-    def options(self, degree: int) -> StrategyOptions:
-        """Return the strategies that the rules offer on an axis of ``degree`` ranks."""
-        if degree not in self._options:
-            self._options[degree] = enumerate_strategies(self.view(degree), degree)
-        return self._options[degree]
+        self.view = cache(partial(view_operators, graph, samples))
+        self.options = cache(lambda degree: enumerate_strategies(self.view(degree), degree))
 
 
 def _merge_pins(asked: Mapping[str, str], whole: Mapping[str, str]) -> dict[str, str]:
@@ -305,19 +295,11 @@ def local_part(tensor: Tensor, placements: Mapping[str, Placement], coordinates:
 def write_local_part(
     whole: Tensor, part: Tensor, placements: Mapping[str, Placement], coordinates: Mapping[str, int]
 ) -> None:
-    """Write a worker's part of a tensor into the whole tensor."""
-    index: list[Any] = [torch.arange(n, device=whole.device) for n in whole.shape]
+    """Write a worker's part of a tensor into the whole tensor; everything else of it becomes zero."""
     for axis, placement in placements.items():
-        # One index vector per dimension; a rank's ranges of a sharded dimension need not be contiguous (fused
-        # matrices).
         if isinstance(placement, Shard):
-            ranges = placement.ranges(coordinates[axis])
-            none = torch.arange(0, device=whole.device)
-            index[placement.dim] = torch.cat([none, *(torch.arange(a, b, device=whole.device) for a, b in ranges)])
-    if not index:
-        whole.copy_(part)
-    elif part.numel():
-        whole[torch.meshgrid(*index, indexing="ij")] = part.to(whole.dtype)
+            part = pad_shard(part, placement, coordinates[axis])
+    whole.copy_(part)
 
 
 def assemble_parts(parts: Mapping[tuple[int, ...], Tensor], state: State, degrees: tuple[int, ...]) -> Tensor:

@@ -1,26 +1,24 @@
 """Choosing placements for a whole graph on one mesh axis: the cheapest split, found by an integer linear program.
 
-constraints.py states the program; blocks that are repeated are chosen for once (equivalent_nodes.py). The memory limit
-is a price of bytes in the objective. (Zheng et al., Alpa, OSDI 2022, section 4.2, choose so for one mesh dimension at a
-time.)
+constraints.py states the program; blocks that are repeated are chosen for once. The memory limit is a price of bytes in
+the objective. (Zheng et al., Alpa, OSDI 2022, section 4.2, choose so for one mesh dimension at a time.)
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.errors import PolylaneError
 from polylane.placement.enumerate_strategies import StrategyOptions
-from polylane.placement.operator_view import OperatorView
+from polylane.placement.operator_view import OperatorView, TensorKey
 from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.constraints import ProgramBuilder, choice_labels
 from polylane.sharding.cost_model import CostSetting, LayoutPrediction, predict_split
-from polylane.sharding.equivalent_nodes import HOPS, equivalence_classes
 from polylane.sharding.integer_program import STATUS, IntegerSolution
 
 # A faster split may take this share more of the limited bytes than the least possible.
@@ -31,6 +29,8 @@ OPTIMAL = STATUS[0]
 CLOSE = 1e-5
 # The price of bytes is divided by this, once the limit is met.
 CHEAPER = 4.0
+# Rounds of refinement. Enough to tell the two halves of a block apart; middle blocks of a deep model remain equal.
+HOPS = 3
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,7 @@ def solve(
     start = time.perf_counter()
     setting = CostSetting(view, degree, rates or RankSpeed(), demands.other_axes)
     choices = admissible_options(view, options, degree, demands)
-    builder = ProgramBuilder(
-        setting, choices, demands, equivalence_classes(view, choice_labels(setting, choices), HOPS)
-    )
+    builder = ProgramBuilder(setting, choices, demands, equivalence_classes(view, choice_labels(setting, choices)))
     builder.build()
     least, found = _search_solution(builder)
     if not len(found.values):
@@ -153,3 +151,47 @@ def _search_solution(builder: ProgramBuilder) -> tuple[float, IntegerSolution]:
     # The limit is only as good as the least bytes that are known: report the worse of the two searches.
     stopped = found.status if found.status != OPTIMAL else small.status
     return least, replace(found, status=stopped, gap=max(found.gap, small.gap))
+
+
+# ---- blocks that are repeated ----------------------------------------------------------------------------------------
+
+
+def equivalence_classes(view: OperatorView, labels: Mapping[str, Hashable]) -> Mapping[str, int]:
+    """Return the class of every operator and graph input, by node name.
+
+    Colour refinement (Weisfeiler and Leman, 1968) for a few rounds: after k of them two nodes have the same colour if
+    their neighbourhoods are equal up to k edges away.
+
+    Args:
+        view: the graph's operators and their edges.
+        labels: what must be equal within a class, by node name (the name in a graph input's key).
+    """
+    reads: dict[str, tuple[TensorKey, ...]] = {key[0]: () for key in view.sources}
+    reads.update({step.name: step.input_keys for step in view.operators})
+    users: dict[str, list[tuple[str, int, int]]] = {name: [] for name in reads}
+    for step in view.operators:
+        for index, (name, output) in enumerate(step.input_keys):
+            if name in users:
+                users[name].append((step.name, index, output))
+    # A node whose value is an output of the graph differs from its equals inside: outputs must be whole.
+    results = {name: sorted(i for n, i in view.output_keys if n == name) for name, _ in view.output_keys}
+    colours = _number_labels((name, (labels[name], tuple(results.get(name, ())))) for name in reads)
+    for _ in range(HOPS):
+        colours = _number_labels(
+            # Order matters among inputs (argument positions), not among users, which are sorted.
+            (
+                name,
+                (
+                    colours[name],
+                    tuple((colours.get(n, -1), i) for n, i in reads[name]),
+                    tuple(sorted((colours[n], i, o) for n, i, o in users[name])),
+                ),
+            )
+            for name in reads
+        )
+    return colours
+
+
+def _number_labels(labelled: Iterable[tuple[str, Hashable]]) -> dict[str, int]:
+    numbers: dict[Hashable, int] = {}
+    return {name: numbers.setdefault(label, len(numbers)) for name, label in labelled}
