@@ -74,13 +74,13 @@ def culprit(model: str, plan: str, steps: int = 2) -> str:
 
 def test_the_operator_that_loses_a_gradient_not_the_tied_weight_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The table of words is the head too, which a backward pass meets first; its gradient is complete at the words."""
-    backward = ring._Ring.backward
+    backward = ring._AttentionFunction.backward
 
     def halved(ctx: Any, *grads: Tensor) -> Any:
         query, key, *others = backward(ctx, *grads)
         return (query, key / 2, *others)
 
-    monkeypatch.setattr(ring._Ring, "backward", staticmethod(halved))
+    monkeypatch.setattr(ring._AttentionFunction, "backward", staticmethod(halved))
     said = culprit("gpt", "sequence=2")
     assert "the value of blocks.1/transpose" in said and "which blocks.1/scaled_dot_product_attention" in said
 

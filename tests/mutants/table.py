@@ -240,9 +240,9 @@ STATISTICS = [
 SPLITS = [
     Mutant(
         "halo-one-row-short", "what a rank reads of its neighbours' positions lacks the last one",
-        "placement.kernels.halo_exchange:HaloExchange.overlaps",
+        "placement.redistribute:overlapping_ranges",
         "min(b, stop)",
-        "min(b, stop) - (owner != reader)",
+        "min(b, stop - (tuple(owned) != tuple(wanted)))",
         "tests/placement/rules/test_convolution_rules.py", network="sequence=2",
     ),
     Mutant(
@@ -259,7 +259,8 @@ SPLITS = [
     ),
     Mutant(
         "convolution-bias-of-every-rank", "where channels are summed over ranks, each of them adds the bias",
-        "placement.rules.convolution:_by_input_channels", "placed[form.bias.index] = PARTIAL", "pass",
+        "placement.rules.convolution:_by_input_channels",
+        "placed |= {bias.index: PARTIAL for bias in form.biases}", "pass",
         "tests/placement/rules/test_convolution_rules.py", network="tensor=2",
     ),
     Mutant(
@@ -293,8 +294,8 @@ SPLITS = [
     Mutant(
         "all-to-all-permuted", "what ranks exchange is put together in the reverse order of the ranks",
         "placement.redistribute:_all_to_all",
-        "_assemble_shards(exchange(), source)",
-        "_assemble_shards(exchange()[::-1], source)",
+        "assemble_shards(exchange(), source)",
+        "assemble_shards(exchange()[::-1], source)",
         "tests/placement/test_redistribute.py",
         gpt="sequence=2 pins=blocks.0/scaled_dot_product_attention:sequence:shard(1)",
         network="sequence=2 pins=blocks.0.depthwise/conv2d:sequence:shard(1)",
@@ -315,14 +316,14 @@ SPLITS = [
     ),
     Mutant(
         "ring-in-the-wrong-order", "a step of the ring is taken for the block of the rank behind",
-        "placement.kernels.ring_attention:_Ring.forward",
-        "(axis.index - step) % circle.degree",
-        "(axis.index + step) % circle.degree",
+        "placement.kernels.ring_attention:_RingRank.add_blocks",
+        "(me - step) % ring.degree",
+        "(me + step) % ring.degree",
         "tests/placement/rules/test_attention_rules.py", gpt="sequence=3",
     ),
     Mutant(
         "ring-gradients-lost", "of the gradients of its keys a rank keeps only those that came last",
-        "placement.kernels.ring_attention:_Ring.backward",
+        "placement.kernels.ring_attention:_RingRank.add_gradients",
         "of_key + part.key, of_value + part.value",
         "part.key, part.value",
         "tests/placement/rules/test_attention_rules.py", gpt="sequence=2",
@@ -352,7 +353,7 @@ SPLITS = [
     ),
     Mutant(
         "lookup-without-mask", "a rank gives its first row for a word whose row another rank has",
-        "placement.rules.vocabulary:ShardedLookup.__call__",
+        "placement.rules.vocabulary:lookup",
         "rows.masked_fill_(~own.unsqueeze(-1), 0)",
         "rows",
         "tests/placement/rules/test_embedding_rules.py", gpt="tensor=2 pins=tokens.weight:tensor:shard(0)",

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.operator_view import ViewSizes, make_call, with_neighbour_cuts
-from polylane.placement.overlap import FinishRedistribute, overlap_redistributions
+from polylane.placement.overlap import finish, overlap_redistributions
 from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Cuts, Placement, Shard, even_cuts, join_cuts
 from polylane.placement.redistribute import Redistribute
 from polylane.placement.rewrite import AxisSplit, rewrite
@@ -106,7 +106,7 @@ def travels(graph: fx.Graph) -> list[str]:
     return [
         f"{node.target.__name__} of {node.meta['name']}"  # type: ignore[union-attr]
         for node in graph.nodes
-        if axes.intersection(node.all_input_nodes) or isinstance(node.target, FinishRedistribute)
+        if axes.intersection(node.all_input_nodes) or node.target is finish
     ]
 
 

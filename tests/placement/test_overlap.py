@@ -13,9 +13,9 @@ from polylane.graph.precision import InAutocast
 from polylane.placement.operator_view import view_operators
 from polylane.placement.overlap import (
     BeginRedistribute,
-    FinishRedistribute,
-    HeldLinear,
-    HoldWeight,
+    finish,
+    hold,
+    linear,
     overlap_redistributions,
 )
 from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, even_cuts
@@ -136,13 +136,13 @@ def test_work_comes_between_begin_and_finish() -> None:
     order = {node: i for i, node in enumerate(own.nodes)}
     begun = [n for n in own.nodes if isinstance(n.target, BeginRedistribute)]
     assert len(begun) == 2  # the input of queries and keys, once for both, and what the rows sum up to
-    held = [n for n in own.nodes if isinstance(n.target, HoldWeight)]
-    finished = [n for n in own.nodes if isinstance(n.target, FinishRedistribute)]
+    held = [n for n in own.nodes if n.target is hold]
+    finished = [n for n in own.nodes if n.target is finish]
     assert len(held) == 2 and len(finished) == 2
     assert order[begun[0]] < min(order[h] for h in held) < max(order[h] for h in held) < order[finished[0]]
     aside = next(n for n in own.nodes if "aside" in str(n.meta.get("name")) and str(n.target) == "aten.linear.default")
     assert order[begun[1]] < order[aside] < order[finished[1]]
-    assert sum(isinstance(n.target, HeldLinear) for n in own.nodes) == 2
+    assert sum(n.target is linear for n in own.nodes) == 2
 
 
 def test_the_weights_gradients_are_computed_while_the_inputs_travels() -> None:
@@ -153,8 +153,8 @@ def test_the_weights_gradients_are_computed_while_the_inputs_travels() -> None:
         own = rewrite(code, calls, {"x": split}, 5, {"x": axis.index})
         overlap_redistributions(own)
         for node in own.nodes:
-            if isinstance(node.target, HoldWeight):
-                node.target = _telling(node.target, told.events)
+            if node.target is hold:
+                node.target = _telling(told.events)
         run(own, told, model, batch, split)
         return told.events
 
@@ -162,7 +162,7 @@ def test_the_weights_gradients_are_computed_while_the_inputs_travels() -> None:
         assert events == ["begins", "awaited", "begins", "weight", "weight", "awaited"]
 
 
-def _telling(hold: HoldWeight, events: list[str]) -> Any:
+def _telling(events: list[str]) -> Any:
     def held(weight: Tensor) -> Tensor:
         out = hold(weight)
         assert out.grad_fn is not None

@@ -12,6 +12,7 @@ import covering
 import models
 from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD
 from polylane.placement.rewrite import AxisSplit
+from polylane.sharding.admissible import SplitDemands
 from polylane.sharding.solve import solve
 
 # "branching" has no graph.
@@ -47,7 +48,7 @@ def test_the_best_choice_computes_the_same(name: str, degrees: dict[str, int]) -
     case = subject(name)
     splits: dict[str, AxisSplit] = {}
     for axis, degree in degrees.items():
-        splits[axis] = solve(*case.at(degree), degree, purpose=axis, taken=splits)
+        splits[axis] = solve(*case.at(degree), degree, SplitDemands(axis, other_axes=splits))
     compare(case, splits)
 
 

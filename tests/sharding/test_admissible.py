@@ -14,7 +14,7 @@ from polylane.placement.operator_view import view_operators
 from polylane.placement.placement import PARTIAL, REPLICATE, Shard, even_cuts
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import RankCall, Strategy
-from polylane.sharding.admissible import axes_collide
+from polylane.sharding.admissible import SplitDemands, axes_collide
 from polylane.sharding.solve import solve
 from polylane.verify.verify import verify
 
@@ -55,7 +55,7 @@ def test_a_loss_is_split_by_positions_and_by_words(loss: object) -> None:
     offered = enumerate_strategies(shown, 2)
     splits: dict[str, AxisSplit] = {}
     for axis in ("sequence", "tensor"):
-        splits[axis] = solve(shown, offered, 2, purpose=axis, taken=splits)
+        splits[axis] = solve(shown, offered, 2, SplitDemands(axis, other_axes=splits))
     of_loss = {axis: split.strategies["loss/cross_entropy_loss"] for axis, split in splits.items()}
     assert of_loss["sequence"].outputs == (PARTIAL,) and of_loss["tensor"].name == "classes"
     # What goes into it is never whole: every rank has a quarter of the scores.

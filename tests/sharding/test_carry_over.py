@@ -14,6 +14,7 @@ from polylane.placement.enumerate_strategies import enumerate_strategies
 from polylane.placement.operator_view import view_operators
 from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, even_cuts, join_cuts
 from polylane.placement.strategy import Strategy
+from polylane.sharding.admissible import SplitDemands
 from polylane.sharding.carry_over import _replicated_strategy, carry_over_split
 from polylane.sharding.sample_dims import cuts_each_sample_alike, sample_dims, shards_samples
 from polylane.sharding.solve import solve
@@ -48,7 +49,7 @@ def mixed() -> Graph:
 @given(st.integers(1, 5), st.integers(1, 7), st.sampled_from([2, 3]), st.sampled_from(["tensor", "sequence"]))
 def test_the_same_for_other_samples(before: int, after: int, degree: int, purpose: str) -> None:
     first, second = view_operators(mixed(), before, degree), view_operators(mixed(), after, degree)
-    split = solve(first, enumerate_strategies(first, degree), degree, purpose=purpose)
+    split = solve(first, enumerate_strategies(first, degree), degree, SplitDemands(purpose))
     moved = carry_over_split(split, first, second, enumerate_strategies(second, degree))
     assert moved.source_placements == split.source_placements
     for name, strategy in split.strategies.items():
@@ -86,7 +87,7 @@ def test_flattened_dimensions_follow() -> None:
     flat = next(step.name for step in first.operators if step.call.base == "flatten")
     if len(offered.strategies[flat]) < 3:
         pytest.skip("no rule for flatten")
-    split = solve(first, offered, 2, purpose="sequence")
+    split = solve(first, offered, 2, SplitDemands("sequence"))
     assert split.strategies[flat].outputs == (Shard(0, join_cuts([even_cuts(12, 2)] * 2)),)
     moved = carry_over_split(split, first, second, enumerate_strategies(second, 2))
     for step in second.operators:

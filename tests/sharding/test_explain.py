@@ -14,7 +14,7 @@ from polylane.placement.operator_view import OperatorView, view_operators
 from polylane.sharding.admissible import SplitDemands
 from polylane.sharding.cost_model import CostSetting
 from polylane.sharding.explain import Explanation, explain, format_explanation
-from polylane.sharding.solve import SolvedSplit, choose_split, solve
+from polylane.sharding.solve import SolvedSplit, solve
 
 
 class Block(nn.Module):
@@ -49,8 +49,8 @@ def tower(degree: int) -> tuple[OperatorView, StrategyOptions]:
 
 def told(degree: int, purpose: str, pins: dict[str, str]) -> Explanation:
     seen, offered = tower(degree)
-    choice = choose_split(seen, offered, degree, SplitDemands(purpose, pins))
-    return explain(CostSetting(seen, degree, RankSpeed(), {}), choice.split, offered, purpose=purpose, pins=pins)
+    split = solve(seen, offered, degree, SplitDemands(purpose, pins))
+    return explain(CostSetting(seen, degree, RankSpeed(), {}), split, offered, purpose=purpose, pins=pins)
 
 
 def test_modules_and_their_collectives() -> None:
@@ -83,7 +83,7 @@ def test_what_stays_whole_and_why() -> None:
 def test_what_an_optimizer_keeps_whole_says_why() -> None:
     seen, offered = tower(2)
     names = [str(s.role[1]) for s in seen.sources.values() if s.role[0] == "parameter"]
-    split = solve(seen, offered, 2, purpose="tensor", pins=dict.fromkeys(names, "replicate"))
+    split = solve(seen, offered, 2, SplitDemands("tensor", dict.fromkeys(names, "replicate")))
     whole = dict.fromkeys(names, "its optimizer does not run on small parameters (ValueError: no)")
     found = explain(
         CostSetting(seen, 2, RankSpeed(), {}), split, offered, purpose="tensor", pins={"scale": "r"}, whole=whole
@@ -93,7 +93,7 @@ def test_what_an_optimizer_keeps_whole_says_why() -> None:
 
 def test_only_a_search_that_stopped_early_is_told() -> None:
     seen, offered = tower(2)
-    split = solve(seen, offered, 2, purpose="tensor")
+    split = solve(seen, offered, 2, SplitDemands("tensor"))
     assert isinstance(split, SolvedSplit) and split.report is not None and split.report.status == "optimal"
     setting = CostSetting(seen, 2, RankSpeed(), {})
     found = explain(setting, split, offered, purpose="tensor")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from random import Random
 from typing import TypeVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_G
 from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.cost_model import CostSetting, LayoutPrediction, list_redistributions, predict_split
-from polylane.sharding.solve import SLACK, carry_over, choose_split, solve
+from polylane.sharding.solve import SLACK, carry_over, solve
 
 FAST = RankSpeed(flops=1e9, bytes=1e9, latency=1e-7, bandwidth=1e9)
 SLOW = RankSpeed(flops=1e9, bytes=1e9, latency=1e-3, bandwidth=1e6)
@@ -137,13 +138,14 @@ def test_no_choice_is_better(model: Callable[[], nn.Module], purpose: str, rates
     choices = fewer(
         admissible_options(seen, enumerate_strategies(seen, 2), 2, demands), 3 if len(seen.operators) < 6 else 2, random
     )
-    choice = choose_split(seen, choices, 2, SplitDemands(purpose), rates=rates, gap=1e-7)
-    setting, found = CostSetting(seen, 2, rates, {}), choice.report.prediction
+    with patch("polylane.sharding.solve.GAP", 1e-7):
+        split = solve(seen, choices, 2, SplitDemands(purpose), rates=rates)
+    setting, found = CostSetting(seen, 2, rates, {}), split.report.prediction
     tried = [predict_split(setting, split) for split in every(choices, 2) if possible(setting, split)]
     least = min(limited(p, purpose) for p in tried)
-    assert found == predict_split(setting, choice.split) and possible(setting, choice.split)
-    assert choice.report.least == pytest.approx(least, rel=5e-3)
-    assert limited(found, purpose) <= (1 + SLACK) * choice.report.least * (1 + 1e-6)
+    assert found == predict_split(setting, split) and possible(setting, split)
+    assert split.report.least == pytest.approx(least, rel=5e-3)
+    assert limited(found, purpose) <= (1 + SLACK) * split.report.least * (1 + 1e-6)
     best = min(p.seconds for p in tried if limited(p, purpose) <= limited(found, purpose) * (1 + 1e-9))
     assert found.seconds == pytest.approx(best, rel=1e-4)
 
@@ -152,7 +154,7 @@ def test_no_choice_is_better(model: Callable[[], nn.Module], purpose: str, rates
 def test_columns_then_rows(degree: int) -> None:
     """Megatron-LM's split of an MLP: one collective forward and one backward for every block."""
     seen, offered = shown(Mlp(96, 384, 3), degree, 4, 96)
-    split = solve(seen, offered, degree, purpose="tensor")
+    split = solve(seen, offered, degree, SplitDemands("tensor"))
     for i in range(3):
         assert split.source_placements[f"parameter:up.{i}.weight", 0] == Shard(0, even_cuts(384, degree))
         assert split.source_placements[f"parameter:up.{i}.bias", 0] == Shard(0, even_cuts(384, degree))
@@ -164,25 +166,26 @@ def test_columns_then_rows(degree: int) -> None:
 
 def test_parts_are_as_small_as_they_can_be() -> None:
     seen, offered = shown(Mlp(32, 128, 2), 4, 4, 32)
-    choice = choose_split(seen, offered, 4, SplitDemands("tensor"))
+    report = solve(seen, offered, 4, SplitDemands("tensor")).report
     whole = sum(info.bytes for info in seen.graph.parameters.values())
     rows = sum(info.bytes for name, info in seen.graph.parameters.items() if "down" in name and "bias" in name)
-    assert choice.report.least <= whole / 4 + rows  # the bias of what is summed is added once
-    assert choice.report.prediction.parameters <= (1 + SLACK) * choice.report.least * (1 + 1e-6)
-    assert choice.report.status == "optimal"
+    assert report.least <= whole / 4 + rows  # the bias of what is summed is added once
+    assert report.prediction.parameters <= (1 + SLACK) * report.least * (1 + 1e-6)
+    assert report.status == "optimal"
 
 
 def test_classes_change_nothing_where_blocks_are_alike() -> None:
     seen, offered = shown(Mlp(32, 128, 8), 2, 4, 32)
-    shared = choose_split(seen, offered, 2, SplitDemands("tensor"))
-    single = choose_split(seen, offered, 2, SplitDemands("tensor"), hops=1000)
-    assert shared.report.classes < single.report.classes
-    assert shared.report.prediction.seconds == pytest.approx(single.report.prediction.seconds, rel=1e-3)
+    shared = solve(seen, offered, 2, SplitDemands("tensor")).report
+    with patch("polylane.sharding.solve.HOPS", 1000):
+        single = solve(seen, offered, 2, SplitDemands("tensor")).report
+    assert shared.classes < single.classes
+    assert shared.prediction.seconds == pytest.approx(single.prediction.seconds, rel=1e-3)
 
 
 def test_a_sequence_axis_cuts_inside_samples_and_keeps_parameters_whole() -> None:
     seen, offered = shown(Mlp(32, 64, 2), 2, 3, 16, 32)
-    split = solve(seen, offered, 2, purpose="sequence")
+    split = solve(seen, offered, 2, SplitDemands("sequence"))
     for step in seen.operators:
         for placement in (*split.strategies[step.name].inputs, *split.strategies[step.name].outputs):
             assert not (isinstance(placement, Shard) and placement.dim == 0 and placement.size == 3)
@@ -194,7 +197,7 @@ def test_a_sequence_axis_cuts_inside_samples_and_keeps_parameters_whole() -> Non
 
 def test_a_data_axis_cuts_what_is_pinned() -> None:
     seen, offered = shown(Mlp(32, 64, 2), 2, 4, 32)
-    split = solve(seen, offered, 2, purpose="data", pins={"input:0": "shard(0)", "input:1": "shard(0)"})
+    split = solve(seen, offered, 2, SplitDemands("data", {"input:0": "shard(0)", "input:1": "shard(0)"}))
     assert split.source_placements["input:0", 0] == Shard(0, even_cuts(4, 2))
     assert all(
         p == REPLICATE_PARTIAL_GRAD for key, p in split.source_placements.items() if key[0].startswith("parameter")
@@ -205,7 +208,7 @@ def test_a_data_axis_cuts_what_is_pinned() -> None:
 def test_pins_are_kept() -> None:
     seen, offered = shown(Mlp(32, 64, 2), 2, 4, 32)
     pins = {"up.0.weight": "shard(1)", "down.1.weight": "replicate", "down.0/linear": "shard(1)"}
-    split = solve(seen, offered, 2, purpose="tensor", pins=pins)
+    split = solve(seen, offered, 2, SplitDemands("tensor", pins))
     assert split.source_placements["parameter:up.0.weight", 0] == Shard(1, even_cuts(32, 2))
     assert isinstance(split.source_placements["parameter:down.1.weight", 0], Replicate)
     assert split.strategies["down.0/linear"].outputs == (Shard(1, even_cuts(32, 2)),)
@@ -214,15 +217,15 @@ def test_pins_are_kept() -> None:
 def test_a_pin_that_nothing_meets() -> None:
     seen, offered = shown(Mlp(32, 64, 2), 2, 4, 32)
     with pytest.raises(PolylaneError, match=r"placements\.up\.0\.bias\.tensor: partial: .* replicate, shard\(0\)"):
-        solve(seen, offered, 2, purpose="tensor", pins={"up.0.bias": "partial"})
+        solve(seen, offered, 2, SplitDemands("tensor", {"up.0.bias": "partial"}))
     with pytest.raises(PolylaneError, match=r"placements\.up\.0/linear\.tensor: shard\(0\): .*replicate"):
-        solve(seen, offered, 2, purpose="tensor", pins={"up.0/linear": "shard(0)"})
+        solve(seen, offered, 2, SplitDemands("tensor", {"up.0/linear": "shard(0)"}))
 
 
 def test_two_axes_cut_no_dimension_twice() -> None:
     seen, offered = shown(Mlp(32, 64, 3), 2, 4, 32)
-    first = solve(seen, offered, 2, purpose="tensor")
-    second = solve(seen, offered, 2, purpose="tensor", taken={"a": first})
+    first = solve(seen, offered, 2, SplitDemands("tensor"))
+    second = solve(seen, offered, 2, SplitDemands("tensor", other_axes={"a": first}))
     for step in seen.operators:
         one, two = first.strategies[step.name], second.strategies[step.name]
         for a, b in zip((*one.inputs, *one.outputs), (*two.inputs, *two.outputs), strict=True):
@@ -238,14 +241,14 @@ def test_two_axes_cut_no_dimension_twice() -> None:
 def test_another_graph_of_the_model_keeps_its_parameters() -> None:
     model = Mlp(32, 64, 2)
     seen, offered = shown(model, 2, 4, 32)
-    split = solve(seen, offered, 2, purpose="tensor")
+    split = solve(seen, offered, 2, SplitDemands("tensor"))
 
     def other(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return (model(batch[0]) * batch[1]).abs().mean()
 
     graph = capture(model, other, (torch.randn(4, 32), torch.randn(4, 32)), training=False)
     there = view_operators(graph, 4, 2)
-    carried = carry_over(split, there, enumerate_strategies(there, 2), purpose="tensor")
+    carried = carry_over(split, there, enumerate_strategies(there, 2), "tensor", {})
     for key, placement in split.source_placements.items():
         if key[0].startswith("parameter"):
             assert carried.source_placements[key] == placement
@@ -253,7 +256,7 @@ def test_another_graph_of_the_model_keeps_its_parameters() -> None:
 
 def test_results_are_whole() -> None:
     seen, offered = shown(Mlp(32, 64, 1), 2, 4, 32)
-    split = solve(seen, offered, 2, purpose="tensor")
+    split = solve(seen, offered, 2, SplitDemands("tensor"))
     setting = CostSetting(seen, 2, PLAIN, {})
     for key in seen.output_keys:
         ends = [

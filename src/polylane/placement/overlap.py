@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from polylane.placement.redistribute import Axis, Redistribute, begin_redistribu
 
 
 class BeginRedistribute:
-    """The first half of a redistribution: ``begin(axis, x)`` returns a token for :class:`FinishRedistribute`."""
+    """The first half of a redistribution: ``begin(axis, x)`` returns a token for :func:`finish`."""
 
     __module__ = "polylane"
 
@@ -40,14 +40,9 @@ class BeginRedistribute:
         return token  # type: ignore[no-any-return]
 
 
-class FinishRedistribute:
-    """The second half of a redistribution: ``finish(token)`` waits, and returns the value in its new placement."""
-
-    __module__ = "polylane"
-    __name__ = "finish"
-
-    def __call__(self, token: Tensor) -> Tensor:
-        return _FinishFunction.apply(token, token.flight)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
+def finish(token: Tensor) -> Tensor:
+    """Wait for a redistribution, as its second half, and return the value in its new placement."""
+    return _FinishFunction.apply(token, token.flight)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
 
 
 class _PendingRedistribute:
@@ -98,29 +93,19 @@ def _placeholder_gradient(like: Tensor, shape: torch.Size) -> Tensor:
     return like.new_zeros(()).expand(shape)
 
 
-class HeldLinear:
-    """A linear layer whose weight gradient is computed later: the weight comes from a :class:`HoldWeight`."""
-
-    __module__ = "polylane"
-    __name__ = "linear"
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dim() < 2 or torch.is_autocast_enabled(x.device.type):  # autocast casts in a backward pass of its own
-            return torch.nn.functional.linear(x, weight, bias)
-        return _HeldLinearFunction.apply(x, weight, bias, weight.later)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a linear layer whose weight gradient is computed later: the weight comes from :func:`hold`."""
+    if x.dim() < 2 or torch.is_autocast_enabled(x.device.type):  # autocast casts in a backward pass of its own
+        return torch.nn.functional.linear(x, weight, bias)
+    return _HeldLinearFunction.apply(x, weight, bias, weight.later)  # type: ignore[attr-defined, no-any-return, no-untyped-call]
 
 
-class HoldWeight:
-    """A weight whose gradient is computed when this node's backward runs, not when the linear layer's does."""
-
-    __module__ = "polylane"
-    __name__ = "hold"
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        later: list[tuple[Tensor, Tensor]] = []
-        held = _HoldWeightFunction.apply(weight, later)  # type: ignore[no-untyped-call]
-        held.later = later
-        return held  # type: ignore[no-any-return]
+def hold(weight: Tensor) -> Tensor:
+    """Return a weight whose gradient is computed when this node's backward runs, not when the linear layer's does."""
+    later: list[tuple[Tensor, Tensor]] = []
+    held = _HoldWeightFunction.apply(weight, later)  # type: ignore[no-untyped-call]
+    held.later = later
+    return held  # type: ignore[no-any-return]
 
 
 class _HoldWeightFunction(torch.autograd.Function):
@@ -131,7 +116,7 @@ class _HoldWeightFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        # The layer ran without HeldLinear (autocast): its gradient is already the true one.
+        # The layer ran without :func:`linear` (autocast): its gradient is already the true one.
         if not ctx.later:
             return grads[0], None
         x, grad = ctx.later.pop()
@@ -150,7 +135,7 @@ class _HeldLinearFunction(torch.autograd.Function):
         (x, weight), grad = ctx.saved_tensors, grads[0]
         wanted = ctx.needs_input_grad
         if wanted[1]:
-            # Only input and output gradient are kept; HoldWeight's backward multiplies them.
+            # Only input and output gradient are kept; :func:`hold`'s backward multiplies them.
             ctx.later.append((x, grad))
         return (
             grad @ weight if wanted[0] else None,
@@ -172,8 +157,8 @@ def overlap_redistributions(graph: fx.Graph) -> None:
     """
     turns = _OperatorOrder(graph)
     for node in [n for n in graph.nodes if isinstance(n.target, Redistribute)]:
-        axis, value = node.args
-        assert isinstance(value, fx.Node) and isinstance(axis, fx.Node)
+        value = node.args[1]
+        assert isinstance(value, fx.Node)
         if _is_weight(value):
             continue
         after, computes = turns.source_node(value, node)
@@ -181,7 +166,7 @@ def overlap_redistributions(graph: fx.Graph) -> None:
         if computes or layers:
             # Without computation in between, two nodes would only add overhead; a linear layer's weight gradient is
             # computation.
-            _split_redistribute(graph, node, axis, value, after, turns.needed_before(node), layers)
+            _split_redistribute(graph, node, after, turns.needed_before(node), layers)
 
 
 class _OperatorOrder:
@@ -214,7 +199,7 @@ class _OperatorOrder:
         """
         since, until = value.meta["turn"], move.meta["turn"]
         # A value made by a redistribution is ready before its turn's operator runs, any other only after its own turn.
-        if not isinstance(value.target, (Redistribute, FinishRedistribute)):
+        if not (value.target is finish or isinstance(value.target, Redistribute)):
             since += 1
         written = self.writing[bisect_left(self.writing, since) : bisect_left(self.writing, until)]
         # In-place writes may change the value through an alias: start after the last of them.
@@ -255,28 +240,23 @@ def _linear_readers(move: fx.Node) -> list[fx.Node]:
 
 
 def _split_redistribute(
-    graph: fx.Graph,
-    move: fx.Node,
-    axis: fx.Node,
-    value: fx.Node,
-    after: fx.Node,
-    needed: fx.Node,
-    layers: list[fx.Node],
+    graph: fx.Graph, move: fx.Node, after: fx.Node, needed: fx.Node, layers: Sequence[fx.Node]
 ) -> None:
+    """Start a redistribution behind one node and finish it before another; linear layers then hold their weights."""
     target: Any = move.target
     # Keep the order of several redistributions that start at the same node.
     while after.next.op == "placeholder" or isinstance(after.next.target, BeginRedistribute):
         after = after.next
     with graph.inserting_after(after):
-        token = graph.call_function(BeginRedistribute(target.source, target.target), (axis, value))
+        token = graph.call_function(BeginRedistribute(target.source, target.target), move.args)
     # hold before finish: in the backward pass the weight gradient then comes after the start of the all-reduce.
     with graph.inserting_before(needed):
-        held = {layer: graph.call_function(HoldWeight(), (layer.args[1],)) for layer in layers}
-        finished = graph.call_function(FinishRedistribute(), (token,))
+        held = {layer: graph.call_function(hold, (layer.args[1],)) for layer in layers}
+        finished = graph.call_function(finish, (token,))
     for made in (token, finished, *held.values()):
         made.meta = dict(move.meta)
     move.replace_all_uses_with(finished)
     graph.erase_node(move)
     for layer, weight in held.items():
         bias = layer.args[2] if len(layer.args) > 2 else None
-        layer.target, layer.args = HeldLinear(), (layer.args[0], weight, bias)
+        layer.target, layer.args = linear, (layer.args[0], weight, bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -57,6 +57,11 @@ class Shard:
     def local_length(self, index: int) -> int:
         """Return the length of rank ``index``'s part of the dimension."""
         return sum(stop - start for start, stop in self.ranges(index))
+
+    @property
+    def ranges_by_rank(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The ranges of every rank, in the order of ranks."""
+        return tuple(self.ranges(index) for index in range(len(self.cuts[0]) - 1))
 
     @property
     def largest_share(self) -> float:
@@ -157,6 +162,25 @@ def slice_cuts(cuts: Cuts, start: int, stop: int) -> Cuts:
     """Return the cuts of the slice [start, stop) of a dimension; ranks that have nothing of it get empty parts."""
     clipped = [tuple(min(max(p, start), stop) - start for p in segment) for segment in cuts]
     return simplify_cuts(tuple(clipped))
+
+
+def with_offsets(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield the ranges (start, stop) of a rank's part, each with the position of its start in the part."""
+    offset = 0
+    for start, stop in ranges:
+        yield start, stop, offset
+        offset += stop - start
+
+
+def contiguous_ranges(positions: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the disjoint ranges that hold these positions, in ascending order."""
+    found = list[tuple[int, int]]()
+    for p in sorted(set(positions)):
+        if found and found[-1][1] == p:
+            found[-1] = (found[-1][0], p + 1)
+        else:
+            found.append((p, p + 1))
+    return found
 
 
 def shard_same_dim(a: Placement, b: Placement) -> bool:

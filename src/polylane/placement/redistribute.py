@@ -10,13 +10,16 @@ The gradient goes from the dual of the target to the dual of the source (:func:`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from polylane.placement.placement import PARTIAL, Partial, Placement, Replicate, Shard, gradient_placement
+from polylane.placement.placement import PARTIAL, Partial, Placement, Replicate, Shard, gradient_placement, with_offsets
+
+# Positions of a dimension as (start, stop); in exchanged pieces (start, length).
+Range = tuple[int, int]
 
 
 class Axis(Protocol):
@@ -66,12 +69,10 @@ def collective_name(source: Placement, target: Placement) -> str:
     if isinstance(source, Partial):
         return "all_reduce" if isinstance(target, Replicate) else "reduce_scatter" if isinstance(target, Shard) else ""
     if isinstance(source, Shard):
-        return "all_gather" if isinstance(target, Replicate) else _collective_from_shard(source, target)
+        if isinstance(target, Replicate):
+            return "all_gather"
+        return "all_to_all" if isinstance(target, Shard) and target != source else ""
     return ""
-
-
-def _collective_from_shard(source: Shard, target: Placement) -> str:
-    return "all_to_all" if isinstance(target, Shard) and target != source else ""
 
 
 class Redistribute:
@@ -115,7 +116,9 @@ def redistribute(axis: Axis, x: Tensor, source: Placement, target: Placement) ->
 def begin_redistribute(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Callable[[], Tensor]:
     """Start :func:`redistribute`; calling the result waits for the collective and returns the value."""
     if isinstance(source, Replicate):
-        return _finished(_from_replicated(axis, x, target))
+        if isinstance(target, Partial):  # exactly one rank may keep a partial sum that is not zero
+            return _finished(x if axis.index == 0 else torch.zeros_like(x))
+        return _finished(local_shard(x, target, axis.index) if isinstance(target, Shard) else x)
     if isinstance(source, Partial):
         if isinstance(target, Partial):
             return _finished(x)
@@ -125,19 +128,12 @@ def begin_redistribute(axis: Axis, x: Tensor, source: Placement, target: Placeme
     if isinstance(target, Shard):
         return _finished(x) if target == source else _all_to_all(axis, x, source, target)
     if isinstance(target, Partial):
-        return _finished(_pad_with_zeros(axis, x, source))
+        return _finished(pad_shard(x, source, axis.index))
     return _all_gather(axis, x, source)
 
 
 def _finished(tensor: Tensor) -> Callable[[], Tensor]:
     return lambda: tensor
-
-
-# Of a replicated value exactly one rank may keep a non-zero partial sum.
-def _from_replicated(axis: Axis, x: Tensor, target: Placement) -> Tensor:
-    if isinstance(target, Partial):
-        return x if axis.index == 0 else torch.zeros_like(x)
-    return local_shard(x, target, axis.index) if isinstance(target, Shard) else x
 
 
 def local_shard(x: Tensor, shard: Shard, index: int) -> Tensor:
@@ -149,19 +145,16 @@ def local_shard(x: Tensor, shard: Shard, index: int) -> Tensor:
     return torch.cat(parts, shard.dim) if parts else x.narrow(shard.dim, 0, 0).clone()
 
 
-def _pad_with_zeros(axis: Axis, x: Tensor, source: Shard) -> Tensor:
-    shape = list(x.shape)
-    shape[source.dim] = source.size
-    out = x.new_zeros(shape)
-    _fill_shard(out, x, source, axis.index)
+def pad_shard(x: Tensor, shard: Shard, index: int) -> Tensor:
+    """Return rank ``index``'s part of a value in the whole value's shape, zero elsewhere."""
+    out = x.new_zeros(_shape_with_length(x.shape, shard.dim, shard.size))
+    _fill_shard(out, x, shard, index)
     return out
 
 
 def _fill_shard(out: Tensor, part: Tensor, shard: Shard, index: int) -> None:
-    at = 0
-    for start, stop in shard.ranges(index):
+    for start, stop, at in with_offsets(shard.ranges(index)):
         out.narrow(shard.dim, start, stop - start).copy_(part.narrow(shard.dim, at, stop - start))
-        at += stop - start
 
 
 def _shape_with_length(shape: Sequence[int], dim: int, length: int) -> tuple[int, ...]:
@@ -178,12 +171,13 @@ def _all_gather(axis: Axis, x: Tensor, source: Shard) -> Callable[[], Tensor]:
         # One segment: the parts in the order of ranks are the whole; otherwise ranks interleave.
         if len(source.cuts) == 1:
             return torch.cat([part for part in parts if part is not None], source.dim)
-        return _assemble_shards(parts, source)
+        return assemble_shards(parts, source)
 
     return finish
 
 
-def _assemble_shards(parts: Sequence[Tensor | None], shard: Shard) -> Tensor:
+def assemble_shards(parts: Sequence[Tensor | None], shard: Shard) -> Tensor:
+    """Return a whole value from the parts of all ranks, in their order."""
     first = parts[0]
     assert first is not None
     out = first.new_empty(_shape_with_length(first.shape, shard.dim, shard.size))
@@ -221,51 +215,78 @@ def _all_to_all(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable
         for i in range(axis.degree)
     ]
     exchange = axis.begin_exchange(pieces, shapes)
-    return lambda: _assemble_shards(exchange(), source)
+    return lambda: assemble_shards(exchange(), source)
 
 
 def _recut_dimension(axis: Axis, x: Tensor, source: Shard, target: Shard) -> Callable[[], Tensor]:
     """Shard the same dimension at other positions: every rank sends the overlap of its part with the target's parts."""
-    dim, me = source.dim, axis.index
-    pieces = [_overlapping_part(x, source.ranges(me), target.ranges(i), dim) for i in range(axis.degree)]
-    lengths = [_overlap_length(source.ranges(i), target.ranges(me)) for i in range(axis.degree)]
-    exchange = axis.begin_exchange(pieces, [_shape_with_length(x.shape, dim, n) for n in lengths])
-    # The ranges to receive, ascending in the whole dimension, each with the rank that has it.
-    wanted = sorted(
-        (max(a, c), min(b, d), i)
-        for i in range(axis.degree)
-        for a, b in source.ranges(i)
-        for c, d in target.ranges(me)
-        if max(a, c) < min(b, d)
-    )
+    dim = source.dim
+    exchange = begin_exchange_ranges(axis, x, dim, source.ranges_by_rank, target.ranges_by_rank)
 
-    # Each rank's message holds its ranges in ascending order: ``taken`` is the read position in each message.
     def finish() -> Tensor:
-        parts, taken, out = exchange(), [0] * axis.degree, []
-        for start, stop, i in wanted:
-            part = parts[i]
-            assert part is not None
-            out.append(part.narrow(dim, taken[i], stop - start))
-            taken[i] += stop - start
-        return torch.cat(out, dim) if out else x.narrow(dim, 0, 0).clone()
+        out = x.new_empty(_shape_with_length(x.shape, dim, target.local_length(axis.index)))
+        for at, part in exchange():
+            out.narrow(dim, at, part.shape[dim]).copy_(part)
+        return out
 
     return finish
 
 
-def _overlapping_part(x: Tensor, own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]], dim: int) -> Tensor:
-    parts, at = [], 0
-    for a, b in own:
-        for c, d in wanted:
-            start, stop = max(a, c), min(b, d)
-            if start < stop:
-                parts.append(x.narrow(dim, at + start - a, stop - start))
-        # ``at`` is the position in the local part at which the range [a, b) begins.
-        at += b - a
-    return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
+# ---- ranges of one dimension, from the ranks that own them to those that want them -----------------------------------
 
 
-def _overlap_length(own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]) -> int:
-    return sum(max(0, min(b, d) - max(a, c)) for a, b in own for c, d in wanted)
+def overlapping_ranges(owned: Sequence[Range], wanted: Sequence[Range]) -> list[tuple[int, int, int]]:
+    """Return what an owner has that a reader wants: (start in the owner's part, start in what is wanted, length)."""
+    return [
+        (here + first - a, there + first - start, last - first)
+        for start, stop, there in with_offsets(wanted)
+        for a, b, here in with_offsets(owned)
+        if (first := max(a, start)) < (last := min(b, stop))
+    ]
+
+
+def begin_exchange_ranges(
+    axis: Axis, x: Tensor, dim: int, owned: Sequence[Sequence[Range]], wanted: Sequence[Sequence[Range]]
+) -> Callable[[], Iterator[tuple[int, Tensor]]]:
+    """Start to send every rank what it wants of a dimension, from the ranks that have it.
+
+    Args:
+        axis: the ranks.
+        x: this rank's part: the ranges that it owns, one after the other.
+        dim: index of the dimension.
+        owned, wanted: disjoint ranges of the whole dimension, ascending, by rank.
+
+    Returns:
+        A function that waits, and yields (start in what this rank wants, piece) of all that it gets.
+    """
+    me = axis.index
+    # Pieces as (start, length), in the part of the rank that sends them and in that of the rank that gets them.
+    outgoing = [[(at, n) for at, _, n in overlapping_ranges(owned[me], each)] for each in wanted]
+    incoming = [[(at, n) for _, at, n in overlapping_ranges(each, wanted[me])] for each in owned]
+    # A rank's own piece does not travel: x itself takes its place, which gives the dtype.
+    pieces = [x if i == me else _select_ranges(x, dim, each) if each else None for i, each in enumerate(outgoing)]
+    shapes = [
+        _shape_with_length(x.shape, dim, sum(n for _, n in each)) if each and i != me else None
+        for i, each in enumerate(incoming)
+    ]
+    exchange = axis.begin_exchange(pieces, shapes)
+
+    def finish() -> Iterator[tuple[int, Tensor]]:
+        received = exchange()
+        for i, each in enumerate(incoming):
+            part = _select_ranges(x, dim, outgoing[me]) if i == me and each else received[i]
+            taken = 0
+            for at, n in each:
+                assert part is not None
+                yield at, part.narrow(dim, taken, n)
+                taken += n
+
+    return finish
+
+
+def _select_ranges(x: Tensor, dim: int, pieces: Sequence[Range]) -> Tensor:
+    parts = [x.narrow(dim, at, n) for at, n in pieces]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def all_reduce_differentiable(axis: Axis, x: Tensor) -> Tensor:

@@ -116,9 +116,8 @@ class _RankWriter:
             return {k: local(v) for k, v in value.items()} if isinstance(value, dict) else value
 
         arguments = {key: local(value) for key, value in given.items()}
-        several = (
-            _count_gradient_collectives(arguments) > 1
-        )  # counted before strategies insert nodes of this rank's own: all ranks must decide the same
+        # Counted before strategies insert nodes of this rank's own: all ranks must decide the same.
+        several = _count_gradient_collectives(arguments) > 1
         edit = RankCall(
             call, self.graph, node.target,
             fx.map_arg(node.args[:prefix], self.values.__getitem__), arguments, positional,
@@ -132,7 +131,7 @@ class _RankWriter:
                 edit.call = replace(call, degree=self.splits[axis].degree)
                 strategy.local(edit)
         if any(s.local is not None for s in chosen.values()) and name in self.dtypes:
-            edit.append(CastTo(self.dtypes[name]))  # a rewritten operator does not get autocast's cast of the result
+            edit.append(as_, self.dtypes[name])  # a rewritten operator does not get autocast's cast of the result
         if several:  # gradients that go through collectives must arrive in one order on all ranks
             edit.target = joint_gradients(edit.target)
         result = edit.emit()
@@ -141,16 +140,9 @@ class _RankWriter:
         return result
 
 
-class CastTo:
-    """An operator that casts a value to a dtype: ``as_(x)``."""
-
-    __module__, __name__ = "polylane", "as_"
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.to(self.dtype)
+def as_(dtype: torch.dtype, x: Tensor) -> Tensor:
+    """Cast a value to a dtype."""
+    return x.to(dtype)
 
 
 def _count_gradient_collectives(arguments: Mapping[str, Any]) -> int:

@@ -94,16 +94,26 @@ class OperatorCall:
     def common_cuts(self, *places: Place) -> list[Cuts]:
         """Return the cuts to offer for dimensions that are cut alike: the even one, and those neighbours ask for."""
         found: dict[Cuts, None] = {}
-        size = self._size(places[0])
+        side, index, dim = places[0]
+        size = (self.inputs if side == "in" else self.outputs)[index].shape[dim]
         if size > 1:
             found[even_cuts(size, self.degree)] = None
             for place in places:
                 found.update(dict.fromkeys(self.neighbour_cuts.get(place, ())))
         return list(found)
 
-    def _size(self, place: Place) -> int:
-        part, index, dim = place
-        return (self.inputs if part == "in" else self.outputs)[index].shape[dim]
+    def matching_cuts(
+        self, source: Place, target: Place, onward: Callable[[Cuts], Cuts | None], back: Callable[[Cuts], Cuts | None]
+    ) -> list[tuple[Cuts, Cuts]]:
+        """Return cuts of two dimensions that fit together: those to offer for either, carried over to the other.
+
+        Args:
+            source, target: the two dimensions, mostly of an input and of an output.
+            onward, back: return the other dimension's cuts for those of source, or of target; None where none fit.
+        """
+        pairs: list[tuple[Cuts | None, Cuts | None]] = [(cuts, onward(cuts)) for cuts in self.common_cuts(source)]
+        pairs += [(back(cuts), cuts) for cuts in self.common_cuts(target)]
+        return list(dict.fromkeys((a, b) for a, b in pairs if a is not None and b is not None))
 
     def strategy(
         self,
@@ -117,13 +127,9 @@ class OperatorCall:
         every = outputs if isinstance(outputs, (list, tuple)) else [outputs] * len(self.outputs)
         # Rules may write REPLICATE_PARTIAL_GRAD for integers and frozen tensors too: those have no gradient to be
         # partial.
-        placed = [_without_partial_gradient(inputs.get(v.index, default), v) for v in self.inputs]
-        return Strategy(
-            name,
-            tuple(placed),
-            tuple(_without_partial_gradient(p, v) for p, v in zip(every, self.outputs, strict=True)),
-            **more,
-        )
+        placed = tuple(_without_partial_gradient(inputs.get(v.index, default), v) for v in self.inputs)
+        given = tuple(_without_partial_gradient(p, v) for p, v in zip(every, self.outputs, strict=True))
+        return Strategy(name, placed, given, **more)
 
 
 def _without_partial_gradient(placement: Placement, value: TensorValue) -> Placement:
@@ -161,46 +167,38 @@ class Strategy:
         return max((p.largest_share for p in (*self.inputs, *self.outputs) if isinstance(p, Shard)), default=1.0)
 
 
+@dataclass
 class RankCall:
     """The call that one rank makes, while the strategies of all axes change it one after another.
 
     Attributes:
         call: the whole call, before any axis splits it.
-        index: this rank's position on the axis in question.
-        axis: the axis as a node of the graph: the first argument of operators that communicate.
+        graph: one rank's graph, to which the call is written.
+        target: the function that is called; see :meth:`replace`.
+        prefix: leading positional arguments that are not torch's.
         arguments: the local call's arguments by the name in torch's schema: nodes of the graph where the whole call has
             tensors. Strategies change them freely.
-        target: the function that is called; see :meth:`replace`.
+        positional: names of the arguments that are passed by position.
+        output_placements: placements of every output, by axis.
+        coordinates: this rank's index on each axis, by axis name.
+        index: this rank's position on the axis in question.
+        axis: the axis as a node of the graph: the first argument of operators that communicate.
         strategy: the axis's strategy, whose ``local`` is changing the call.
     """
 
-    def __init__(
-        self,
-        call: OperatorCall,
-        graph: fx.Graph,
-        target: Any,
-        prefix: Sequence[Any],
-        arguments: dict[str, Any],
-        positional: Sequence[str],
-        given: Sequence[Mapping[str, Placement]],
-        coordinates: Mapping[str, int],
-    ) -> None:
-        """
-        Args:
-            call, target, prefix, arguments: the whole call and the local one, before strategies change the latter.
-            graph: one rank's graph, to which the call is written.
-            positional: names of the arguments that are passed by position.
-            given: placements of every output, by axis.
-            coordinates: this rank's index on each axis, by axis name.
-        """
-        self.call, self.graph = call, graph
-        self.target, self.prefix, self.arguments, self._positional = target, list(prefix), arguments, positional
-        self._given, self._coordinates = given, coordinates
-        self._final: tuple[Any, ...] | None = None
-        self._after: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-        self.index = 0
-        self.axis: fx.Node | None = None
-        self.strategy: Strategy | None = None
+    call: OperatorCall
+    graph: fx.Graph
+    target: Any
+    prefix: Sequence[Any]
+    arguments: dict[str, Any]
+    positional: Sequence[str]
+    output_placements: Sequence[Mapping[str, Placement]]
+    coordinates: Mapping[str, int]
+    index: int = 0
+    axis: fx.Node | None = None
+    strategy: Strategy | None = None
+    _final: tuple[Any, ...] | None = None
+    _after: list[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
@@ -208,13 +206,21 @@ class RankCall:
     def __setitem__(self, name: str, value: Any) -> None:
         self.arguments[name] = value
 
+    def input_shard(self, index: int = 0) -> Shard:
+        """Return the placement of an input that the axis's strategy shards."""
+        assert self.strategy is not None
+        return _require_shard(self.strategy.inputs[index])
+
+    def output_shard(self) -> Shard:
+        """Return the placement of the first output, which the axis's strategy shards."""
+        assert self.strategy is not None
+        return _require_shard(self.strategy.outputs[0])
+
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
         """Return the shape of this rank's part of an output, with the splits of all axes."""
-        return self._local(self.call.outputs[index].shape, self._given[index])
-
-    def _local(self, shape: tuple[int, ...], placements: Mapping[str, Placement]) -> tuple[int, ...]:
-        for axis, placement in placements.items():
-            shape = local_shape(shape, placement, self._coordinates[axis])
+        shape = self.call.outputs[index].shape
+        for axis, placement in self.output_placements[index].items():
+            shape = local_shape(shape, placement, self.coordinates[axis])
         return shape
 
     def insert(self, function: Callable[..., Any], *args: Any) -> fx.Node:
@@ -234,9 +240,14 @@ class RankCall:
         if self._final is not None:
             node = self.graph.call_function(self._final[0], tuple(self._final[1:]))
         else:
-            by_place = [self.arguments[name] for name in self._positional]
-            by_name = {k: v for k, v in self.arguments.items() if k not in self._positional}
+            by_place = [self.arguments[name] for name in self.positional]
+            by_name = {k: v for k, v in self.arguments.items() if k not in self.positional}
             node = self.graph.call_function(self.target, (*self.prefix, *by_place), by_name)
         for function, args in self._after:
             node = self.graph.call_function(function, (*args, node))
         return node
+
+
+def _require_shard(placement: Placement) -> Shard:
+    assert isinstance(placement, Shard)
+    return placement

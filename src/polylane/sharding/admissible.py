@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TypeVar
 
 from polylane.errors import PolylaneError
 from polylane.placement.enumerate_strategies import StrategyOptions
-from polylane.placement.operator_view import GraphInput, OperatorNode, OperatorView, TensorKey
-from polylane.placement.placement import Placement, Replicate, Shard, even_cuts
+from polylane.placement.kernels.empty_shards import has_empty_rank
+from polylane.placement.operator_view import GraphInput, OperatorView, TensorKey
+from polylane.placement.placement import Placement, Replicate, Shard, even_cuts, shard_same_dim
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.rules.registry import composable_operators
 from polylane.placement.strategy import Strategy
@@ -26,7 +26,9 @@ class SplitDemands:
     """The conditions that a split along one axis must meet.
 
     Attributes:
-        purpose: "tensor" splits parameters, "sequence" activations, "data" samples.
+        purpose: "tensor": parameters are sharded, with as few bytes as possible, and samples are not split; "sequence":
+            the same for activations, with replicated parameters; "data": as "sequence", but samples may be split too,
+            and inputs are sharded where ``pins`` say so.
         pins: name of a parameter, buffer, source or node -> "replicate", "shard(<dim>)" or "partial".
         other_axes: splits already chosen along other axes, by axis; a dimension that one of them shards is not sharded
             here.
@@ -59,15 +61,22 @@ def admissible_options(
     # Only the data axis may give different samples to different ranks; the other axes must leave each rank all samples.
     dims = sample_dims(view) if demands.purpose != "data" else {}
     steps, known = dict[str, tuple[Strategy, ...]](), dict[Hashable, tuple[Strategy, ...]]()
+    composable = composable_operators()
     for step in view.operators:
         offered = options.strategies[step.name]
+        others = [split.strategies[step.name] for split in demands.other_axes.values()]
         # Operators of repeated blocks share one tuple of offered strategies, so that filtering is cached by its
         # identity; the splits of the other axes are compared by identity for the same reason.
-        samples = tuple(dims.get(key, frozenset()) for key in (*step.input_keys, *step.output_keys))
-        others = tuple(id(split.strategies[step.name]) for split in demands.other_axes.values())
-        kind = (id(offered), step.call.base, samples, others)
+        tensors = tuple(dims.get(key, frozenset()) for key in (*step.input_keys, *step.output_keys))
+        kind = (id(offered), step.call.base, tensors, tuple(map(id, others)))
         if kind not in known:
-            known[kind] = _operator_strategies(view, step, offered, demands, dims)
+            together = step.call.base in composable
+            known[kind] = tuple(
+                s
+                for s in offered
+                if not _splits_samples(s, tensors, view.samples)
+                and not any(axes_collide(s, other, together) for other in others)
+            )
         steps[step.name] = known[kind]
     sources = {
         key: _source_placements(s, options.source_placements[key], degree, demands) for key, s in view.sources.items()
@@ -75,25 +84,9 @@ def admissible_options(
     return _apply_pins(view, StrategyOptions(steps, sources), demands)
 
 
-def _operator_strategies(
-    view: OperatorView,
-    step: OperatorNode,
-    strategies: tuple[Strategy, ...],
-    demands: SplitDemands,
-    dims: Mapping[TensorKey, frozenset[int]],
-) -> tuple[Strategy, ...]:
-    others = [split.strategies[step.name] for split in demands.other_axes.values()]
-    together = step.call.base in composable_operators()
-
-    def fits(strategy: Strategy) -> bool:
-        pairs = chain(
-            zip(step.input_keys, strategy.inputs, strict=True), zip(step.output_keys, strategy.outputs, strict=True)
-        )
-        if any(shards_samples(placement, dims.get(key, frozenset()), view.samples) for key, placement in pairs):
-            return False
-        return not any(axes_collide(strategy, other, together) for other in others)
-
-    return tuple(filter(fits, strategies))
+def _splits_samples(strategy: Strategy, dims: Sequence[frozenset[int]], samples: int) -> bool:
+    placements = zip((*strategy.inputs, *strategy.outputs), dims, strict=True)
+    return any(shards_samples(placement, grow, samples) for placement, grow in placements)
 
 
 def axes_collide(one: Strategy, other: Strategy, together: bool) -> bool:
@@ -105,29 +98,18 @@ def axes_collide(one: Strategy, other: Strategy, together: bool) -> bool:
     """
     mine, theirs = (*one.inputs, *one.outputs), (*other.inputs, *other.outputs)
     # Each axis would need the other's shards to cut the same dimension a second time.
-    if any(_same_dim(a, b) for a, b in zip(mine, theirs, strict=True)):
+    if any(shard_same_dim(a, b) for a, b in zip(mine, theirs, strict=True)):
         return True
     # Composable operators communicate correctly on a sharded call, provided that no rank skips the collective: a rank
     # with an empty shard does not run the call (see kernels/empty_shards.py).
-    if together and _covers_all_ranks(mine) and _covers_all_ranks(theirs):
+    if together and not any(map(has_empty_rank, (*mine, *theirs))):
         return False
     # Otherwise an operator that communicates inside is not combined with another axis that changes the local call too:
     # its rule does not say that the two changes work together (composes=True).
     talks = (one.sent or one.messages) or (other.sent or other.messages)
-    return bool(talks and one.local and other.local and _is_sharded(mine) and _is_sharded(theirs))
-
-
-def _covers_all_ranks(placements: Iterable[Placement]) -> bool:
-    """Return whether every rank has a non-empty part of each sharded tensor, so that all call the collective."""
-    return all(p.local_length(i) for p in placements if isinstance(p, Shard) for i in range(len(p.cuts[0]) - 1))
-
-
-def _same_dim(a: Placement, b: Placement) -> bool:
-    return isinstance(a, Shard) and isinstance(b, Shard) and a.dim == b.dim
-
-
-def _is_sharded(placements: Iterable[Placement]) -> bool:
-    return any(isinstance(p, Shard) for p in placements)
+    return bool(talks and one.local and other.local) and all(
+        any(isinstance(p, Shard) for p in placements) for placements in (mine, theirs)
+    )
 
 
 def _source_placements(
@@ -146,7 +128,7 @@ def _source_placements(
         for split in demands.other_axes.values()
         if source.key in split.source_placements
     ]
-    return tuple(p for p in placements if not any(_same_dim(p, other) for other in others))
+    return tuple(p for p in placements if not any(shard_same_dim(p, other) for other in others))
 
 
 def _pinned_input_cuts(source: GraphInput, degree: int, demands: SplitDemands) -> list[Placement]:
@@ -165,26 +147,14 @@ def _apply_pins(view: OperatorView, options: StrategyOptions, demands: SplitDema
         where = f"placements.{name}.{demands.purpose}: {pattern}"
         # A pin may name a graph input or a node; an alias (getitem of a node with several results) pins one output
         # only.
-        source = next((k for k in _source_keys(name) if k in sources), None)
+        source = next((k for k in ((f"parameter:{name}", 0), (f"buffer:{name}", 0), (name, 0)) if k in sources), None)
         step, index = view.aliases.get(name, (name, None))
         if source is not None and source not in demands.fixed_placements:
             sources[source] = _filter_by_pattern(sources[source], [(p,) for p in sources[source]], pattern, where)
         elif step in steps:
-            steps[step] = _filter_by_pattern(steps[step], [_outputs(s, index) for s in steps[step]], pattern, where)
+            outputs = [s.outputs if index is None else (s.outputs[index],) for s in steps[step]]
+            steps[step] = _filter_by_pattern(steps[step], outputs, pattern, where)
     return StrategyOptions(steps, sources)
-
-
-def _source_keys(name: str) -> list[TensorKey]:
-    return [(f"parameter:{name}", 0), (f"buffer:{name}", 0), (name, 0)]
-
-
-def _outputs(strategy: Strategy, index: int | None) -> tuple[Placement, ...]:
-    return strategy.outputs if index is None else (strategy.outputs[index],)
-
-
-def matches_pattern(placement: Placement, pattern: str) -> bool:
-    """Return whether a placement matches a plan's pattern: "replicate", "shard(1)" or "partial"."""
-    return _pattern_of(placement) == pattern
 
 
 def _pattern_of(placement: Placement) -> str:
@@ -195,7 +165,7 @@ def _pattern_of(placement: Placement) -> str:
 def _filter_by_pattern(
     choices: tuple[T, ...], placed: Sequence[tuple[Placement, ...]], pattern: str, where: str
 ) -> tuple[T, ...]:
-    found = tuple(c for c, each in zip(choices, placed, strict=True) if all(matches_pattern(p, pattern) for p in each))
+    found = tuple(c for c, each in zip(choices, placed, strict=True) if all(_pattern_of(p) == pattern for p in each))
     if not found:
         texts = [" and ".join(dict.fromkeys(map(_pattern_of, each))) for each in placed]
         raise PolylaneError(f"{where}: not possible here; possible are {', '.join(dict.fromkeys(texts))}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.placement.enumerate_strategies import StrategyOptions
@@ -11,7 +11,7 @@ from polylane.placement.operator_view import OperatorNode, OperatorView, TensorK
 from polylane.placement.placement import REPLICATE_PARTIAL_GRAD, Placement, Replicate, Shard, even_cuts, join_cuts
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
-from polylane.sharding.cost_model import CostSetting, price_redistribution, value_bytes
+from polylane.sharding.cost_model import CostSetting, value_bytes
 from polylane.sharding.sample_dims import cuts_each_sample_alike
 
 
@@ -21,7 +21,7 @@ def carry_over_split(
     """Return the split of the same graph at another number of samples.
 
     An operator's new strategy has the pattern of the old one (the same kinds of placements and the same dimensions),
-    and the same cuts where a dimension has the same size. Of several, the nearest by :class:`_StrategyDistance`;
+    and the same cuts where a dimension has the same size. Of several, the nearest by :func:`_strategy_distance`;
     without any, the operator runs whole on every rank. Graph inputs keep their placements.
 
     Args:
@@ -38,11 +38,10 @@ def carry_over_split(
     setting = CostSetting(after, split.degree, RankSpeed(), {})
     for step in after.operators:  # producers come first
         chosen, was = split.strategies[step.name], old[step.name]
-        same = [s for s in options.strategies[step.name] if _same_strategy(s, chosen, step.call, was.call)]
-        compare = _StrategyDistance(setting, result, step, chosen, before.samples)
-        steps[step.name] = (
-            min(same, key=compare.distance) if same else _replicated_strategy(options.strategies[step.name])
-        )
+        offered = options.strategies[step.name]
+        same = [s for s in offered if _same_strategy(s, chosen, step.call, was.call)]
+        distance = partial(_strategy_distance, setting, result, step, chosen, before.samples)
+        steps[step.name] = min(same, key=distance) if same else _replicated_strategy(offered)
     return result
 
 
@@ -54,16 +53,11 @@ def _resize_placement(split: AxisSplit, key: TensorKey, value: TensorValue) -> P
 
 
 def _same_strategy(new: Strategy, old: Strategy, call: OperatorCall, before: OperatorCall) -> bool:
-    return _same_placements(new.inputs, old.inputs, call.inputs, before.inputs) and _same_placements(
-        new.outputs, old.outputs, call.outputs, before.outputs
-    )
-
-
-def _same_placements(
-    new: Sequence[Placement], old: Sequence[Placement], values: Sequence[TensorValue], before: Sequence[TensorValue]
-) -> bool:
+    """Return whether two strategies have the same pattern of placements, and the same cuts of unchanged dimensions."""
+    placements = zip((*new.inputs, *new.outputs), (*old.inputs, *old.outputs), strict=True)
+    values = zip((*call.inputs, *call.outputs), (*before.inputs, *before.outputs), strict=True)
     # A dimension whose size has changed (it grows with the samples) may have any cuts; all others keep theirs.
-    for a, b, value, other in zip(new, old, values, before, strict=True):
+    for (a, b), (value, other) in zip(placements, values, strict=True):
         if not (isinstance(a, Shard) and isinstance(b, Shard)):
             if a != b:
                 return False
@@ -72,36 +66,39 @@ def _same_placements(
     return True
 
 
-@dataclass(frozen=True)
-class _StrategyDistance:
-    """Orders candidate strategies of an operator by their distance from the one chosen at another number of samples."""
+def _strategy_distance(
+    setting: CostSetting, split: AxisSplit, step: OperatorNode, old: Strategy, samples: int, new: Strategy
+) -> tuple[int, float, float]:
+    """Return how far an operator's strategy is from the one chosen at another number of samples.
 
-    setting: CostSetting
-    split: AxisSplit
-    step: OperatorNode
-    old: Strategy
-    samples: int
+    Args:
+        setting: the graph at the new number of samples.
+        split: the placements found so far, of all that the operator reads.
+        step: the operator.
+        old, samples: the strategy chosen before, at this number of samples.
+        new: the strategy to compare.
 
-    def distance(self, strategy: Strategy) -> tuple[int, float, float]:
-        """Return (shards that split samples differently, seconds and bytes of redistributions before the operator)."""
-        moved, size = 0.0, 0.0
-        for key, placement in zip(self.step.input_keys, strategy.inputs, strict=True):
-            # The producers of inputs have their new placements already; any difference costs a redistribution.
-            if key in self.setting.values and (source := self.split.placement(key)) != placement:
-                moved += price_redistribution(self.setting, key, source, placement).seconds
-                size += value_bytes(self.setting.values[key])
-        pairs = zip((*strategy.inputs, *strategy.outputs), (*self.old.inputs, *self.old.outputs), strict=True)
-        return sum(self._breaks_samples(a, b) for a, b in pairs), moved, size
+    Returns:
+        Shards that split samples differently, seconds and bytes of redistributions before the operator.
+    """
+    moved, size = 0.0, 0.0
+    for key, placement in zip(step.input_keys, new.inputs, strict=True):
+        # The producers of inputs have their new placements already; any difference costs a redistribution.
+        if key in setting.values and (source := split.placement(key)) != placement:
+            moved += setting.price_redistribution(key, source, placement).seconds
+            size += value_bytes(setting.values[key])
+    pairs = zip((*new.inputs, *new.outputs), (*old.inputs, *old.outputs), strict=True)
+    return sum(_breaks_samples(a, b, samples, setting.view.samples) for a, b in pairs), moved, size
 
-    def _breaks_samples(self, new: Placement, old: Placement) -> bool:
-        """Return whether a dimension that was cut equally in every sample would no longer be."""
-        if not (isinstance(new, Shard) and isinstance(old, Shard)) or new.size == old.size:
-            return False
-        # E.g. heads of [samples * heads]: each sample's heads are cut alike, so that every rank keeps all samples.
-        if self.samples < 1 or not cuts_each_sample_alike(old.cuts, self.samples):
-            return False
-        first = old.cuts[: len(old.cuts) // self.samples]
-        return new.cuts != join_cuts([first] * self.setting.view.samples)
+
+def _breaks_samples(new: Placement, old: Placement, before: int, after: int) -> bool:
+    """Return whether a dimension that was cut equally in every sample would no longer be."""
+    if not (isinstance(new, Shard) and isinstance(old, Shard)) or new.size == old.size:
+        return False
+    # E.g. heads of [samples * heads]: each sample's heads are cut alike, so that every rank keeps all samples.
+    if before < 1 or not cuts_each_sample_alike(old.cuts, before):
+        return False
+    return new.cuts != join_cuts([old.cuts[: len(old.cuts) // before]] * after)
 
 
 def _replicated_strategy(strategies: Sequence[Strategy]) -> Strategy:

@@ -40,21 +40,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from polylane.placement.enumerate_strategies import StrategyOptions
-from polylane.placement.operator_view import OperatorNode, TensorKey
+from polylane.placement.operator_view import TensorKey
 from polylane.placement.placement import REPLICATE, Placement, Shard
 from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.admissible import SplitDemands
-from polylane.sharding.cost_model import (
-    CostSetting,
-    TensorUse,
-    activation_bytes,
-    copied_bytes,
-    is_parameter,
-    parameter_bytes,
-    price_operator,
-    price_redistribution,
-    price_source,
-)
+from polylane.sharding.cost_model import CostSetting, TensorUse, needed_placement
 from polylane.sharding.integer_program import IntegerProgram, Term
 
 
@@ -108,11 +98,21 @@ class ProgramBuilder:
 
     def build(self) -> None:
         """Add all variables and constraints to the program."""
-        members = Counter(self.classes.values())
-        for step in self.setting.view.operators:
-            self._add_operator(step.name, members)
-        for key in self.setting.view.sources:
-            self._add_source(key, members)
+        setting = self.setting
+        # Along "tensor" the bytes of parameters are made small, elsewhere those of activations.
+        limits_parameters = self.demands.purpose == "tensor"
+        for step in setting.view.operators:
+            if self.classes[step.name] not in self.variables:
+                offered = self.choices.strategies[step.name]
+                seconds = [setting.price_operator(step, s).seconds for s in offered]
+                held = None if limits_parameters else [setting.activation_bytes(step, s.outputs) for s in offered]
+                self._add_choice(step.name, seconds, held)
+        for key, source in setting.view.sources.items():
+            if self.classes[key[0]] not in self.variables:
+                placements = self.choices.source_placements[key]
+                seconds = [setting.price_source(source, p).seconds for p in placements]
+                held = [setting.parameter_bytes(source, p) for p in placements] if limits_parameters else None
+                self._add_choice(key[0], seconds, held)
         # A variable fixed at 1 stands for the placement of graph outputs, which are always whole.
         one = self.program.add_variable(whole=True, lowest=1.0)
         for key, uses, times in self._distinct_values():
@@ -129,42 +129,18 @@ class ProgramBuilder:
         sources = {key: every[best[self.classes[key[0]]]] for key, every in self.choices.source_placements.items()}
         return AxisSplit(self.setting.degree, steps, sources)
 
-    # ---- what is chosen ----------------------------------------------------------------------------------------------
-
-    def _add_operator(self, name: str, members: Counter[int]) -> None:
-        colour = self.classes[name]
-        if colour in self.variables:
-            return
-        times, step = members[colour], self._operators[name]
-        own, bytes_each = [], []
-        for strategy in self.choices.strategies[name]:
-            cost = price_operator(self.setting, step, strategy).seconds
-            own.append(self.program.add_variable(cost * times, whole=True))
-            bytes_each.append(activation_bytes(self.setting, step, strategy.outputs) * times)
-        # Along "tensor" the bytes of parameters are made small, elsewhere those of activations.
-        self._add_choice(colour, own, None if self.demands.purpose == "tensor" else bytes_each)
-
-    def _add_source(self, key: TensorKey, members: Counter[int]) -> None:
-        colour = self.classes[key[0]]
-        if colour in self.variables:
-            return
-        times, source = members[colour], self.setting.view.sources[key]
-        own, bytes_each = [], []
-        for placement in self.choices.source_placements[key]:
-            cost = price_source(self.setting, source, placement).seconds
-            own.append(self.program.add_variable(cost * times, whole=True))
-            bytes_each.append(parameter_bytes(self.setting, source, placement) * times)
-        self._add_choice(colour, own, bytes_each if self.demands.purpose == "tensor" else None)
-
-    def _add_choice(self, colour: int, own: list[int], limited: list[float] | None) -> None:
-        self.variables[colour] = own
+    def _add_choice(self, name: str, seconds: Sequence[float], limited: Sequence[float] | None) -> None:
+        """Add the variables of a class, from the seconds and the limited bytes of one member's choices."""
+        times = self._members[self.classes[name]]
+        own = [self.program.add_variable(cost * times, whole=True) for cost in seconds]
+        self.variables[self.classes[name]] = own
         self.program.add_row([(v, 1.0) for v in own], 1.0, 1.0)
         if limited is not None:
-            self.limited_terms += zip(own, limited, strict=True)
+            self.limited_terms += [(v, size * times) for v, size in zip(own, limited, strict=True)]
 
     @cached_property
-    def _operators(self) -> Mapping[str, OperatorNode]:
-        return {step.name: step for step in self.setting.view.operators}
+    def _members(self) -> Counter[int]:
+        return Counter(self.classes.values())
 
     # ---- what flows --------------------------------------------------------------------------------------------------
 
@@ -200,10 +176,10 @@ class ProgramBuilder:
                 self._add_flow(key, made, read, times, users, paid)
 
     def _made_marginal(self, key: TensorKey) -> Marginal:
-        own = self.variables[self.classes[key[0]]]
-        if key in self.choices.source_placements:
-            return {placement: [v] for v, placement in zip(own, self.choices.source_placements[key], strict=True)}
-        return _placement_marginal(own, [s.outputs[key[1]] for s in self.choices.strategies[key[0]]])
+        placements: Sequence[Placement] | None = self.choices.source_placements.get(key)
+        if placements is None:
+            placements = [s.outputs[key[1]] for s in self.choices.strategies[key[0]]]
+        return _placement_marginal(self.variables[self.classes[key[0]]], placements)
 
     def _read_marginal(self, use: TensorUse, one: int) -> Marginal:
         if use.step is None:
@@ -214,13 +190,7 @@ class ProgramBuilder:
         )
 
     def _add_flow(
-        self,
-        key: TensorKey,
-        made: Marginal,
-        read: Marginal,
-        times: int,
-        users: Counter[Placement],
-        paid: Paid,
+        self, key: TensorKey, made: Marginal, read: Marginal, times: int, users: Counter[Placement], paid: Paid
     ) -> None:
         """Add the flow of one tensor to one reader: from the placements it may be made in to those needed.
 
@@ -239,8 +209,8 @@ class ProgramBuilder:
                 # move.
                 start = next((p for p in placements if p != target), None)
                 if start is not None:
-                    cost = price_redistribution(self.setting, key, start, target).seconds * times
-                    size = copied_bytes(self.setting, key, start, target) * times if self._is_limited(key) else 0.0
+                    cost = self.setting.price_redistribution(key, start, target).seconds * times
+                    size = self.setting.copied_bytes(key, start, target) * times if self._is_limited(key) else 0.0
                     flow = self._add_redistribution(cost, size, users[target], kind, target, paid)
                     leaving.append(flow)
                     arriving[target].append(flow)
@@ -258,8 +228,8 @@ class ProgramBuilder:
     def _is_limited(self, key: TensorKey) -> bool:
         """Return whether redistributed copies of a tensor count into the bytes that the purpose makes small."""
         if self.demands.purpose == "tensor":
-            return is_parameter(self.setting, key)
-        return self.setting.values[key].gradient and not is_parameter(self.setting, key)
+            return self.setting.is_parameter(key)
+        return self.setting.values[key].gradient and not self.setting.is_parameter(key)
 
     def _add_redistribution(
         self, cost: float, size: float, users: int, kind: Hashable, target: Placement, paid: Paid
@@ -282,7 +252,7 @@ class ProgramBuilder:
         """Exclude that two axes swap their dimensions of a tensor: neither redistribution could go first."""
         for split in self.demands.other_axes.values():
             have = split.placement(key)
-            then = REPLICATE if use.step is None else split.strategies[use.step.name].inputs[use.index]
+            then = needed_placement(split, use)
             # The other axis takes the tensor from dimension have.dim to then.dim: this axis must not do the opposite.
             if have != then and isinstance(have, Shard) and isinstance(then, Shard):
                 sources = [v for p in made if isinstance(p, Shard) and p.dim == then.dim for v in made[p]]

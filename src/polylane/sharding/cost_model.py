@@ -41,8 +41,32 @@ class TensorUse:
 
 
 @dataclass(frozen=True)
+class Price:
+    """Seconds, and the bytes that every rank sends in them."""
+
+    seconds: float = 0.0
+    sent: float = 0.0
+
+    def __add__(self, other: Price) -> Price:
+        return Price(self.seconds + other.seconds, self.sent + other.sent)
+
+
+FREE = Price()
+
+
+def value_bytes(value: TensorValue) -> int:
+    """Return the bytes of a whole tensor."""
+    return math.prod(value.shape) * value.dtype.itemsize
+
+
+def _busiest_share(placements: tuple[Placement, ...]) -> float:
+    # Shards are as long as the longest: the busiest rank decides how long the others wait.
+    return math.prod(largest_share(p) for p in placements)
+
+
+@dataclass(frozen=True)
 class CostSetting:
-    """What prices depend on: the graph, the axis's ranks and their speeds.
+    """The prices of one axis, and what they depend on: the graph, the axis's ranks and their speeds.
 
     Attributes:
         view: the graph's operators at one number of samples.
@@ -85,107 +109,73 @@ class CostSetting:
             tuple(split.placement(key) for split in self.other_axes.values())
         )
 
-
-@dataclass(frozen=True)
-class Price:
-    """Seconds, and the bytes that every rank sends in them."""
-
-    seconds: float = 0.0
-    sent: float = 0.0
-
-    def __add__(self, other: Price) -> Price:
-        return Price(self.seconds + other.seconds, self.sent + other.sent)
-
-    def __mul__(self, times: float) -> Price:
-        return Price(self.seconds * times, self.sent * times)
-
-
-FREE = Price()
-
-
-def value_bytes(value: TensorValue) -> int:
-    """Return the bytes of a whole tensor."""
-    return math.prod(value.shape) * value.dtype.itemsize
-
-
-def _busiest_share(placements: tuple[Placement, ...]) -> float:
-    # Shards are as long as the longest: the busiest rank decides how long the others wait.
-    return math.prod(largest_share(p) for p in placements)
-
-
-def price_redistribution(setting: CostSetting, key: TensorKey, source: Placement, target: Placement) -> Price:
-    """Return the price of taking a tensor from one placement to another, and its gradient back."""
-    total = FREE
-    if source == target:
+    def price_redistribution(self, key: TensorKey, source: Placement, target: Placement) -> Price:
+        """Return the price of taking a tensor from one placement to another, and its gradient back."""
+        total = FREE
+        if source == target:
+            return total
+        size = self.tensor_bytes(key)
+        # One entry for the forward pass and one for the gradient; without a collective it is a local copy or slice.
+        for collective, copied in redistribute(size, source, target, self.values[key].gradient):
+            if collective:
+                taken = communicate.collective_seconds(collective, size, self.degree, self.rates)
+                total += Price(taken, communicate.bytes_per_rank(collective, size, self.degree))
+            else:
+                total += Price(copied / self.rates.bytes)
         return total
-    size = setting.tensor_bytes(key)
-    # One entry for the forward pass and one for the gradient; without a collective it is a local copy or slice.
-    for collective, copied in redistribute(size, source, target, setting.values[key].gradient):
-        if collective:
-            taken = communicate.collective_seconds(collective, size, setting.degree, setting.rates)
-            total += Price(taken, communicate.bytes_per_rank(collective, size, setting.degree))
-        else:
-            total += Price(copied / setting.rates.bytes)
-    return total
 
+    def price_operator(self, step: OperatorNode, strategy: Strategy) -> Price:
+        """Return the price of an operator, forward and backward, by the roofline: arithmetic or memory traffic."""
+        chosen = [split.strategies[step.name] for split in self.other_axes.values()]
+        # ``step.flops`` was counted on the batch that the graph was captured with.
+        flops = step.flops * (self.view.samples / self.view.graph.samples)
+        flops *= strategy.share * math.prod(other.share for other in chosen)
+        read = sum(
+            value_bytes(v) * _busiest_share((strategy.inputs[i], *(s.inputs[i] for s in chosen)))
+            for i, v in enumerate(step.call.inputs)
+        )
+        written = sum(
+            value_bytes(v) * _busiest_share((strategy.outputs[i], *(s.outputs[i] for s in chosen)))
+            for i, v in enumerate(step.call.outputs)
+        )
+        moved = read + written
+        once = self.rates.roofline(flops, moved) if flops else VIEWING * (moved / self.rates.bytes)
+        # Backward runs only if some output carries a gradient; the communication inside is priced for both directions.
+        times = 1 + BACKWARD if any(v.gradient for v in step.call.outputs) else 1
+        inside = communicate.exchange_seconds(strategy.sent, strategy.messages, self.rates)
+        return Price(once * times + inside, strategy.sent)
 
-def price_operator(setting: CostSetting, step: OperatorNode, strategy: Strategy) -> Price:
-    """Return the price of an operator, forward and backward, by the roofline: arithmetic or memory traffic."""
-    chosen = [split.strategies[step.name] for split in setting.other_axes.values()]
-    # ``step.flops`` was counted on the batch that the graph was captured with.
-    flops = step.flops * (setting.view.samples / setting.view.graph.samples)
-    flops *= strategy.share * math.prod(other.share for other in chosen)
-    read = sum(
-        value_bytes(v) * _busiest_share((strategy.inputs[i], *(s.inputs[i] for s in chosen)))
-        for i, v in enumerate(step.call.inputs)
-    )
-    written = sum(
-        value_bytes(v) * _busiest_share((strategy.outputs[i], *(s.outputs[i] for s in chosen)))
-        for i, v in enumerate(step.call.outputs)
-    )
-    moved = read + written
-    once = setting.rates.roofline(flops, moved) if flops else VIEWING * (moved / setting.rates.bytes)
-    # Backward runs only if some output carries a gradient; the communication inside is priced for both directions.
-    times = 1 + BACKWARD if any(v.gradient for v in step.call.outputs) else 1
-    inside = communicate.exchange_seconds(strategy.sent, strategy.messages, setting.rates)
-    return Price(once * times + inside, strategy.sent)
+    def price_source(self, source: GraphInput, placement: Placement) -> Price:
+        # Partial gradients of a parameter are all-reduced once a step, in buckets that overlap with the backward pass.
+        if placement != REPLICATE_PARTIAL_GRAD or not source.value.gradient:
+            return FREE
+        size = self.tensor_bytes(source.key)
+        taken = communicate.overlapped_seconds("all_reduce", size, self.degree, self.rates)
+        return Price(taken, communicate.bytes_per_rank("all_reduce", size, self.degree))
 
+    def activation_bytes(self, step: OperatorNode, outputs: tuple[Placement, ...]) -> float:
+        """Return the bytes of an operator's outputs that a backward pass may need, on the busiest rank."""
+        return sum(
+            self.tensor_bytes(key) * largest_share(placement)
+            for key, value, placement in zip(step.output_keys, step.call.outputs, outputs, strict=True)
+            if value.gradient
+        )
 
-def price_source(setting: CostSetting, source: GraphInput, placement: Placement) -> Price:
-    # Partial gradients of a parameter are all-reduced once a step, in buckets that overlap with the backward pass.
-    if placement != REPLICATE_PARTIAL_GRAD or not source.value.gradient:
-        return FREE
-    size = setting.tensor_bytes(source.key)
-    taken = communicate.overlapped_seconds("all_reduce", size, setting.degree, setting.rates)
-    return Price(taken, communicate.bytes_per_rank("all_reduce", size, setting.degree))
+    def parameter_bytes(self, source: GraphInput, placement: Placement) -> float:
+        """Return the bytes of a parameter on the busiest rank; 0 for any other graph input."""
+        return self.tensor_bytes(source.key) * largest_share(placement) if source.role[0] == "parameter" else 0.0
 
+    def copied_bytes(self, key: TensorKey, source: Placement, target: Placement) -> float:
+        """Return the bytes of the copy that a redistribution makes, on the busiest rank; saved for backward."""
+        # Replicate and Replicate with a partial gradient share the same memory: nothing is copied.
+        if source == target or (isinstance(source, Replicate) and isinstance(target, Replicate)):
+            return 0.0
+        return self.tensor_bytes(key) * largest_share(target)
 
-def activation_bytes(setting: CostSetting, step: OperatorNode, outputs: tuple[Placement, ...]) -> float:
-    """Return the bytes of an operator's outputs that a backward pass may need, on the busiest rank."""
-    return sum(
-        setting.tensor_bytes(key) * largest_share(placement)
-        for key, value, placement in zip(step.output_keys, step.call.outputs, outputs, strict=True)
-        if value.gradient
-    )
-
-
-def parameter_bytes(setting: CostSetting, source: GraphInput, placement: Placement) -> float:
-    """Return the bytes of a parameter on the busiest rank; 0 for any other graph input."""
-    return setting.tensor_bytes(source.key) * largest_share(placement) if source.role[0] == "parameter" else 0.0
-
-
-def copied_bytes(setting: CostSetting, key: TensorKey, source: Placement, target: Placement) -> float:
-    """Return the bytes of the copy that a redistribution makes, on the busiest rank; readers save it for backward."""
-    # Replicate and Replicate with a partial gradient share the same memory: nothing is copied.
-    if source == target or (isinstance(source, Replicate) and isinstance(target, Replicate)):
-        return 0.0
-    return setting.tensor_bytes(key) * largest_share(target)
-
-
-def is_parameter(setting: CostSetting, key: TensorKey) -> bool:
-    """Return whether a tensor is a parameter."""
-    source = setting.view.sources.get(key)
-    return source is not None and source.role[0] == "parameter"
+    def is_parameter(self, key: TensorKey) -> bool:
+        """Return whether a tensor is a parameter."""
+        source = self.view.sources.get(key)
+        return source is not None and source.role[0] == "parameter"
 
 
 @dataclass(frozen=True)
@@ -245,15 +235,15 @@ def predict_split(setting: CostSetting, split: AxisSplit) -> LayoutPrediction:
     total, moved, parameters, activations = FREE, 0, 0.0, 0.0
     for moving in list_redistributions(setting, split):
         key, ends = moving.key, (moving.source, moving.target)
-        total, moved = total + price_redistribution(setting, key, *ends), moved + 1
-        if is_parameter(setting, key):
-            parameters += copied_bytes(setting, key, *ends)
+        total, moved = total + setting.price_redistribution(key, *ends), moved + 1
+        if setting.is_parameter(key):
+            parameters += setting.copied_bytes(key, *ends)
         elif setting.values[key].gradient:
-            activations += copied_bytes(setting, key, *ends)
+            activations += setting.copied_bytes(key, *ends)
     for step in setting.view.operators:
-        total += price_operator(setting, step, split.strategies[step.name])
-        activations += activation_bytes(setting, step, split.strategies[step.name].outputs)
+        total += setting.price_operator(step, split.strategies[step.name])
+        activations += setting.activation_bytes(step, split.strategies[step.name].outputs)
     for key, source in setting.view.sources.items():
-        total += price_source(setting, source, split.source_placements[key])
-        parameters += parameter_bytes(setting, source, split.source_placements[key])
+        total += setting.price_source(source, split.source_placements[key])
+        parameters += setting.parameter_bytes(source, split.source_placements[key])
     return LayoutPrediction(total.seconds, total.sent, moved, parameters, activations)

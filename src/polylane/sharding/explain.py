@@ -5,16 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import TypeVar
 
 from polylane.cost.network import alpha_beta as communicate
 from polylane.cost.network.redistribution import redistribute
 from polylane.placement.enumerate_strategies import StrategyOptions
 from polylane.placement.operator_view import GraphInput, OperatorNode, TensorKey
-from polylane.placement.placement import REPLICATE_PARTIAL_GRAD, Placement, Replicate, Shard
+from polylane.placement.placement import (
+    REPLICATE_PARTIAL_GRAD,
+    Placement,
+    Replicate,
+    Shard,
+    contiguous_ranges,
+    shard_same_dim,
+)
 from polylane.placement.rewrite import AxisSplit
-from polylane.sharding.cost_model import CostSetting, PricedMove, list_redistributions, parameter_bytes, value_bytes
+from polylane.sharding.cost_model import CostSetting, PricedMove, list_redistributions, value_bytes
 from polylane.sharding.solve import OPTIMAL, SolvedSplit, SolveReport
 
 # An operator with this many operations for each output element is reported even if it has no parameters.
@@ -119,17 +125,13 @@ def explain(
         for key, s in setting.view.sources.items()
         if s.role[0] == "parameter" and (only is None or s.role[1] in only)
     }
-    summed = [
-        key
-        for key, s in parameters.items()
-        if split.source_placements[key] == REPLICATE_PARTIAL_GRAD and s.value.gradient
-    ]
+    all_reduced = [key for key in parameters if split.source_placements[key] == REPLICATE_PARTIAL_GRAD]
     return Explanation(
         setting.degree,
         tuple(_explain_modules(setting, split, only)),
-        sum(parameter_bytes(setting, s, split.source_placements[key]) for key, s in parameters.items()),
+        sum(setting.parameter_bytes(s, split.source_placements[key]) for key, s in parameters.items()),
         sum(setting.tensor_bytes(key) for key in parameters),
-        sum(setting.tensor_bytes(key) for key in summed),
+        sum(setting.tensor_bytes(key) for key in all_reduced if parameters[key].value.gradient),
         tuple(_whole_parameters(setting, split, options, reasons, parameters)) if purpose == "tensor" else (),
         split.report if isinstance(split, SolvedSplit) else None,
     )
@@ -203,28 +205,23 @@ def _format_bytes(size: float) -> str:
 
 def _explain_modules(setting: CostSetting, split: AxisSplit, only: Collection[str] | None) -> Iterable[ModuleSplit]:
     owner = {step.name: step.module for step in setting.view.operators}
-    operators: dict[str, list[tuple[str, str]]] = {}
-    collectives: dict[str, list[ExplainedCollective]] = {}
-    order: dict[str, None] = {}
+    found: dict[str, tuple[list[tuple[str, str]], list[ExplainedCollective]]] = {}
     for step in (s for s in setting.view.operators if only is None or s.name in only):
-        order[step.module] = None
+        operators, collectives = found.setdefault(step.module, ([], []))
         strategy = split.strategies[step.name]
         if _is_notable(step):
-            operators.setdefault(step.module, []).append((step.call.base, strategy.name))
+            operators.append((step.call.base, strategy.name))
         if strategy.sent:
-            collectives.setdefault(step.module, []).append(
-                ExplainedCollective("exchange", False, strategy.sent, f"{step.call.base}, both ways")
-            )
+            collectives.append(ExplainedCollective("exchange", False, strategy.sent, f"{step.call.base}, both ways"))
     for moving in list_redistributions(setting, split):
         reader = next((use.step.module for use in moving.uses if use.step is not None), "")
         # A redistribution belongs to the module that makes the tensor; that of a parameter, to its first reader.
         module = owner.get(moving.key[0], reader)
-        if only is None or any(use.step is not None and use.step.name in only for use in moving.uses):
-            collectives.setdefault(module, []).extend(_explain_redistribution(setting, moving))
-    found = [ModuleSplit(m, tuple(operators.get(m, ())), tuple(collectives.get(m, ()))) for m in order]
-    kept = [m for m in found if m.operators or m.collectives]
-    names = _merge_alike((m.module, (m.operators, m.collectives)) for m in kept)
-    return [ModuleSplit(name, *content) for name, content in names]
+        is_told = only is None or any(use.step is not None and use.step.name in only for use in moving.uses)
+        if is_told and module in found:
+            found[module][1].extend(_explain_redistribution(setting, moving))
+    kept = ((module, (tuple(ops), tuple(moves))) for module, (ops, moves) in found.items() if ops or moves)
+    return [ModuleSplit(name, *content) for name, content in _merge_alike(kept)]
 
 
 def _is_notable(step: OperatorNode) -> bool:
@@ -259,36 +256,26 @@ def _whole_parameters(
     for key, source in parameters.items():
         if isinstance(split.source_placements[key], Replicate):
             name = str(source.role[1])
-            reason = _why_whole(setting, split, options.source_placements[key], name, reasons)
+            reason = reasons.get(name) or _why_whole(setting, split, options.source_placements[key], key)
             found.append((name, (value_bytes(source.value), reason)))
     return [WholeParameter(name, size, reason) for name, (size, reason) in _merge_alike(found)]
 
 
-def _why_whole(
-    setting: CostSetting,
-    split: AxisSplit,
-    offered: Sequence[Placement],
-    name: str,
-    reasons: Mapping[str, str],
-) -> str:
-    if name in reasons:
-        return reasons[name]
-    key = (f"parameter:{name}", 0)
-    readers = [use for use in setting.uses[key] if use.step is not None]
+def _why_whole(setting: CostSetting, split: AxisSplit, offered: Sequence[Placement], key: TensorKey) -> str:
+    readers = [(use.step, use.index) for use in setting.uses[key] if use.step is not None]
     # Reasons from the most to the least binding: no rule shards it, another axis does, or a cut would cost more.
     cuts = [p for p in offered if isinstance(p, Shard)]
     if not cuts:
-        if any(use.step.is_pinned for use in readers if use.step is not None):
+        if any(step.is_pinned for step, _ in readers):
             return "its operator runs whole on every rank"
-        bases = dict.fromkeys(use.step.call.op for use in readers if use.step is not None)
-        return f"no rule cuts it in {', '.join(bases)}"
+        return f"no rule cuts it in {', '.join(dict.fromkeys(step.call.op for step, _ in readers))}"
     others = [s.source_placements[key] for s in setting.other_axes.values()]
-    if all(any(isinstance(o, Shard) and o.dim == c.dim for o in others) for c in cuts):
+    if all(any(shard_same_dim(other, cut) for other in others) for cut in cuts):
         return "another axis cuts it"
     whole = {
-        split.strategies[use.step.name].name: use.step.call.base
-        for use in readers
-        if use.step is not None and not isinstance(split.strategies[use.step.name].inputs[use.index], Shard)
+        split.strategies[step.name].name: step.call.base
+        for step, index in readers
+        if not isinstance(split.strategies[step.name].inputs[index], Shard)
     }
     told = ", ".join(f"{base} needs it whole ({describe_strategy(strategy)})" for strategy, base in whole.items())
     return f"smaller than what a cut would cost: {told}" if told else "smaller than what a cut would cost"
@@ -313,9 +300,5 @@ def _merge_alike(entries: Iterable[tuple[str, T]]) -> list[tuple[str, T]]:
     ]
 
 
-def _format_ranges(numbers: Sequence[int]) -> str:
-    ordered = sorted(set(numbers))
-    # Consecutive numbers have a constant difference from their position.
-    runs = [list(run) for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])]
-    ends = [(run[0][1], run[-1][1]) for run in runs]
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ends)
+def _format_ranges(numbers: Iterable[int]) -> str:
+    return ",".join(str(a) if a + 1 == b else f"{a}-{b - 1}" for a, b in contiguous_ranges(numbers))

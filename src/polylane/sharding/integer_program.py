@@ -93,9 +93,7 @@ class IntegerProgram:
             options={"mip_rel_gap": gap, "node_limit": NODES},
         )
         if found.x is None:
-            return IntegerSolution(
-                (), float("inf"), float("inf"), float("inf"), STATUS.get(found.status, "stopped early")
-            )
+            return IntegerSolution((), math.inf, math.inf, math.inf, STATUS.get(found.status, "stopped early"))
         left = float(found.mip_gap or 0.0)
         return IntegerSolution(
             found.x, float(costs @ found.x), float(extra @ found.x), left, STATUS[int(found.status > 0)]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,9 +24,10 @@ from polylane.placement.placement import (
     even_cuts,
     local_shape,
 )
-from polylane.placement.redistribute import local_shard
+from polylane.placement.redistribute import assemble_shards, local_shard, pad_shard
 from polylane.placement.rewrite import AxisSplit, State
 from polylane.placement.strategy import OperatorCall
+from polylane.sharding.admissible import SplitDemands
 from polylane.sharding.carry_over import carry_over_split
 from polylane.sharding.solve import carry_over, solve
 
@@ -164,7 +164,7 @@ def choose_layout(
         choice = _axis_options(shown, degree, axis, sampled, plain, offer)
         # Replicas hold all parameters: a plan's pins and whole parameters concern the other axes.
         asked = {} if axis == "data" else _merge_pins((pins or {}).get(axis, {}), whole or {})
-        splits[axis] = solve(shown, choice, degree, purpose=axis, rates=rates, pins=asked, taken=splits)
+        splits[axis] = solve(shown, choice, degree, SplitDemands(axis, asked, splits), rates=rates)
     return Layout(graph, samples, splits, whole, plain, views)
 
 
@@ -174,24 +174,15 @@ class LayoutOffer:
     Args:
         graph: the captured graph whose operators are split.
         samples: number of samples per worker in the views.
+
+    Attributes:
+        view: returns the graph's operators for an axis of a number of ranks.
+        options: returns the strategies that the rules offer on an axis of a number of ranks.
     """
 
     def __init__(self, graph: Graph, samples: int) -> None:
-        self._graph, self._samples = graph, samples
-        self._views: dict[int, OperatorView] = {}
-        self._options: dict[int, StrategyOptions] = {}
-
-    def view(self, degree: int) -> OperatorView:
-        """Return the graph's operators for an axis of ``degree`` ranks."""
-        if degree not in self._views:
-            self._views[degree] = view_operators(self._graph, self._samples, degree)
-        return self._views[degree]
-
-    def options(self, degree: int) -> StrategyOptions:
-        """Return the strategies that the rules offer on an axis of ``degree`` ranks."""
-        if degree not in self._options:
-            self._options[degree] = enumerate_strategies(self.view(degree), degree)
-        return self._options[degree]
+        self.view = cache(partial(view_operators, graph, samples))
+        self.options = cache(lambda degree: enumerate_strategies(self.view(degree), degree))
 
 
 def _merge_pins(asked: Mapping[str, str], whole: Mapping[str, str]) -> dict[str, str]:
@@ -214,23 +205,19 @@ def _axis_options(
     Raises:
         PolylaneError: replicas cannot divide the samples, because the model computes with a fixed number of them.
     """
-    if axis != "data":
-        return _without_partial_sums(shown, _offered_options(shown, degree, offer), plain)
-    # A graph whose input has a fixed size other than the batch's was captured for that number of samples only.
-    for source in shown.sources.values():
-        kind, index = source.role
-        if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
-            raise PolylaneError(
-                f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
-                f"together, but the model computes with {source.value.shape[0]} samples and no other number; use data=1"
-            )
-    return _data_parallel_options(
-        shown, _without_partial_sums(shown, _offered_options(shown, degree, offer), plain), degree, sampled
-    )
-
-
-def _offered_options(shown: OperatorView, degree: int, offer: LayoutOffer | None) -> StrategyOptions:
-    return enumerate_strategies(shown, degree) if offer is None else offer.options(degree)
+    if axis == "data":
+        # A graph whose input has a fixed size other than the batch's was captured for that number of samples only.
+        for source in shown.sources.values():
+            kind, index = source.role
+            if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
+                raise PolylaneError(
+                    f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
+                    f"together, but the model computes with {source.value.shape[0]} samples and no other number; "
+                    "use data=1"
+                )
+    offered = enumerate_strategies(shown, degree) if offer is None else offer.options(degree)
+    choice = _without_partial_sums(shown, offered, plain)
+    return _data_parallel_options(shown, choice, degree, sampled) if axis == "data" else choice
 
 
 def _without_partial_sums(shown: OperatorView, choice: StrategyOptions, plain: Collection[str]) -> StrategyOptions:
@@ -277,7 +264,7 @@ def layout_like(main: Layout, graph: Graph, plain: Collection[str] = ()) -> Layo
         shown = view_operators(graph, main.samples, split.degree)
         sampled = _sampled_leaves(main, split, graph) if axis == "data" else ()
         choice = _axis_options(shown, split.degree, axis, sampled, plain)
-        splits[axis] = carry_over(split, shown, choice, purpose=axis, taken=splits)
+        splits[axis] = carry_over(split, shown, choice, axis, splits)
     return Layout(graph, main.samples, splits, plain=plain)
 
 
@@ -308,19 +295,11 @@ def local_part(tensor: Tensor, placements: Mapping[str, Placement], coordinates:
 def write_local_part(
     whole: Tensor, part: Tensor, placements: Mapping[str, Placement], coordinates: Mapping[str, int]
 ) -> None:
-    """Write a worker's part of a tensor into the whole tensor."""
-    index: list[Any] = [torch.arange(n, device=whole.device) for n in whole.shape]
+    """Write a worker's part of a tensor into the whole tensor; everything else of it becomes zero."""
     for axis, placement in placements.items():
-        # One index vector per dimension; a rank's ranges of a sharded dimension need not be contiguous (fused
-        # matrices).
         if isinstance(placement, Shard):
-            ranges = placement.ranges(coordinates[axis])
-            none = torch.arange(0, device=whole.device)
-            index[placement.dim] = torch.cat([none, *(torch.arange(a, b, device=whole.device) for a, b in ranges)])
-    if not index:
-        whole.copy_(part)
-    elif part.numel():
-        whole[torch.meshgrid(*index, indexing="ij")] = part.to(whole.dtype)
+            part = pad_shard(part, placement, coordinates[axis])
+    whole.copy_(part)
 
 
 def assemble_parts(parts: Mapping[tuple[int, ...], Tensor], state: State, degrees: tuple[int, ...]) -> Tensor:
@@ -336,10 +315,4 @@ def assemble_parts(parts: Mapping[tuple[int, ...], Tensor], state: State, degree
     if isinstance(first, Partial):
         return torch.stack(each).sum(0)
     # Replicated: every rank has the same value.
-    if not isinstance(first, Shard):
-        return each[0]
-    shape = tuple(first.size if d == first.dim else n for d, n in enumerate(each[0].shape))
-    whole = each[0].new_zeros(shape)
-    for index, part in enumerate(each):
-        write_local_part(whole, part, {"": first}, {"": index})
-    return whole
+    return assemble_shards(each, first) if isinstance(first, Shard) else each[0]

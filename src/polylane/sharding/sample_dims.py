@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from polylane.graph.symbolic_sizes import is_dynamic
 from polylane.placement.operator_view import OperatorView, TensorKey, is_alias, tensor_key
@@ -16,15 +16,11 @@ def sample_dims(view: OperatorView) -> Mapping[TensorKey, frozenset[int]]:
     found: dict[TensorKey, frozenset[int]] = {}
     for node in view.graph.code.fx.nodes:
         if node.op in ("placeholder", "call_function") and not is_alias(node):
-            for index, val in enumerate(_value_sizes(node)):
-                if isinstance(val, Tensor):
-                    found[tensor_key(node)[0], index] = frozenset(d for d, n in enumerate(val.shape) if is_dynamic(n))
+            val = node.meta.get("val")
+            for index, each in enumerate(val if isinstance(val, (list, tuple)) else [val]):
+                if isinstance(each, Tensor):
+                    found[tensor_key(node)[0], index] = frozenset(d for d, n in enumerate(each.shape) if is_dynamic(n))
     return found
-
-
-def _value_sizes(node: fx.Node) -> list[object]:
-    val = node.meta.get("val")
-    return list(val) if isinstance(val, (list, tuple)) else [val]
 
 
 def shards_samples(placement: Placement, dims: frozenset[int], samples: int) -> bool:

@@ -1,26 +1,24 @@
 """Choosing placements for a whole graph on one mesh axis: the cheapest split, found by an integer linear program.
 
-constraints.py states the program; blocks that are repeated are chosen for once (equivalent_nodes.py). The memory limit
-is a price of bytes in the objective. (Zheng et al., Alpa, OSDI 2022, section 4.2, choose so for one mesh dimension at a
-time.)
+constraints.py states the program; blocks that are repeated are chosen for once. The memory limit is a price of bytes in
+the objective. (Zheng et al., Alpa, OSDI 2022, section 4.2, choose so for one mesh dimension at a time.)
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.errors import PolylaneError
 from polylane.placement.enumerate_strategies import StrategyOptions
-from polylane.placement.operator_view import OperatorView
+from polylane.placement.operator_view import OperatorView, TensorKey
 from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.constraints import ProgramBuilder, choice_labels
 from polylane.sharding.cost_model import CostSetting, LayoutPrediction, predict_split
-from polylane.sharding.equivalent_nodes import HOPS, equivalence_classes
 from polylane.sharding.integer_program import STATUS, IntegerSolution
 
 # A faster split may take this share more of the limited bytes than the least possible.
@@ -29,9 +27,10 @@ GAP = 1e-4
 OPTIMAL = STATUS[0]
 # Prices within this relative distance count as equal: the search over prices has converged.
 CLOSE = 1e-5
-# The price of bytes is divided by this, this many times, once the limit is met.
+# The price of bytes is divided by this, once the limit is met.
 CHEAPER = 4.0
-LOWERINGS = 1
+# Rounds of refinement. Enough to tell the two halves of a block apart; middle blocks of a deep model remain equal.
+HOPS = 3
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,6 @@ class SolveReport:
 
 
 @dataclass(frozen=True)
-class SplitChoice:
-    """A split together with how it was found."""
-
-    split: AxisSplit
-    report: SolveReport
-
-
-@dataclass(frozen=True)
 class SolvedSplit(AxisSplit):
     """A split with the report of its search.
 
@@ -72,116 +63,76 @@ class SolvedSplit(AxisSplit):
         report: status and gap of the search; not compared, so that equal splits are equal without it.
     """
 
-    report: SolveReport | None = field(default=None, compare=False, repr=False)
+    report: SolveReport = field(compare=False, repr=False)
 
 
 def solve(
-    view: OperatorView,
-    options: StrategyOptions,
-    degree: int,
-    *,
-    purpose: str,
-    rates: RankSpeed | None = None,
-    pins: Mapping[str, str] | None = None,
-    taken: Mapping[str, AxisSplit] | None = None,
-) -> AxisSplit:
+    view: OperatorView, options: StrategyOptions, degree: int, demands: SplitDemands, *, rates: RankSpeed | None = None
+) -> SolvedSplit:
     """Return the split that costs least.
+
+    What the purpose makes small (bytes of parameters, or of activations) may exceed the least possible by
+    :data:`SLACK`.
 
     Args:
         view: the graph's operators at one number of samples.
         options: all strategies that the rules offer.
         degree: number of ranks along the axis.
-        purpose: "tensor": parameters are sharded, with as few bytes as possible (up to :data:`SLACK`), and samples are
-            not split; "sequence": the same for activations, with replicated parameters; "data": as "sequence", but
-            samples may be split too, and inputs are sharded where ``pins`` say so.
+        demands: purpose, pins, and the splits of other axes.
         rates: operations, bytes and messages a second of every rank.
-        pins: name of a parameter, buffer, source or node -> "replicate", "shard(<dim>)" or "partial".
-        taken: splits already chosen along other axes, by axis.
 
     Raises:
         PolylaneError: no strategy meets a pin, or the demands contradict each other.
     """
-    choice = choose_split(view, options, degree, SplitDemands(purpose, pins or {}, taken or {}), rates=rates)
-    return SolvedSplit(choice.split.degree, choice.split.strategies, choice.split.source_placements, choice.report)
+    start = time.perf_counter()
+    setting = CostSetting(view, degree, rates or RankSpeed(), demands.other_axes)
+    choices = admissible_options(view, options, degree, demands)
+    builder = ProgramBuilder(setting, choices, demands, equivalence_classes(view, choice_labels(setting, choices)))
+    builder.build()
+    least, found = _search_solution(builder)
+    if not len(found.values):
+        raise PolylaneError(f"placements: no split over {degree} ranks ({demands.purpose}) was found: {found.status}")
+    split = builder.read_solution(found.values)
+    kinds, took = len(set(builder.classes.values())), time.perf_counter() - start
+    report = SolveReport(predict_split(setting, split), least, found.status, found.gap, kinds, took)
+    return SolvedSplit(degree, split.strategies, split.source_placements, report)
 
 
 def carry_over(
-    split: AxisSplit,
-    view: OperatorView,
-    options: StrategyOptions,
-    *,
-    purpose: str,
-    rates: RankSpeed | None = None,
-    taken: Mapping[str, AxisSplit] | None = None,
+    split: AxisSplit, view: OperatorView, options: StrategyOptions, purpose: str, other_axes: Mapping[str, AxisSplit]
 ) -> AxisSplit:
     """Return the best split of another graph of the same model, with parameters and buffers placed as in ``split``.
 
     Args:
         split: the strategies chosen for the first graph.
         view, options: operators and offered strategies of the other graph.
-        purpose, rates, taken: with the same meaning as for :func:`solve`.
+        purpose, other_axes: as in :class:`SplitDemands`.
     """
     fixed = {
         key: split.source_placements[key]
         for key, source in view.sources.items()
         if source.role[0] in ("parameter", "buffer") and key in split.source_placements
     }
-    demands = SplitDemands(purpose, {}, taken or {}, fixed)
-    return choose_split(view, options, split.degree, demands, rates=rates).split
+    return solve(view, options, split.degree, SplitDemands(purpose, {}, other_axes, fixed))
 
 
-def choose_split(
-    view: OperatorView,
-    options: StrategyOptions,
-    degree: int,
-    demands: SplitDemands,
-    *,
-    rates: RankSpeed | None = None,
-    hops: int = HOPS,
-    slack: float = SLACK,
-    gap: float = GAP,
-) -> SplitChoice:
-    """Choose as :func:`solve` does, with the search's limits as arguments.
-
-    Args:
-        view, options, degree, rates: with the same meaning as for :func:`solve`.
-        demands: purpose, pins, and the splits of other axes.
-        hops: edges up to which the neighbourhoods of two nodes must be equal for them to share one choice.
-        slack: relative excess over the least possible bytes that a faster split may have.
-        gap: relative distance from the best bound at which to stop.
-    """
-    start = time.perf_counter()
-    setting = CostSetting(view, degree, rates or RankSpeed(), demands.other_axes)
-    choices = admissible_options(view, options, degree, demands)
-    builder = ProgramBuilder(
-        setting, choices, demands, equivalence_classes(view, choice_labels(setting, choices), hops)
-    )
-    builder.build()
-    least, found = _search_solution(builder, slack, gap)
-    if not len(found.values):
-        raise PolylaneError(f"placements: no split over {degree} ranks ({demands.purpose}) was found: {found.status}")
-    split = builder.read_solution(found.values)
-    kinds, took = len(set(builder.classes.values())), time.perf_counter() - start
-    return SplitChoice(split, SolveReport(predict_split(setting, split), least, found.status, found.gap, kinds, took))
-
-
-def _search_solution(builder: ProgramBuilder, slack: float, gap: float) -> tuple[float, IntegerSolution]:
+def _search_solution(builder: ProgramBuilder) -> tuple[float, IntegerSolution]:
     """Return the least possible bytes, and a fast solution within the slack of them.
 
     A limit on the bytes as a constraint would make the program's relaxation loose, and the search long. Bytes have a
     price in the objective instead (Lagrangian relaxation): each solution found is the fastest of all with no more bytes
     than it has. The price is raised along the lower convex hull of (bytes, seconds) until the limit is kept, then
-    lowered again in large steps while it still is.
+    lowered again by a large step if it still is.
     """
     program, bytes_ = builder.program, builder.limited_terms
     # The two ends of the convex hull: the fastest solution (bytes are free) and the smallest (only bytes count).
-    fast = program.solve(gap, bytes_)
+    fast = program.solve(GAP, bytes_)
     if not bytes_ or not len(fast.values):
         return 0.0, fast
-    small = program.solve(gap, bytes_, math.inf)
+    small = program.solve(GAP, bytes_, math.inf)
     if not len(small.values):
         return 0.0, small
-    least, most = small.secondary_cost, (1 + slack) * small.secondary_cost
+    least, most = small.secondary_cost, (1 + SLACK) * small.secondary_cost
     too_low, price, found = 0.0, 0.0, fast
     while found.secondary_cost > most:
         # The slope of the line between the current point and the smallest: at this price both are equally good, so that
@@ -190,18 +141,57 @@ def _search_solution(builder: ProgramBuilder, slack: float, gap: float) -> tuple
         # The slope no longer rises: no point of the hull is between the two.
         if price <= too_low * (1 + CLOSE):
             return least, small
-        found = program.solve(gap, bytes_, price)
+        found = program.solve(GAP, bytes_, price)
         if not len(found.values):
             return least, small
     # Steps along the hull may overshoot: a lower price may keep the limit with a faster split.
-    for _ in range(LOWERINGS):
-        price /= CHEAPER
-        if price <= too_low:
-            break
-        other = program.solve(gap, bytes_, price)
-        if other.secondary_cost > most:
-            break
-        found = other
+    if price / CHEAPER > too_low:
+        other = program.solve(GAP, bytes_, price / CHEAPER)
+        found = other if other.secondary_cost <= most else found
     # The limit is only as good as the least bytes that are known: report the worse of the two searches.
     stopped = found.status if found.status != OPTIMAL else small.status
     return least, replace(found, status=stopped, gap=max(found.gap, small.gap))
+
+
+# ---- blocks that are repeated ----------------------------------------------------------------------------------------
+
+
+def equivalence_classes(view: OperatorView, labels: Mapping[str, Hashable]) -> Mapping[str, int]:
+    """Return the class of every operator and graph input, by node name.
+
+    Colour refinement (Weisfeiler and Leman, 1968) for a few rounds: after k of them two nodes have the same colour if
+    their neighbourhoods are equal up to k edges away.
+
+    Args:
+        view: the graph's operators and their edges.
+        labels: what must be equal within a class, by node name (the name in a graph input's key).
+    """
+    reads: dict[str, tuple[TensorKey, ...]] = {key[0]: () for key in view.sources}
+    reads.update({step.name: step.input_keys for step in view.operators})
+    users: dict[str, list[tuple[str, int, int]]] = {name: [] for name in reads}
+    for step in view.operators:
+        for index, (name, output) in enumerate(step.input_keys):
+            if name in users:
+                users[name].append((step.name, index, output))
+    # A node whose value is an output of the graph differs from its equals inside: outputs must be whole.
+    results = {name: sorted(i for n, i in view.output_keys if n == name) for name, _ in view.output_keys}
+    colours = _number_labels((name, (labels[name], tuple(results.get(name, ())))) for name in reads)
+    for _ in range(HOPS):
+        colours = _number_labels(
+            # Order matters among inputs (argument positions), not among users, which are sorted.
+            (
+                name,
+                (
+                    colours[name],
+                    tuple((colours.get(n, -1), i) for n, i in reads[name]),
+                    tuple(sorted((colours[n], i, o) for n, i, o in users[name])),
+                ),
+            )
+            for name in reads
+        )
+    return colours
+
+
+def _number_labels(labelled: Iterable[tuple[str, Hashable]]) -> dict[str, int]:
+    numbers: dict[Hashable, int] = {}
+    return {name: numbers.setdefault(label, len(numbers)) for name, label in labelled}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from split_checks import check, even_cuts, join_cuts, uneven
 
 from polylane.placement.placement import PARTIAL, Shard
-from polylane.placement.rules.vocabulary import ShardedLookup
+from polylane.placement.rules.vocabulary import lookup
 
 aten = torch.ops.aten
 brief = settings(max_examples=25, deadline=None)
@@ -68,7 +68,7 @@ def test_sparse_gradients_stay_whole() -> None:
 def test_an_index_that_no_rank_has_is_refused() -> None:
     for index in (-1, 7):
         with pytest.raises(RuntimeError, match="out of range"):
-            ShardedLookup(((0, 3),), 7, -1)(table(3, 2), torch.tensor([0, index]))
+            lookup(((0, 3),), 7, -1, table(3, 2), torch.tensor([0, index]))
 
 
 @brief

@@ -13,7 +13,7 @@ from split_checks import Ring, ThreadAxis, check, join_cuts, on_threads, uneven
 from torch import Tensor, fx
 
 from polylane.graph.precision import UnderSetting
-from polylane.placement.kernels.reduction import ShardedNorm, ShardedSoftmax
+from polylane.placement.kernels.reduction import PowerNorm, ShardedReduction, ShardedSoftmax
 from polylane.placement.operator_view import ViewSizes, make_call
 from polylane.placement.placement import PARTIAL, REPLICATE, Cuts, Replicate, Shard, even_cuts
 from polylane.placement.rewrite import AxisSplit, rewrite
@@ -295,7 +295,7 @@ def test_in_a_narrow_type_sums_are_wide() -> None:
 
     def norm(axis: ThreadAxis) -> Tensor:
         own = x[slice(*cut.ranges(axis.index)[0])].clone()
-        return ShardedNorm(2.0, [0], False, torch.bfloat16)([axis], own)
+        return ShardedReduction(PowerNorm, [0], False, torch.bfloat16, 2.0)([axis], own)
 
     parts = on_threads(2, softmax)
     assert torch.equal(torch.cat(parts), x.softmax(0))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
+from polylane.placement.placement import with_offsets
 
 # Positions along a sequence as disjoint ranges (start, stop), in ascending order.
 Span = tuple[tuple[int, int], ...]
@@ -129,15 +130,15 @@ def tiles(queries: Span, keys: Span, causal: bool, rows: int = ROWS) -> Iterator
 def _scores(queries: AttentionQueries, block: KeyValueBlock) -> Iterator[tuple[ScoreTile, Tensor]]:
     """Yield the tiles of a block, with their masked scores in the accumulation dtype."""
     key, mask = queries.repeat_heads(block.key), _mask_columns(queries.mask, block.columns)
-    positions = _positions(block.span, key.device) if queries.causal else None
+    positions = span_positions(block.span, key.device) if queries.causal else None
     for tile in tiles(queries.span, block.span, queries.causal):
         part = key[..., : tile.keys, :].transpose(-2, -1)
         scores = (queries.query[..., tile.start : tile.stop, :] @ part).to(
             accumulation_dtype(key.dtype)
         ) * queries.scale
         if mask is not None:
-            shown = mask if mask.shape[-2] == 1 else mask[..., tile.start : tile.stop, :]
-            shown = shown if mask.shape[-1] == 1 else shown[..., : tile.keys]
+            rows = narrow_mask(mask, -2, tile.start, tile.stop - tile.start)
+            shown = narrow_mask(rows, -1, 0, tile.keys)
             scores = scores.masked_fill(~shown, -math.inf) if mask.dtype == torch.bool else scores + shown
         if tile.is_masked:
             assert positions is not None
@@ -146,13 +147,19 @@ def _scores(queries: AttentionQueries, block: KeyValueBlock) -> Iterator[tuple[S
         yield tile, scores
 
 
+def narrow_mask(mask: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """Return a range of a mask's rows or columns; a dimension of size 1 broadcasts, and stays."""
+    return mask if mask.shape[dim] == 1 else mask.narrow(dim, start, length)
+
+
 def _mask_columns(mask: Tensor | None, columns: Span | None) -> Tensor | None:
     if mask is None or columns is None or mask.shape[-1] == 1:
         return mask
     return torch.cat([mask[..., start:stop] for start, stop in columns], -1) if columns else mask[..., :0]
 
 
-def _positions(span: Span, device: torch.device) -> Tensor:
+def span_positions(span: Span, device: torch.device) -> Tensor:
+    """Return the positions of a span, one after the other."""
     parts = [torch.arange(start, stop, device=device) for start, stop in span]
     return torch.cat(parts) if parts else torch.arange(0, device=device)
 
@@ -257,21 +264,15 @@ class AttentionGradients:
     def _add_mask_gradient(self, tile: ScoreTile, slopes: Tensor, columns: Span | None) -> None:
         if self.mask_gradient is None:
             return
-        rows = (
-            self.mask_gradient
-            if self.mask_gradient.shape[-2] == 1
-            else self.mask_gradient[..., tile.start : tile.stop, :]
-        )
+        rows = narrow_mask(self.mask_gradient, -2, tile.start, tile.stop - tile.start)
         if self.mask_gradient.shape[-1] == 1:
             _add_broadcast(rows, slopes)
             return
-        at = 0
         # ``slopes`` has the block's keys one after the other, the mask's columns are ranges of the whole sequence; a
         # causal tile may end inside a range.
-        for start, stop in ((0, tile.keys),) if columns is None else columns:
+        for start, stop, at in with_offsets(((0, tile.keys),) if columns is None else columns):
             size = min(stop - start, tile.keys - at)
             _add_broadcast(rows[..., start : start + size], slopes[..., at : at + size])
-            at += size
 
 
 def _add_broadcast(total: Tensor, summand: Tensor) -> None:

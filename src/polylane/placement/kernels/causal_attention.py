@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from polylane.placement.kernels.block_attention import Span
+from polylane.placement.kernels.block_attention import Span, narrow_mask, span_positions
 
 
 class CausalAttention:
@@ -19,13 +19,12 @@ class CausalAttention:
         queries: positions of the local queries in the sequence.
     """
 
-    __module__ = "polylane"
+    __module__, __name__ = "polylane", "causal_attention"
     PIECES = 8  # calls per rank: an eighth of the scores along the diagonal is computed and masked
     LEAST = 64  # least number of queries in a call
 
     def __init__(self, function: Callable[..., Tensor], queries: Span) -> None:
         self.function, self.queries = function, queries
-        self.__name__ = "causal_attention"
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
@@ -35,7 +34,7 @@ class CausalAttention:
         # A rank without queries makes one empty call, so that gradients flow.
         for first, last in self._pieces(query.shape[-2], attn_mask is None) or [(0, 0)]:
             seen, size = min(last, key.shape[-2]), last - first
-            mask = _mask_columns(_mask_rows(attn_mask, at, size), seen)
+            mask = None if attn_mask is None else narrow_mask(narrow_mask(attn_mask, -2, at, size), -1, 0, seen)
             whole = first == 0 and mask is None  # queries from the start: torch's own causal kernel applies
             parts.append(
                 self.function(
@@ -58,14 +57,6 @@ class CausalAttention:
         return found
 
 
-def _mask_rows(mask: Tensor | None, start: int, size: int) -> Tensor | None:
-    return mask if mask is None or mask.shape[-2] == 1 else mask.narrow(-2, start, size)
-
-
-def _mask_columns(mask: Tensor | None, size: int) -> Tensor | None:
-    return mask if mask is None or mask.shape[-1] == 1 else mask.narrow(-1, 0, size)
-
-
 def _causal_mask(first: int, last: int, keys: int, mask: Tensor | None, device: torch.device) -> Tensor | None:
     """Return the mask of causal queries, combined with the user's mask; None where all keys are seen."""
     # keys <= first + 1: even the first query sees all of them.
@@ -79,28 +70,11 @@ def _allowed_scores(rows: Tensor, keys: int, mask: Tensor | None) -> Tensor:
     return allowed & mask if mask.dtype == torch.bool else mask.masked_fill(~allowed, -math.inf)
 
 
-class CausalMask:
-    """The causal mask of some queries, as an operator: ``mask(query, key, attn_mask)``; attn_mask may be None."""
-
-    __module__ = "polylane"
-
-    def __init__(self, queries: Span) -> None:
-        self.queries = queries
-        self.__name__ = "causal_mask"
-
-    def __call__(self, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> Tensor:
-        every = [torch.arange(a, b, device=query.device) for a, b in self.queries]
-        return _allowed_scores(torch.cat(every or [torch.arange(0, device=query.device)]), key.shape[-2], attn_mask)
+def causal_mask(queries: Span, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """Return the causal mask of queries at these positions of the sequence, combined with the user's mask."""
+    return _allowed_scores(span_positions(queries, query.device), key.shape[-2], attn_mask)
 
 
-class SelectHeads:
-    """Some heads of keys or values, in the order of the query heads that use them: ``heads(x)``."""
-
-    __module__ = "polylane"
-
-    def __init__(self, heads: tuple[int, ...]) -> None:
-        self.heads = heads
-        self.__name__ = "select_heads"
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.index_select(-3, torch.tensor(self.heads, dtype=torch.int64, device=x.device))
+def select_heads(heads: tuple[int, ...], x: Tensor) -> Tensor:
+    """Return some heads of keys or values, in the order of the query heads that use them."""
+    return x.index_select(-3, torch.tensor(heads, dtype=torch.int64, device=x.device))

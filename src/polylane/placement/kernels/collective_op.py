@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from polylane.placement.placement import Placement
 from polylane.placement.redistribute import Axis
-from polylane.placement.strategy import RankCall
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
 class AxisCollective:
@@ -34,7 +36,25 @@ def call_along_axis(edit: RankCall, function: Callable[..., Any]) -> None:
     # The second axis that shards the same reduction is added to the axes of the first one's function.
     known = edit.target if isinstance(edit.target, AxisCollective) else None
     edit.target = AxisCollective(known.function, known.axes + 1) if known else AxisCollective(function)
-    edit.prefix.insert(0, edit.axis)
+    edit.prefix = [edit.axis, *edit.prefix]
+
+
+def collective_strategy(
+    call: OperatorCall,
+    name: str,
+    inputs: Mapping[int, Placement],
+    outputs: Placement | Sequence[Placement],
+    function: Callable[..., Any],
+    *,
+    rows: int,
+    sums: int,
+    messages: int,
+) -> Strategy:
+    """Return a strategy whose ranks call ``function(axes, *arguments)``, which all-reduces ``sums`` values a row."""
+    size = max(call.outputs[0].dtype.itemsize, 4)  # summed in float32 at least
+    sent = all_reduce_bytes(rows, size, call.degree, sums)
+    local = partial(call_along_axis, function=function)
+    return call.strategy(name, inputs, outputs, local=local, sent=sent, messages=messages)
 
 
 def all_reduce_sum(axes: Sequence[Axis], x: Tensor) -> Tensor:

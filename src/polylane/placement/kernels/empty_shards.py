@@ -13,30 +13,24 @@ from polylane.placement.placement import Placement, Shard
 from polylane.placement.strategy import RankCall, Strategy
 
 
-class EmptyOutput:
-    """The result of an operator on a rank that has no part of its work: ``nothing(*tensors)``.
+def nothing(shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *tensors: Tensor) -> Any:
+    """Return the result of an operator on a rank that has no part of its work.
 
     Every tensor gets a gradient of zeros, so that this rank takes part in the collectives of the backward pass.
 
     Args:
         shapes: local shape of every output; filled with zeros where it has elements (a partial sum).
         dtypes: dtype of every output.
+        tensors: all tensors that the operator reads.
     """
-
-    __module__, __name__ = "polylane", "nothing"
-
-    def __init__(self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype]) -> None:
-        self.shapes, self.dtypes = [tuple(shape) for shape in shapes], list(dtypes)
-
-    def __call__(self, *tensors: Tensor) -> Any:
-        outs = _Nothing.apply(self.shapes, self.dtypes, *tensors)  # type: ignore[no-untyped-call]
-        return outs[0] if len(outs) == 1 else outs
+    outs = _Nothing.apply(shapes, dtypes, *tensors)  # type: ignore[no-untyped-call]
+    return outs[0] if len(outs) == 1 else outs
 
 
 class _Nothing(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], *tensors: Tensor
+        ctx: Any, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
         outs = tuple(
@@ -54,19 +48,12 @@ class _Nothing(torch.autograd.Function):
 
 def covers_all_ranks(strategy: Strategy) -> bool:
     """Return whether every rank has a non-empty part of each sharded input."""
-    return not any(map(_has_empty_rank, strategy.inputs))
+    return not any(map(has_empty_rank, strategy.inputs))
 
 
-def _has_empty_rank(placement: Placement) -> bool:
+def has_empty_rank(placement: Placement) -> bool:
     """Return whether some rank has an empty part of a value with this placement."""
-    return isinstance(placement, Shard) and any(
-        placement.local_length(i) == 0 for i in range(len(placement.cuts[0]) - 1)
-    )
-
-
-def is_empty(edit: RankCall, placements: Sequence[Placement]) -> bool:
-    """Return whether this rank has an empty part in one of these placements."""
-    return any(isinstance(p, Shard) and p.local_length(edit.index) == 0 for p in placements)
+    return isinstance(placement, Shard) and not all(placement.ranges_by_rank)
 
 
 def return_empty(edit: RankCall) -> None:
@@ -74,25 +61,22 @@ def return_empty(edit: RankCall) -> None:
     shapes = [edit.output_shape(out.index) for out in edit.call.outputs]
     # All tensor arguments are passed on: each must get a gradient, or a peer would wait for this rank's collective.
     tensors = [value for value in edit.arguments.values() if isinstance(value, fx.Node)]
-    edit.replace(EmptyOutput(shapes, [out.dtype for out in edit.call.outputs]), *tensors)
+    edit.replace(nothing, shapes, [out.dtype for out in edit.call.outputs], *tensors)
 
 
-def skip_empty_ranks(strategy: Strategy, placements: Sequence[Placement] | None = None) -> Strategy:
-    """Return the strategy, changed to skip the operator on ranks where one of ``placements`` is empty.
+def skip_empty_ranks(strategy: Strategy) -> Strategy:
+    """Return the strategy, changed to skip the operator on ranks with an empty part of any tensor.
 
-    Args:
-        strategy: the strategy to change; its own ``local`` runs first.
-        placements: placements to look at; default: all of the strategy's.
+    Its own ``local`` runs first.
     """
-    watched = placements or (*strategy.inputs, *strategy.outputs)
-    if not any(map(_has_empty_rank, watched)):
+    placements, before = (*strategy.inputs, *strategy.outputs), strategy.local
+    if not any(map(has_empty_rank, placements)):
         return strategy
-    before = strategy.local
 
     def local(edit: RankCall) -> None:
         if before is not None:
             before(edit)
-        if is_empty(edit, watched):
+        if any(isinstance(p, Shard) and not p.ranges(edit.index) for p in placements):
             return_empty(edit)
 
     return replace(strategy, local=local)

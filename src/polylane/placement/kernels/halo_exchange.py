@@ -17,8 +17,10 @@ touch the rank's own part at all.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,11 +28,8 @@ from torch import Tensor
 
 from polylane.placement.kernels.empty_shards import return_empty
 from polylane.placement.placement import Cuts, Shard, divide_cuts, even_cuts, scale_cuts
-from polylane.placement.redistribute import Axis
-from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
-
-# Positions of a dimension as (start, stop); in exchanged pieces (start, length).
-Range = tuple[int, int]
+from polylane.placement.redistribute import Axis, Range, begin_exchange_ranges, overlapping_ranges
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
 class HaloExchange:
@@ -54,143 +53,58 @@ class HaloExchange:
         self.shard, self.value = Shard(dim, cuts), value
         self.wanted = [tuple(each) for each in wanted]
         ranks = range(len(self.wanted))
-        self.max_sent = max(sum(n for j in ranks if j != i for _, _, n in self.overlaps(i, j)) for i in ranks)
+        self.owned = self.shard.ranges_by_rank
+        self.max_sent = max(
+            sum(n for j in ranks if j != i for _, _, n in overlapping_ranges(self.owned[i], self.wanted[j]))
+            for i in ranks
+        )
 
     def __call__(self, axis: Axis, x: Tensor) -> Tensor:
         return _Halo.apply(x, axis, self)  # type: ignore[no-any-return, no-untyped-call]
 
-    def overlaps(self, owner: int, reader: int) -> list[tuple[int, int, int]]:
-        """Return what ``owner`` has that ``reader`` wants: (start in owner's part, start in wanted, length)."""
-        # ``here`` and ``there`` run through the local positions of the owner's ranges and of the reader's wanted
-        # ranges.
-        found, there = list[tuple[int, int, int]](), 0
-        for start, stop in self.wanted[reader]:
-            here = 0
-            for a, b in self.shard.ranges(owner):
-                first, last = max(a, start), min(b, stop)
-                if first < last:
-                    found.append((here + first - a, there + first - start, last - first))
-                here += b - a
-            there += stop - start
-        return found
-
-    def wanted_length(self, index: int) -> int:
-        """Return the number of positions that rank ``index`` wants."""
-        return sum(stop - start for start, stop in self.wanted[index])
-
     @property
     def is_trivial(self) -> bool:
         """Whether all ranks own exactly what they want, so that no exchange is needed."""
-        return all(self.shard.ranges(i) == tuple(r for r in w if r[0] < r[1]) for i, w in enumerate(self.wanted))
+        return all(own == tuple(r for r in w if r[0] < r[1]) for own, w in zip(self.owned, self.wanted, strict=True))
 
 
 class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, halo: HaloExchange) -> Tensor:
-        ctx.axis, ctx.halo, ctx.shape, dim, me = axis, halo, x.shape, halo.shard.dim, axis.index
-        outgoing = [[(at, n) for at, _, n in halo.overlaps(me, i)] for i in range(axis.degree)]
-        incoming = [[(at, n) for _, at, n in halo.overlaps(i, me)] for i in range(axis.degree)]
-        out = x.new_full((*x.shape[:dim], halo.wanted_length(me), *x.shape[dim + 1 :]), halo.value)
-        for at, part in _exchange_pieces(axis, x, dim, outgoing, incoming, halo):
+        ctx.axis, ctx.halo, ctx.shape, dim = axis, halo, x.shape, halo.shard.dim
+        length = sum(stop - start for start, stop in halo.wanted[axis.index])
+        out = x.new_full((*x.shape[:dim], length, *x.shape[dim + 1 :]), halo.value)
+        for at, part in begin_exchange_ranges(axis, x, dim, halo.owned, halo.wanted)():
             out.narrow(dim, at, part.shape[dim]).copy_(part)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        axis, halo, dim, me = ctx.axis, ctx.halo, ctx.halo.shard.dim, ctx.axis.index
+        axis, halo, dim = ctx.axis, ctx.halo, ctx.halo.shard.dim
         # The transpose of forward: what was received is sent back, and what was sent comes back as gradients to add.
-        outgoing = [[(at, n) for _, at, n in halo.overlaps(i, me)] for i in range(axis.degree)]
-        incoming = [[(at, n) for at, _, n in halo.overlaps(me, i)] for i in range(axis.degree)]
         out = grads[0].new_zeros(ctx.shape)
-        for at, part in _exchange_pieces(axis, grads[0], dim, outgoing, incoming, halo):
+        for at, part in begin_exchange_ranges(axis, grads[0], dim, halo.wanted, halo.owned)():
             out.narrow(dim, at, part.shape[dim]).add_(part)
         return out, None, None
-
-
-def _exchange_pieces(
-    axis: Axis, x: Tensor, dim: int, outgoing: list[list[Range]], incoming: list[list[Range]], halo: HaloExchange
-) -> Iterator[tuple[int, Tensor]]:
-    """Exchange pieces of ``x``, given as (start, length) per rank; yield (start in the result, piece) of what comes."""
-    me = axis.index
-    pieces: list[Tensor | None] = [
-        x if i == me else _select_ranges(x, dim, each) if each else None for i, each in enumerate(outgoing)
-    ]
-    shapes = [
-        (*x.shape[:dim], sum(n for _, n in each), *x.shape[dim + 1 :]) if each and i != me else None
-        for i, each in enumerate(incoming)
-    ]
-    # Ranks know each other's wants: if no rank wants anything of another, all of them skip the exchange.
-    received = axis.exchange(pieces, shapes) if halo.max_sent else pieces
-    for i, each in enumerate(incoming):
-        # This rank's own piece did not travel: ``pieces[me]`` is x itself, which only gives the dtype.
-        part = _select_ranges(x, dim, outgoing[me]) if i == me and each else received[i]
-        taken = 0
-        for at, n in each:
-            assert part is not None
-            yield at, part.narrow(dim, taken, n)
-            taken += n
-
-
-def _select_ranges(x: Tensor, dim: int, stretches: Sequence[Range]) -> Tensor:
-    parts = [x.narrow(dim, at, n) for at, n in stretches]
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)
 
 
 # ---- what is done with it --------------------------------------------------------------------------------------------
 
 
-class TrimRange:
-    """A range of a dimension: ``trim(x)``; an input that has the range's length already stays unchanged.
-
-    Args:
-        dim: index of the trimmed dimension.
-        start: first position of the range.
-        length: number of positions in the range.
-    """
-
-    __module__, __name__ = "polylane", "trim"
-
-    def __init__(self, dim: int, start: int, length: int) -> None:
-        self.dim, self.start, self.length = dim, start, length
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x if x.shape[self.dim] == self.length else x.narrow(self.dim, self.start, self.length)
+def trim(dim: int, start: int, length: int, x: Tensor) -> Tensor:
+    """Return a range of a dimension; an input that has the range's length already stays unchanged."""
+    return x if x.shape[dim] == length else x.narrow(dim, start, length)
 
 
-class PickPositions:
-    """Positions along a dimension, in any order and with repetitions: ``pick(x)``.
-
-    Args:
-        dim: index of the dimension to pick from.
-        positions: indices within the local part.
-    """
-
-    __module__, __name__ = "polylane", "pick"
-
-    def __init__(self, dim: int, positions: Sequence[int]) -> None:
-        self.dim, self.positions = dim, tuple(positions)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x.index_select(self.dim, _index_tensor(self.positions, x.device))
+def pick(dim: int, positions: tuple[int, ...], x: Tensor) -> Tensor:
+    """Return positions of the local part along a dimension, in any order and with repetitions."""
+    return x.index_select(dim, _index_tensor(positions, x.device))
 
 
-class WeightPositions:
-    """A value times a factor for every position along a dimension: ``weighted(x)``.
-
-    Args:
-        dim: index of the weighted dimension.
-        weights: one factor for each position of the local part.
-    """
-
-    __module__, __name__ = "polylane", "weighted"
-
-    def __init__(self, dim: int, weights: Sequence[float]) -> None:
-        self.dim, self.weights = dim, tuple(weights)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        shape = [-1 if d == self.dim else 1 for d in range(x.dim())]
-        weights = x.new_tensor(self.weights, dtype=torch.promote_types(x.dtype, torch.float32))
-        return (x * weights.view(shape)).to(x.dtype)
+def weighted(dim: int, weights: Sequence[float], x: Tensor) -> Tensor:
+    """Return a value times one factor for each position of the local part along a dimension."""
+    factors = x.new_tensor(weights, dtype=torch.promote_types(x.dtype, torch.float32))
+    return (x * factors.view([-1 if d == dim else 1 for d in range(x.dim())])).to(x.dtype)
 
 
 @lru_cache(maxsize=256)
@@ -199,42 +113,6 @@ def _index_tensor(positions: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 # ---- strategies ------------------------------------------------------------------------------------------------------
-
-
-def contiguous_ranges(positions: Sequence[int]) -> list[Range]:
-    """Return the disjoint ranges that hold these positions, in ascending order."""
-    found = list[Range]()
-    for p in sorted(set(positions)):
-        if found and found[-1][1] == p:
-            found[-1] = (found[-1][0], p + 1)
-        else:
-            found.append((p, p + 1))
-    return found
-
-
-def matching_cuts(
-    call: OperatorCall, x: tuple[TensorValue, int], out: tuple[TensorValue, int]
-) -> Iterator[tuple[Cuts, Cuts]]:
-    """Yield cuts of a dimension of positions before and after an operator, as (input cuts, output cuts).
-
-    Even cuts go with even ones; cuts that neighbours ask for are scaled by the ratio of the sizes.
-
-    Args:
-        call: the operator on the whole tensors.
-        x, out: a tensor and the index of its dimension, on the input and on the output side.
-    """
-    (source, i), (target, o) = x, out
-    n, m, degree = source.shape[i], target.shape[o], call.degree
-    if n < 2 or m < 2:
-        return
-    found = {(even_cuts(n, degree), even_cuts(m, degree)): None}
-    for cuts in call.common_cuts(source.at(i)):
-        found[cuts, _scale_cuts(cuts, n, m, degree)] = None
-    for cuts in call.common_cuts(target.at(o)):
-        # A rank's outputs must be one range for the halo: outputs in several segments are not offered.
-        if len(cuts) == 1:
-            found[_scale_cuts(cuts, m, n, degree), cuts] = None
-    yield from found
 
 
 # Any pair of cuts is correct, because halos fetch what is missing; proportional ones send least.
@@ -251,7 +129,7 @@ def strategies_by_position(
     call: OperatorCall,
     name: str,
     argument: str,
-    dims: tuple[int, int],
+    dim: int,
     needs: Callable[[int, int], Sequence[Range]],
     local: Callable[[RankCall, int, int], None],
     *,
@@ -259,51 +137,56 @@ def strategies_by_position(
 ) -> Iterator[Strategy]:
     """Yield the strategies that shard a dimension of positions; every rank first gets what its outputs read.
 
+    Even cuts of the input go with even ones of the output; cuts that neighbours ask for are scaled by the ratio of the
+    sizes.
+
     Args:
         call: an operator with one output.
         name: the strategies' name for users.
         argument: name of the input that is sharded.
-        dims: index of the sharded dimension in the input, and in the output.
+        dim: index of the sharded dimension, in the input and in the output.
         needs: returns the input ranges that the outputs from start to stop (not empty) read; ascending, disjoint.
         local: changes the call of a rank with outputs from start to stop; it finds the wanted ranges, joined one after
             the other, as ``edit[argument]``.
         value: constant that fills positions beyond the ends.
     """
-    x, out = call[argument], call.outputs[0]
-    for source, target in matching_cuts(call, (x, dims[0]), (out, dims[1])):
-        yield _position_strategy(
-            call, name, argument, (Shard(dims[0], source), Shard(dims[1], target)), needs, local, value
-        )
+    x, out, degree = call[argument], call.outputs[0], call.degree
+    n, m = x.shape[dim], out.shape[dim]
+    if n < 2 or m < 2:
+        return
+
+    def back(cuts: Cuts) -> Cuts | None:
+        # A rank's outputs must be one range for the halo: outputs in several segments are not offered.
+        return _scale_cuts(cuts, m, n, degree) if len(cuts) == 1 else None
+
+    onward = partial(_scale_cuts, size=n, other=m, degree=degree)
+    for source, target in call.matching_cuts(x.at(dim), out.at(dim), onward, back):
+        (ends,) = target
+        outputs = list(pairwise(ends))
+        halo = HaloExchange(dim, source, [needs(a, b) if a < b else () for a, b in outputs], value)
+        # One exchange forward, and one backward if the input has a gradient.
+        ways = (1 + x.gradient) if halo.max_sent else 0
+        yield call.strategy(
+            name, {x.index: Shard(dim, source)}, Shard(dim, target),
+            local=partial(_compute_positions, argument, halo, outputs, local),
+            work=Shard(dim, target).largest_share,
+            sent=math.prod(x.shape) // n * halo.max_sent * x.dtype.itemsize * ways, messages=ways,
+        )  # fmt: skip
 
 
-def _position_strategy(
-    call: OperatorCall,
-    name: str,
+def _compute_positions(
     argument: str,
-    placed: tuple[Shard, Shard],
-    needs: Callable[[int, int], Sequence[Range]],
+    halo: HaloExchange,
+    outputs: Sequence[Range],
     local: Callable[[RankCall, int, int], None],
-    value: float,
-) -> Strategy:
-    x, (source, target) = call[argument], placed
-    ends = [(target.cuts[0][i], target.cuts[0][i + 1]) for i in range(call.degree)]
-    halo = HaloExchange(source.dim, source.cuts, [needs(a, b) if a < b else () for a, b in ends], value)
-
-    def change(edit: RankCall) -> None:
-        # All ranks take part in the exchange, also those without outputs: their positions may be wanted by others.
-        if not halo.is_trivial:
-            edit[argument] = edit.insert(halo, edit.axis, edit[argument])
-        start, stop = ends[edit.index]
-        if start < stop:
-            local(edit, start, stop)
-        else:
-            return_empty(edit)
-
-    rows = halo.max_sent
-    # One exchange forward, and one backward if the input has a gradient.
-    elements = torch.Size(x.shape).numel() // max(source.size, 1) * rows
-    ways = (1 + x.gradient) if rows else 0
-    return call.strategy(
-        name, {x.index: source}, target, local=change, work=target.largest_share,
-        sent=elements * x.dtype.itemsize * ways, messages=ways,
-    )  # fmt: skip
+    edit: RankCall,
+) -> None:
+    """Make a rank's call compute its outputs from start to stop, after the exchange of what they read."""
+    # All ranks take part in the exchange, also those without outputs: their positions may be wanted by others.
+    if not halo.is_trivial:
+        edit[argument] = edit.insert(halo, edit.axis, edit[argument])
+    start, stop = outputs[edit.index]
+    if start < stop:
+        local(edit, start, stop)
+    else:
+        return_empty(edit)

@@ -75,6 +75,7 @@ class ShardedLayerNorm:
     """
 
     __name__ = "layer_norm"
+    centred = True
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -85,30 +86,21 @@ class ShardedLayerNorm:
     ) -> Tensor:  # fmt: skip
         dims = list(range(x.dim() - len(normalized_shape), x.dim()))
         count = math.prod(normalized_shape)
-        return _Normalized.apply(x.to(self.dtype), weight, bias, axes, dims, count, eps, True)  # type: ignore[no-any-return, no-untyped-call]
+        return _Normalized.apply(x.to(self.dtype), weight, bias, axes, dims, count, eps, self.centred)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class ShardedRmsNorm:
-    """aten.rms_norm (Zhang and Sennrich, 2019) with sharded normalized dimensions, and the weight sharded alike.
-
-    Args:
-        dtype: dtype of the operator's result.
-    """
+class ShardedRmsNorm(ShardedLayerNorm):
+    """aten.rms_norm (Zhang and Sennrich, 2019) with sharded normalized dimensions, and the weight sharded alike."""
 
     __name__ = "rms_norm"
+    centred = False
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def __call__(
+    def __call__(  # type: ignore[override]
         self, axes: Sequence[Axis], x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:  # fmt: skip
-        dims = list(range(x.dim() - len(normalized_shape), x.dim()))
-        if eps is None:
-            eps = torch.finfo(upcast(x).dtype).eps
-        count = math.prod(normalized_shape)
-        return _Normalized.apply(x.to(self.dtype), weight, None, axes, dims, count, eps, False)  # type: ignore[no-any-return, no-untyped-call]
+        eps = torch.finfo(upcast(x).dtype).eps if eps is None else eps
+        return super().__call__(axes, x, normalized_shape, weight, None, eps)
 
 
 class ShardedGroupNorm:

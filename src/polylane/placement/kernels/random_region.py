@@ -8,6 +8,7 @@ from typing import Any
 
 from polylane.graph.precision import UnderSetting
 from polylane.graph.sample_slice import SampleSlice, TensorRegion
+from polylane.placement.strategy import RankCall
 
 
 class RandomInRegion(UnderSetting):
@@ -35,3 +36,9 @@ class RandomInRegion(UnderSetting):
 
     def __call__(self, part: SampleSlice, *args: Any, **kwargs: Any) -> Any:
         return self.target(dataclasses.replace(part, region=self.region), *args, **kwargs)
+
+
+def draw_locally(edit: RankCall) -> None:
+    """Let a rank's call draw the random numbers of its part of the output, which has the random value's dimensions."""
+    cut = edit.output_shard()
+    edit.target = RandomInRegion(edit.target, cut.dim, cut.ranges(edit.index), cut.size)

@@ -17,7 +17,7 @@ from polylane.placement.kernels.collective_op import all_reduce_max, all_reduce_
 from polylane.placement.redistribute import Axis, all_reduce_differentiable
 
 
-def _max_over_axes(axes: Sequence[Axis], x: Tensor, dims: Sequence[int]) -> Tensor:
+def max_over_axes(axes: Sequence[Axis], x: Tensor, dims: Sequence[int]) -> Tensor:
     """Return the maximum over dimensions, which are kept with size 1."""
     lowest = -math.inf if x.is_floating_point() else torch.iinfo(x.dtype).min
     # amax refuses an empty dimension: a rank without a part contributes the lowest value.
@@ -50,7 +50,7 @@ class _Softmax(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dim: int, log: bool, safe: bool) -> Tensor:
         values = upcast(x)
         # Two all-reduces forward: the maximum for a stable exponential, then the sum of exponentials.
-        peak = _max_over_axes(axes, values, [dim])
+        peak = max_over_axes(axes, values, [dim])
         if safe:
             peak = peak.masked_fill(peak == -math.inf, 0.0)
         shifted = values - peak
@@ -73,30 +73,39 @@ class _Softmax(torch.autograd.Function):
         return back.to(out.dtype), None, None, None, None
 
 
-class ShardedLogSumExp:
-    """aten.logsumexp over sharded dimensions.
+class ShardedReduction:
+    """A reduction over sharded dimensions: aten.logsumexp, or a norm of a positive, finite order.
 
     Args:
+        function: :class:`LogSumExp` or :class:`PowerNorm`, applied to (x, axes, dims, *settings).
         dims: indices of the reduced dimensions, from 0.
         keepdim: whether reduced dimensions stay, with size 1.
         dtype: dtype of the operator's result.
+        settings: further arguments of ``function``.
     """
 
-    __name__ = "logsumexp"
-
-    def __init__(self, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, function: type[LogSumExp | PowerNorm], dims: Sequence[int], keepdim: bool, dtype: torch.dtype,
+        *settings: float,
+    ) -> None:  # fmt: skip
+        self.function, self.settings = function, settings
         self.dims, self.keepdim, self.dtype = tuple(dims), keepdim, dtype
+        self.__name__ = function.operator
 
     def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Tensor:
-        out: Tensor = _LogSumExp.apply(x.to(self.dtype), axes, self.dims)  # type: ignore[no-untyped-call]
+        out: Tensor = self.function.apply(x.to(self.dtype), axes, self.dims, *self.settings)  # type: ignore[no-untyped-call]
         return out if self.keepdim else out.squeeze(self.dims)
 
 
-class _LogSumExp(torch.autograd.Function):
+class LogSumExp(torch.autograd.Function):
+    """The logarithm of the sum of exponentials; reduced dimensions stay, with size 1."""
+
+    operator = "logsumexp"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int]) -> Tensor:
         values = upcast(x)
-        peak = _max_over_axes(axes, values, dims)
+        peak = max_over_axes(axes, values, dims)
         # A row that is all -inf, or has +inf: subtracting an infinite peak would give nan.
         base = peak.masked_fill(peak.abs() == math.inf, 0.0)
         out = (all_reduce_sum(axes, (values - base).exp().sum(list(dims), keepdim=True)).log() + base).to(x.dtype)
@@ -124,6 +133,12 @@ class ShardedMean:
 
     def __call__(self, x: Tensor, dim: Any = None, keepdim: bool = False, **_: Any) -> Tensor:
         return (x.sum(dim, keepdim, dtype=accumulation_dtype(self.dtype)) / self.count).to(self.dtype)
+
+
+def _sum_differentiable(axes: Sequence[Axis], x: Tensor) -> Tensor:
+    for axis in axes:
+        x = all_reduce_differentiable(axis, x)
+    return x
 
 
 class ShardedVariance:
@@ -158,40 +173,22 @@ class ShardedVariance:
         # Detached: the gradient of the variance by the mean is zero, because deviations sum to zero.
         out = (values - mean).square().sum(self.dims, keepdim=self.keepdim) / max(self.count - self.correction, 0.0)
         if self.root:
-            for axis in axes:
-                out = all_reduce_differentiable(axis, out)
+            out = _sum_differentiable(axes, out)
             # The root's slope at 0 is infinite; its gradient is set to 0 as torch does.
             zero = out == 0.0
             out = out.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
         if not self.mean:
             return out.to(self.dtype)
         if self.root:
-            for axis in axes:
-                own = all_reduce_differentiable(axis, own)
+            own = _sum_differentiable(axes, own)
         return out.to(self.dtype), (own if self.keepdim else own.squeeze(self.dims)).to(self.dtype)
 
 
-class ShardedNorm:
-    """aten.norm and linalg_vector_norm of a positive, finite order.
+class PowerNorm(torch.autograd.Function):
+    """The norm of a positive, finite order; reduced dimensions stay, with size 1."""
 
-    Args:
-        order: exponent p of the norm, above 0.
-        dims: indices of the reduced dimensions, from 0.
-        keepdim: whether reduced dimensions stay, with size 1.
-        dtype: dtype of the operator's result.
-    """
+    operator = "norm"
 
-    __name__ = "norm"
-
-    def __init__(self, order: float, dims: Sequence[int], keepdim: bool, dtype: torch.dtype) -> None:
-        self.order, self.dims, self.keepdim, self.dtype = order, tuple(dims), keepdim, dtype
-
-    def __call__(self, axes: Sequence[Axis], x: Tensor, *_: Any, **__: Any) -> Tensor:
-        out: Tensor = _Norm.apply(x.to(self.dtype), axes, self.dims, self.order)  # type: ignore[no-untyped-call]
-        return out if self.keepdim else out.squeeze(self.dims)
-
-
-class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int], order: float) -> Tensor:
         powers = upcast(x).abs().pow(order).sum(list(dims), keepdim=True)
@@ -236,7 +233,7 @@ class ShardedExtreme:
 class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: Sequence[Axis], dims: Sequence[int], sign: int) -> Tensor:
-        out = _max_over_axes(axes, x, dims) if sign > 0 else -_max_over_axes(axes, -x, dims)
+        out = max_over_axes(axes, x, dims) if sign > 0 else -max_over_axes(axes, -x, dims)
         if x.is_floating_point():
             # torch divides the gradient evenly between equal extremes, which may be on different ranks.
             count = all_reduce_sum(axes, (x == out).sum(list(dims), keepdim=True))

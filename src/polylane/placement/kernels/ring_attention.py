@@ -99,18 +99,18 @@ class RingAttention:
     columns, and the rows of the local queries.
     """
 
-    __module__ = "polylane"
+    __module__, __name__ = "polylane", "ring_attention"
 
-    def __init__(self, circle: RingSchedule) -> None:
-        self.schedule = circle
-        self.__name__ = "ring_attention"
+    def __init__(self, schedule: RingSchedule) -> None:
+        self.schedule = schedule
 
     def __call__(
         self, axis: Axis, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        setting = (axis, self.schedule, _attention_scale(query, scale), enable_gqa)
-        return _apply_function(_Ring, setting, query, key, value, attn_mask)
+        queries = self.schedule.queries[axis.index]
+        rank = _RingRank(axis, queries, self.schedule.causal, scale, enable_gqa, self.schedule)
+        return rank.attend(query, key, value, attn_mask)
 
 
 class RingOverKeys:
@@ -123,116 +123,162 @@ class RingOverKeys:
         queries: positions of the queries where another axis shards them; None: all positions.
     """
 
-    __module__ = "polylane"
+    __module__, __name__ = "polylane", "split_key_attention"
 
     def __init__(self, keys: Span, queries: Span | None = None) -> None:
         self.keys, self.queries = keys, queries
-        self.__name__ = "split_key_attention"
 
     def __call__(
         self, axis: Axis, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         queries = ((0, query.shape[-2]),) if self.queries is None else self.queries
-        setting = (axis, RingSchedule((queries,), (self.keys,), is_causal), _attention_scale(query, scale), enable_gqa)
-        return _apply_function(_Keys, setting, query, key, value, attn_mask)
+        return _KeysRank(axis, queries, is_causal, scale, enable_gqa, self.keys).attend(query, key, value, attn_mask)
 
 
-def _attention_scale(query: Tensor, scale: float | None) -> float:
-    return 1.0 / math.sqrt(max(query.shape[-1], 1)) if scale is None else scale
+@dataclass(frozen=True)
+class _AttentionRank:
+    """One rank's share of an attention whose keys and values are sharded over an axis.
+
+    Attributes:
+        axis: collectives of the ranks that have the keys.
+        queries: positions of this rank's queries in the sequence.
+        causal: whether a query sees only the keys up to its own position.
+        scale: factor of the scores before softmax; None: torch's.
+        shares_heads: whether several heads of the query share one head of keys and values.
+    """
+
+    axis: Axis
+    queries: Span
+    causal: bool
+    scale: float | None
+    shares_heads: bool
+
+    def add_blocks(self, sums: OnlineSoftmax, queries: AttentionQueries, key: Tensor, value: Tensor) -> None:
+        """Add what the local queries see, until row maxima and sums of weights are those of all keys."""
+        raise NotImplementedError
+
+    def add_gradients(self, way: AttentionGradients, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Accumulate the gradients of the local queries, and return those of the local keys and values."""
+        raise NotImplementedError
+
+    def sum_row_dot(self, row_dot: Tensor) -> Tensor:
+        """Return the row products of the whole output from those of this rank's output."""
+        return row_dot
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the attention with the dtypes that autocast gives it, and without autocast inside."""
+        device = query.device.type
+
+        def lowered(x: Tensor) -> Tensor:
+            eligible = x.is_floating_point() and x.dtype != torch.float64
+            return x.to(torch.get_autocast_dtype(device)) if eligible else x
+
+        if torch.is_autocast_enabled(device):
+            query, key, value = lowered(query), lowered(key), lowered(value)
+            mask = None if mask is None else lowered(mask)
+        with torch.autocast(device, enabled=False):
+            return _AttentionFunction.apply(query, key, value, mask, self)  # type: ignore[no-any-return, no-untyped-call]
+
+    def attention_queries(self, query: Tensor, mask: Tensor | None) -> AttentionQueries:
+        """Return the local queries with all that their scores depend on besides the keys."""
+        scale = 1.0 / math.sqrt(max(query.shape[-1], 1)) if self.scale is None else self.scale
+        return AttentionQueries(query, mask, self.queries, self.causal, scale, self.shares_heads)
 
 
-def _apply_function(
-    function: type[torch.autograd.Function], setting: Any,
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Apply an autograd function with the dtypes that autocast gives attention, and without autocast inside."""
-    device = query.device.type
-
-    def lowered(x: Tensor) -> Tensor:
-        eligible = x.is_floating_point() and x.dtype != torch.float64
-        return x.to(torch.get_autocast_dtype(device)) if eligible else x
-
-    if torch.is_autocast_enabled(device):
-        query, key, value = lowered(query), lowered(key), lowered(value)
-        mask = None if mask is None else lowered(mask)
-    with torch.autocast(device, enabled=False):
-        return function.apply(query, key, value, mask, *setting)  # type: ignore[no-any-return]
-
-
-class _Ring(torch.autograd.Function):
+class _AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-        axis: Axis, circle: RingSchedule, factor: float, grouped: bool,
-    ) -> Tensor:  # fmt: skip
-        queries = AttentionQueries(query, mask, circle.queries[axis.index], circle.causal, factor, grouped)
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rank: _AttentionRank
+    ) -> Tensor:
+        queries = rank.attention_queries(query, mask)
         sums = OnlineSoftmax(queries, key, value)
-        # Keys and values travel as one message; ``held`` is None once no later rank needs the block.
-        held: Tensor | None = _pack(key, value)
-        for step in range(circle.degree):
-            block = (axis.index - step) % circle.degree
-            if held is not None and circle.wanted(axis.index, block):
-                sums.add_block(queries, _unpack(held, key, value, circle.keys[block]))
-            held, _ = _pass_on(axis, circle, step, held, key, value)
+        rank.add_blocks(sums, queries, key, value)
         out, logsum = sums.result()
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, mask, out, logsum)
-        ctx.setting = axis, circle, factor, grouped
+        ctx.rank = rank
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         query, key, value, mask, out, logsum = ctx.saved_tensors
-        axis, circle, factor, grouped = ctx.setting
-        queries = AttentionQueries(query, mask, circle.queries[axis.index], circle.causal, factor, grouped)
-        way = _start_backward(ctx, queries, grads[0], logsum, _row_dot(grads[0], out, logsum))
+        dtype = logsum.dtype
+        row_dot = (grads[0].to(dtype) * out.to(dtype)).sum(-1, keepdim=True).sum_to_size(logsum.shape)
+        way = AttentionGradients(
+            ctx.rank.attention_queries(query, mask),
+            grads[0],
+            logsum,
+            ctx.rank.sum_row_dot(row_dot),
+            torch.zeros_like(query, dtype=accumulation_dtype(query.dtype)),
+            torch.zeros_like(mask, dtype=accumulation_dtype(query.dtype)) if ctx.needs_input_grad[3] else None,
+        )
+        of_key, of_value = ctx.rank.add_gradients(way, key, value)
+        of_mask = None if way.mask_gradient is None else way.mask_gradient.to(mask.dtype)
+        return way.query_gradient.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_mask, None
+
+
+@dataclass(frozen=True)
+class _RingRank(_AttentionRank):
+    schedule: RingSchedule
+
+    def add_blocks(self, sums: OnlineSoftmax, queries: AttentionQueries, key: Tensor, value: Tensor) -> None:
+        ring, me = self.schedule, self.axis.index
+        # Keys and values travel as one message; ``held`` is None once no later rank needs the block.
+        held: Tensor | None = _pack(key, value)
+        for step in range(ring.degree):
+            block = (me - step) % ring.degree
+            if held is not None and ring.wanted(me, block):
+                sums.add_block(queries, _unpack(held, key, value, ring.keys[block]))
+            held, _ = self._pass_on(step, held, key, value)
+
+    def add_gradients(self, way: AttentionGradients, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        ring, me = self.schedule, self.axis.index
         of_key, of_value = (torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in (key, value))
         held: Tensor | None = _pack(key, value)
-        for step in range(circle.degree):
-            block, homeward = (axis.index - step) % circle.degree, None
-            if held is not None and circle.wanted(axis.index, block):
-                pair = way.add_block(_unpack(held, key, value, circle.keys[block]))
+        for step in range(ring.degree):
+            block, homeward = (me - step) % ring.degree, None
+            if held is not None and ring.wanted(me, block):
+                pair = way.add_block(_unpack(held, key, value, ring.keys[block]))
                 if step:
                     # Gradients of another rank's keys go home in this step's exchange; those of the own keys (step 0)
                     # stay.
                     homeward = _pack(pair[0].to(key.dtype), pair[1].to(value.dtype))
                 else:
                     of_key, of_value = pair
-            held, home = _pass_on(axis, circle, step, held, key, value, homeward, backward=True)
+            held, home = self._pass_on(step, held, key, value, homeward, backward=True)
             if home is not None:
-                part = _unpack(home, key, value, circle.keys[axis.index])
+                part = _unpack(home, key, value, ring.keys[me])
                 of_key, of_value = of_key + part.key, of_value + part.value
-        return *_requested_gradients(ctx, way, of_key.to(key.dtype), of_value.to(value.dtype)), *[None] * 4
+        return of_key, of_value
 
-
-def _pass_on(
-    axis: Axis, circle: RingSchedule, step: int, held: Tensor | None, key: Tensor, value: Tensor,
-    homeward: Tensor | None = None, backward: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Pass a block on around the ring; return the block received, and (backward) gradients of the own keys."""
-    n, me = circle.degree, axis.index
-    # Neighbours in the ring; ``asking`` has computed with this rank's keys in this step, ``home`` owns the block just
-    # used.
-    after, before, asking, home = (me + 1) % n, (me - 1) % n, (me + step) % n, (me - step) % n
-    returns = backward and step > 0
-    # All ranks evaluate the same condition, so that either all or none call the exchange.
-    if not any(circle.passes_on(step, r) or (returns and circle.wanted(r, r - step)) for r in range(n)):
-        return None, None
-    pieces: list[Tensor | None] = [None] * n
-    shapes: list[tuple[int] | None] = [None] * n
-    pieces[me] = key.new_empty(0)  # gives the dtype, also on a rank that sends nothing
-    if circle.passes_on(step, me):
-        pieces[after] = held
-    if circle.passes_on(step, before):
-        shapes[before] = (_packed_elements(key, value, circle.keys[(before - step) % n]),)
-    if returns and circle.wanted(me, home):
-        pieces[home] = homeward
-    if returns and circle.wanted(asking, me):  # asking == before only in the last step, which passes nothing on
-        shapes[asking] = (_packed_elements(key, value, circle.keys[me]),)
-    parts = axis.exchange(pieces, shapes)
-    handed = parts[before] if circle.passes_on(step, before) else None
-    return handed, parts[asking] if returns and circle.wanted(asking, me) else None
+    def _pass_on(
+        self, step: int, held: Tensor | None, key: Tensor, value: Tensor,
+        homeward: Tensor | None = None, backward: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """Pass a block on around the ring; return the block received, and (backward) gradients of the own keys."""
+        ring, n, me = self.schedule, self.schedule.degree, self.axis.index
+        # Neighbours in the ring; ``asking`` has computed with this rank's keys in this step, ``home`` owns the block
+        # just used.
+        after, before, asking, home = (me + 1) % n, (me - 1) % n, (me + step) % n, (me - step) % n
+        returns = backward and step > 0
+        # All ranks evaluate the same condition, so that either all or none call the exchange.
+        if not any(ring.passes_on(step, r) or (returns and ring.wanted(r, r - step)) for r in range(n)):
+            return None, None
+        pieces: list[Tensor | None] = [None] * n
+        shapes: list[tuple[int] | None] = [None] * n
+        pieces[me] = key.new_empty(0)  # gives the dtype, also on a rank that sends nothing
+        if ring.passes_on(step, me):
+            pieces[after] = held
+        if ring.passes_on(step, before):
+            shapes[before] = (_packed_elements(key, value, ring.keys[(before - step) % n]),)
+        if returns and ring.wanted(me, home):
+            pieces[home] = homeward
+        if returns and ring.wanted(asking, me):  # asking == before only in the last step, which passes nothing on
+            shapes[asking] = (_packed_elements(key, value, ring.keys[me]),)
+        parts = self.axis.exchange(pieces, shapes)
+        handed = parts[before] if ring.passes_on(step, before) else None
+        return handed, parts[asking] if returns and ring.wanted(asking, me) else None
 
 
 def _packed_elements(key: Tensor, value: Tensor, span: Span) -> int:
@@ -252,58 +298,20 @@ def _unpack(both: Tensor, key: Tensor, value: Tensor, span: Span) -> KeyValueBlo
     return KeyValueBlock(keys.view(shapes[0]), values.view(shapes[1]), span, span)
 
 
-class _Keys(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-        axis: Axis, circle: RingSchedule, factor: float, grouped: bool,
-    ) -> Tensor:  # fmt: skip
-        queries = AttentionQueries(query, mask, circle.queries[0], circle.causal, factor, grouped)
-        sums = OnlineSoftmax(queries, key, value)
-        sums.add_block(queries, KeyValueBlock(key, value, circle.keys[0]))
+@dataclass(frozen=True)
+class _KeysRank(_AttentionRank):
+    keys: Span
+
+    def add_blocks(self, sums: OnlineSoftmax, queries: AttentionQueries, key: Tensor, value: Tensor) -> None:
+        sums.add_block(queries, KeyValueBlock(key, value, self.keys))
         # A common maximum makes the ranks' partial numerators comparable; only the sum of weights is all-reduced, the
         # output stays a partial sum.
-        sums.raise_max(axis.maximum(sums.row_max.clone()))
-        sums.weight_sum = axis.all_reduce(sums.weight_sum)
-        out, logsum = sums.result()
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, mask, out, logsum)
-        ctx.setting = axis, circle, factor, grouped
-        return out
+        sums.raise_max(self.axis.maximum(sums.row_max.clone()))
+        sums.weight_sum = self.axis.all_reduce(sums.weight_sum)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        query, key, value, mask, out, logsum = ctx.saved_tensors
-        axis, circle, factor, grouped = ctx.setting
-        queries = AttentionQueries(query, mask, circle.queries[0], circle.causal, factor, grouped)
-        # ``out`` is a partial sum here: its row products must be summed before the gradient of softmax.
-        overlap = axis.all_reduce(_row_dot(grads[0], out, logsum).contiguous())
-        way = _start_backward(ctx, queries, grads[0], logsum, overlap)
-        of_key, of_value = way.add_block(KeyValueBlock(key, value, circle.keys[0]))
-        return *_requested_gradients(ctx, way, of_key.to(key.dtype), of_value.to(value.dtype)), *[None] * 4
+    def sum_row_dot(self, row_dot: Tensor) -> Tensor:
+        # The output is a partial sum here: its row products must be summed before the gradient of softmax.
+        return self.axis.all_reduce(row_dot.contiguous())
 
-
-def _row_dot(gradient: Tensor, out: Tensor, logsum: Tensor) -> Tensor:
-    dtype = logsum.dtype
-    return (gradient.to(dtype) * out.to(dtype)).sum(-1, keepdim=True).sum_to_size(logsum.shape)
-
-
-def _start_backward(
-    ctx: Any, queries: AttentionQueries, gradient: Tensor, logsum: Tensor, overlap: Tensor
-) -> AttentionGradients:
-    query, mask = queries.query, queries.mask
-    of_query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
-    of_mask = (
-        torch.zeros_like(mask, dtype=accumulation_dtype(query.dtype))
-        if mask is not None and ctx.needs_input_grad[3]
-        else None
-    )
-    return AttentionGradients(queries, gradient, logsum, overlap, of_query, of_mask)
-
-
-def _requested_gradients(
-    ctx: Any, way: AttentionGradients, of_key: Tensor, of_value: Tensor
-) -> tuple[Tensor | None, ...]:
-    mask = way.queries.mask
-    of_mask = way.mask_gradient.to(mask.dtype) if way.mask_gradient is not None and mask is not None else None
-    return way.query_gradient.to(way.queries.query.dtype), of_key, of_value, of_mask
+    def add_gradients(self, way: AttentionGradients, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return way.add_block(KeyValueBlock(key, value, self.keys))

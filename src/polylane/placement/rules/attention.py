@@ -13,7 +13,7 @@ import torch
 from polylane.graph.precision import unwrap_settings
 from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
 from polylane.placement.kernels.block_attention import count_scores
-from polylane.placement.kernels.causal_attention import CausalAttention, CausalMask, SelectHeads
+from polylane.placement.kernels.causal_attention import CausalAttention, causal_mask, select_heads
 from polylane.placement.kernels.joint_gradients import joint_gradients, wrap_like
 from polylane.placement.kernels.random_region import RandomInRegion
 from polylane.placement.kernels.ring_attention import RingAttention, RingOverKeys, RingSchedule
@@ -63,13 +63,11 @@ def _samples_and_heads(call: OperatorCall) -> Iterator[Strategy]:
 
 def _attend_locally(edit: RankCall) -> None:
     """Run torch's own attention on a part; with dropout, draw the random numbers of the local part of the scores."""
-    assert edit.strategy is not None
     # Query, key and value may each need a collective for their gradient: start these in one order on all ranks.
     edit.target = joint_gradients(edit.target)
-    cut = edit.strategy.outputs[0]
-    if not edit.call.prefix or not isinstance(cut, Shard):
+    if not edit.call.prefix:
         return
-    query, key = edit.call["query"], edit.call["key"]
+    cut, query, key = edit.output_shard(), edit.call["query"], edit.call["key"]
     # The random value has the scores' shape; a dimension along which only values (not scores) vary draws nothing.
     dims = max(query.dim, key.dim)
     back = cut.dim - edit.call.outputs[0].dim  # from the last dimension
@@ -105,8 +103,7 @@ def _group_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 def _attend_groups(edit: RankCall) -> None:
     assert edit.strategy is not None
-    cut = edit.strategy.outputs[0]
-    assert isinstance(cut, Shard)
+    cut = edit.output_shard()
     if cut.local_length(edit.index) == 0:
         edit["enable_gqa"] = False  # torch refuses grouped heads if there are none
     for name in ("key", "value"):
@@ -122,7 +119,7 @@ def _attend_groups(edit: RankCall) -> None:
         if used != [head for head in own for _ in range(times)]:
             own = used
         if own != list(range(value.shape[-3])):
-            edit[name] = edit.insert(SelectHeads(tuple(own)), edit[name])
+            edit[name] = edit.insert(select_heads, tuple(own), edit[name])
     _attend_locally(edit)
 
 
@@ -137,28 +134,24 @@ def _query_strategies(call: OperatorCall) -> Iterator[Strategy]:
         placed = {query.index: Shard(query.dim - 2, cuts), **_mask_placement(call, -2, cuts)}
         given = Shard(out.dim - 2, cuts)
         # Causal queries see more keys the later they are: the busiest rank need not have most queries.
-        scores = [count_scores(given.ranges(i), keys, call["is_causal"]) for i in range(call.degree)]
+        scores = [count_scores(span, keys, call["is_causal"]) for span in given.ranges_by_rank]
         work = max(scores) / max(sum(scores), 1)
         yield call.strategy("query positions", placed, given, local=_attend_local_queries, work=work)
 
 
 def _attend_local_queries(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    cut = edit.strategy.outputs[0]
-    assert isinstance(cut, Shard)
     _attend_locally(edit)
+    if not edit.call["is_causal"]:
+        return
     # Local queries are not at the start of the sequence: torch's is_causal would mask by local positions.
-    queries = cut.ranges(edit.index)
+    queries, own = edit.output_shard().ranges(edit.index), unwrap_settings(edit.target)
     if edit.call.prefix:
-        if edit.call["is_causal"]:
-            mask = edit.insert(CausalMask(queries), edit["query"], edit["key"], edit["attn_mask"])
-            edit["attn_mask"], edit["is_causal"] = mask, False
-    elif edit.call["is_causal"]:
-        own = unwrap_settings(edit.target)
-        edit.target = wrap_like(
-            edit.target,
-            RingOverKeys(own.keys, queries) if isinstance(own, RingOverKeys) else CausalAttention(own, queries),
-        )
+        mask = edit.insert(causal_mask, queries, edit["query"], edit["key"], edit["attn_mask"])
+        edit["attn_mask"], edit["is_causal"] = mask, False
+    elif isinstance(own, RingOverKeys):
+        edit.target = wrap_like(edit.target, RingOverKeys(own.keys, queries))
+    else:
+        edit.target = wrap_like(edit.target, CausalAttention(own, queries))
 
 
 def _ring_strategies(call: OperatorCall) -> Iterator[Strategy]:
@@ -183,17 +176,11 @@ def _ring_strategies(call: OperatorCall) -> Iterator[Strategy]:
         given = Shard(out.dim - 2, rows)
         placed: dict[int, Placement] = {query.index: Shard(query.dim - 2, rows), **_mask_placement(call, -2, rows)}
         placed |= {x.index: Shard(x.dim - 2, columns) for x in (key, value)}
-        circle = _ring_schedule(call, rows, columns)
+        circle = RingSchedule(Shard(0, rows).ranges_by_rank, Shard(0, columns).ranges_by_rank, call["is_causal"])
         sent, messages = circle.max_traffic(per_key, out.gradient)
         name = "ring" if len(rows) == 1 else "striped ring"
         local = partial(_attend_ring, circle)
         yield call.strategy(name, placed, given, local=local, work=circle.busiest_share, sent=sent, messages=messages)
-
-
-def _ring_schedule(call: OperatorCall, rows: Cuts, columns: Cuts) -> RingSchedule:
-    every = range(call.degree)
-    queries, keys = (tuple(Shard(0, cuts).ranges(i) for i in every) for cuts in (rows, columns))
-    return RingSchedule(queries, keys, call["is_causal"])
 
 
 def _attend_ring(circle: RingSchedule, edit: RankCall) -> None:
@@ -209,8 +196,7 @@ def _key_strategies(call: OperatorCall) -> Iterator[Strategy]:
     for cuts in call.common_cuts(key.at(-2), value.at(-2), *_mask_dimension(call, -1)):
         placed: dict[int, Placement] = {x.index: Shard(x.dim - 2, cuts) for x in (key, value)}
         placed |= _mask_placement(call, -1, cuts)
-        spans = [Shard(0, cuts).ranges(i) for i in range(call.degree)]
-        scores = [count_scores(queries, span, call["is_causal"]) for span in spans]
+        scores = [count_scores(queries, span, call["is_causal"]) for span in Shard(0, cuts).ranges_by_rank]
         reductions = 3 if out.gradient else 2  # of the row maximum and the row sum; backward of one number per row
         sent = reductions * (call.degree - 1) * rows * accumulation_dtype(key.dtype).itemsize
         work = max(scores) / max(sum(scores), 1)
@@ -227,9 +213,7 @@ def _score_shape(call: OperatorCall) -> tuple[int, ...]:
 
 
 def _attend_local_keys(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    cut = edit.strategy.inputs[edit.call["key"].index]
-    assert isinstance(cut, Shard)
+    cut = edit.input_shard(edit.call["key"].index)
     # Another axis may have sharded causal queries already: keep their positions for the mask.
     own = unwrap_settings(edit.target)
     queries = own.queries if isinstance(own, CausalAttention) else None

@@ -22,6 +22,11 @@ def no_labels(value: TensorValue) -> list[str | None]:
     return [None] * value.dim
 
 
+def label_inputs(call: OperatorCall, labels: Mapping[int, Letters]) -> list[Letters]:
+    """Return the labels of all inputs from those given by index; all others have none."""
+    return [labels.get(value.index, no_labels(value)) for value in call.inputs]
+
+
 def broadcast_labels(value: TensorValue, letters: Letters) -> list[str | None]:
     """Return the labels of a value that broadcasts to dimensions with labels ``letters``."""
     own = letters[len(letters) - value.dim :]

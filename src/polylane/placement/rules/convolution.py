@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from polylane.placement.kernels.empty_shards import EmptyOutput, is_empty, skip_empty_ranks
-from polylane.placement.kernels.halo_exchange import Range, TrimRange, strategies_by_position
+from torch import Tensor
+
+from polylane.placement.kernels.empty_shards import has_empty_rank, nothing, skip_empty_ranks
+from polylane.placement.kernels.halo_exchange import strategies_by_position, trim
 from polylane.placement.placement import (
     PARTIAL,
     Cuts,
@@ -19,6 +21,7 @@ from polylane.placement.placement import (
     scale_cuts,
     slice_cuts,
 )
+from polylane.placement.redistribute import Range
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
@@ -43,7 +46,8 @@ class ConvolutionShape:
     """A convolution's inputs and dimensions.
 
     Attributes:
-        x, weight, bias: the convolution's input tensors.
+        x, weight: the convolution's input and its filters.
+        biases: the bias, if there is one.
         channels: index of the channel dimension of x; spatial dimensions follow it.
         spatial: number of spatial dimensions, 1 to 3.
         groups: number of groups of channels.
@@ -52,7 +56,7 @@ class ConvolutionShape:
 
     x: TensorValue
     weight: TensorValue
-    bias: TensorValue | None
+    biases: tuple[TensorValue, ...]
     channels: int
     spatial: int
     groups: int
@@ -62,17 +66,6 @@ class ConvolutionShape:
     def filter_dim(self) -> int:
         """The weight's dimension that holds the filters."""
         return 1 if self.transposed else 0
-
-    def inputs(self, x: Cuts | None, filters: Cuts | None, weight_in: Cuts | None = None) -> dict[int, Placement]:
-        """Return the placements of inputs whose channels, filters or weight channels are cut."""
-        placed: dict[int, Placement] = {}
-        if x is not None:
-            placed[self.x.index] = Shard(self.channels, x)
-        if weight_in is not None:
-            placed[self.weight.index] = Shard(1 - self.filter_dim, weight_in)
-        if filters is not None:
-            placed[self.weight.index] = Shard(self.filter_dim, filters)
-        return placed
 
 
 @rule(
@@ -86,7 +79,7 @@ def convolution(call: OperatorCall) -> Iterator[Strategy]:
     form = ConvolutionShape(
         x=call["input"],
         weight=weight,
-        bias=call["bias"],
+        biases=() if call["bias"] is None else (call["bias"],),
         channels=call["input"].dim - spatial - 1,
         spatial=spatial,
         groups=int(call["groups"]),
@@ -109,13 +102,12 @@ def _by_filters(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy
     """Yield shards of each group's filters."""
     out = call.outputs[0]
     size = out.shape[form.channels] // form.groups
-    asked = [(out, form.channels), (form.weight, form.filter_dim), *([(form.bias, 0)] if form.bias else [])]
+    asked = [(out, form.channels), (form.weight, form.filter_dim), *((bias, 0) for bias in form.biases)]
     # Each group is cut alike, so that every rank keeps all groups and the argument ``groups`` stays as it is.
     for cuts in per_group(call, form.groups, size, asked):
         every = repeat_cuts(cuts, size, form.groups)
-        placed = form.inputs(None, cuts if form.transposed else every)
-        if form.bias is not None:
-            placed[form.bias.index] = Shard(0, every)
+        placed = {form.weight.index: Shard(form.filter_dim, cuts if form.transposed else every)}
+        placed |= {bias.index: Shard(0, every) for bias in form.biases}
         yield skip_empty_ranks(call.strategy("filters", placed, Shard(form.channels, every)))
 
 
@@ -124,37 +116,29 @@ def _by_input_channels(call: OperatorCall, form: ConvolutionShape) -> Iterator[S
     size = form.x.shape[form.channels] // form.groups
     for cuts in per_group(call, form.groups, size, [(form.x, form.channels), (form.weight, 1 - form.filter_dim)]):
         every = repeat_cuts(cuts, size, form.groups)
-        placed = form.inputs(every, None, every if form.transposed else cuts)
-        if form.bias is not None:
-            placed[form.bias.index] = PARTIAL  # added once in the sum over ranks, not once per rank
-        strategy = call.strategy("input channels", placed, PARTIAL)
-        part = strategy.inputs[form.x.index]
-        if isinstance(part, Shard) and any(part.local_length(i) == 0 for i in range(call.degree)):
-            strategy = replace(strategy, local=_without_channels)
-        yield strategy
+        placed: dict[int, Placement] = {
+            form.x.index: Shard(form.channels, every),
+            form.weight.index: Shard(1 - form.filter_dim, every if form.transposed else cuts),
+        }
+        # The bias is added once in the sum over ranks, not once per rank.
+        placed |= {bias.index: PARTIAL for bias in form.biases}
+        local = _without_channels if has_empty_rank(placed[form.x.index]) else None
+        yield call.strategy("input channels", placed, PARTIAL, local=local)
 
 
 def _without_channels(edit: RankCall) -> None:
     """Replace the operator on a rank without channels: what is left is the bias, if this rank has it."""
-    assert edit.strategy is not None
-    if not is_empty(edit, edit.strategy.inputs):
+    if edit.input_shard(edit.call["input"].index).local_length(edit.index):
         return
     out, bias = edit.call.outputs[0], edit["bias"]
     spatial = edit.call["weight"].dim - 2
-    nothing = edit.insert(EmptyOutput([edit.output_shape()], [out.dtype]), edit["input"], edit["weight"])
-    edit.replace(AddBias(spatial), nothing, *([bias] if bias is not None else []))
+    empty = edit.insert(nothing, [edit.output_shape()], [out.dtype], edit["input"], edit["weight"])
+    edit.replace(biased, spatial, empty, bias)
 
 
-class AddBias:
-    """An operator that adds a bias (C) to x (..., C, positions), if there is one: ``biased(x, bias)``."""
-
-    __module__, __name__ = "polylane", "biased"
-
-    def __init__(self, spatial: int) -> None:
-        self.spatial = spatial
-
-    def __call__(self, x: Any, bias: Any = None) -> Any:
-        return x if bias is None else (x + bias.view(-1, *[1] * self.spatial)).to(x.dtype)
+def biased(spatial: int, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Add a bias (C), if there is one, to x (..., C, positions) with ``spatial`` dimensions of positions."""
+    return x if bias is None else (x + bias.view(-1, *[1] * spatial)).to(x.dtype)
 
 
 def per_group(call: OperatorCall, groups: int, size: int, asked: Sequence[tuple[TensorValue, int]]) -> Iterator[Cuts]:
@@ -173,23 +157,33 @@ def per_group(call: OperatorCall, groups: int, size: int, asked: Sequence[tuple[
 def _by_groups(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
     """Yield shards of whole groups, with their channels and their filters."""
     groups, out = form.groups, call.outputs[0]
-    if groups < 2:
-        return
     read, made = form.x.shape[form.channels] // groups, out.shape[form.channels] // groups
     first = read if form.transposed else made
-    asked = [(form.x, form.channels, read), (form.weight, 0, first), (out, form.channels, made)]
-    if form.bias is not None:
-        asked.append((form.bias, 0, made))
-    for cuts in in_units(call, groups, asked):
-        given = scale_cuts(cuts, made)
-        placed: dict[int, Placement] = {
-            form.x.index: Shard(form.channels, scale_cuts(cuts, read)),
-            form.weight.index: Shard(0, scale_cuts(cuts, first)),
-        }
-        if form.bias is not None:
-            placed[form.bias.index] = Shard(0, given)
-        strategy = call.strategy("groups", placed, Shard(form.channels, given), local=set_local_groups)
-        yield skip_empty_ranks(strategy)
+    parts = [(form.x, form.channels, read), (form.weight, 0, first), (out, form.channels, made)]
+    parts += [(bias, 0, made) for bias in form.biases]
+    yield from map(skip_empty_ranks, strategies_in_units(call, "groups", groups, parts, set_local_groups))
+
+
+def strategies_in_units(
+    call: OperatorCall,
+    name: str,
+    count: int,
+    parts: Sequence[tuple[TensorValue, int, int]],
+    local: Callable[[RankCall], None] | None = None,
+) -> Iterator[Strategy]:
+    """Yield shards of dimensions of inputs and of the output that consist of equally many units, which stay whole.
+
+    Args:
+        call: an operator with one output.
+        name: the strategies' name for users.
+        count: number of units.
+        parts: tensors with the dimension that consists of units, and the length of a unit there; the output is one.
+        local: changes each rank's call; None if the operator runs unchanged on parts.
+    """
+    for cuts in in_units(call, count, parts):
+        shards = [(value, Shard(dim, scale_cuts(cuts, unit))) for value, dim, unit in parts]
+        inputs = {value.index: shard for value, shard in shards if value.side == "in"}
+        yield call.strategy(name, inputs, [shard for value, shard in shards if value.side == "out"], local=local)
 
 
 def in_units(call: OperatorCall, count: int, asked: Sequence[tuple[TensorValue, int, int]]) -> Iterator[Cuts]:
@@ -213,9 +207,7 @@ def in_units(call: OperatorCall, count: int, asked: Sequence[tuple[TensorValue, 
 
 def set_local_groups(edit: RankCall) -> None:
     """Set the argument ``groups`` to the number of groups of this rank."""
-    assert edit.strategy is not None
-    out = edit.strategy.outputs[0]
-    assert isinstance(out, Shard)
+    out = edit.output_shard()
     edit["groups"] = int(edit["groups"]) * out.local_length(edit.index) // out.size
 
 
@@ -268,7 +260,7 @@ def _by_position(call: OperatorCall, form: ConvolutionShape, d: int) -> Iterator
 
     def unpadded(edit: RankCall, start: int, stop: int) -> None:
         if same:  # "same" pads the local input again and returns as many outputs: keep those in the middle
-            edit.append(TrimRange(dim, before, stop - start))
+            edit.append(trim, dim, before, stop - start)
         elif padding != "valid":
             set_argument(edit, "padding", d, spatial, 0)
 
@@ -277,9 +269,9 @@ def _by_position(call: OperatorCall, form: ConvolutionShape, d: int) -> Iterator
         set_argument(edit, "padding", d, spatial, 0)
         set_argument(edit, "output_padding", d, spatial, 0)
         ((first, _),) = window.feeds(start, stop)
-        edit.append(TrimRange(dim, start - (first * window.stride - before), stop - start))
+        edit.append(trim, dim, start - (first * window.stride - before), stop - start)
 
     if form.transposed:
-        yield from strategies_by_position(call, name, "input", (dim, dim), window.feeds, written)
+        yield from strategies_by_position(call, name, "input", dim, window.feeds, written)
     else:
-        yield from strategies_by_position(call, name, "input", (dim, dim), window.reads, unpadded)
+        yield from strategies_by_position(call, name, "input", dim, window.reads, unpadded)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from string import ascii_lowercase
 
 from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Placement, Shard
-from polylane.placement.rules.by_dimension import Letters, strategies_by_dimension
+from polylane.placement.rules.by_dimension import label_inputs, strategies_by_dimension
 from polylane.placement.rules.registry import rule
-from polylane.placement.rules.vocabulary import ShardedLookup
+from polylane.placement.rules.vocabulary import lookup
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
@@ -22,8 +21,7 @@ def embedding(call: OperatorCall) -> Iterator[Strategy]:
     rows = [c for c in ascii_lowercase if c not in "fv"][: indices.dim]
     # scale_grad_by_freq counts an index over all indices, which no rank with a part of them knows.
     counted = call["scale_grad_by_freq"] and table.gradient
-    inputs: list[Letters] = [[]] * 2
-    inputs[table.index], inputs[indices.index] = [None, "f"], rows
+    inputs = label_inputs(call, {table.index: [None, "f"], indices.index: rows})
     skip = "".join(rows) if counted else ""
     yield from strategies_by_dimension(call, inputs, [[*rows, "f"]], names={"f": "features"}, skip=skip)
     if counted:
@@ -31,9 +29,7 @@ def embedding(call: OperatorCall) -> Iterator[Strategy]:
     for cuts in call.common_cuts(table.at(0)):
         shard = Shard(0, cuts)
         # work=1.0: every rank looks up all indices, and masks those that it does not have.
-        yield call.strategy(
-            "vocabulary", {table.index: shard}, PARTIAL, local=partial(_looked_up, number=table.index), work=1.0
-        )
+        yield call.strategy("vocabulary", {table.index: shard}, PARTIAL, local=_look_up_locally, work=1.0)
 
 
 def _sparse(call: OperatorCall) -> bool:
@@ -41,12 +37,10 @@ def _sparse(call: OperatorCall) -> bool:
     return bool(call["sparse"] and call["weight"].gradient)
 
 
-def _looked_up(edit: RankCall, number: int) -> None:
-    assert edit.strategy is not None
-    shard = edit.strategy.inputs[number]
-    assert isinstance(shard, Shard)
-    lookup = ShardedLookup(shard.ranges(edit.index), shard.size, edit.call["padding_idx"])
-    edit.replace(lookup, edit["weight"], edit["indices"])
+def _look_up_locally(edit: RankCall) -> None:
+    shard = edit.input_shard(edit.call["weight"].index)
+    ranges = shard.ranges(edit.index)
+    edit.replace(lookup, ranges, shard.size, edit.call["padding_idx"], edit["weight"], edit["indices"])
 
 
 @rule("embedding_bag")

@@ -11,6 +11,7 @@ from polylane.placement.rules.by_dimension import (
     Letters,
     broadcast_labels,
     label_dimensions,
+    label_inputs,
     no_labels,
     partial_sums,
     strategies_by_dimension,
@@ -93,11 +94,25 @@ def index_put(call: OperatorCall) -> Iterator[Strategy]:
         return
     letters = [own, *(_position_labels(i, wide) for i in indices if i is not None), broadcast_labels(values, found)]
     positions = "".join(letter for letter in wide if letter)
-    # Accumulated values add up over ranks; overwriting ones would depend on which rank writes last.
+    yield from _write_strategies(call, letters, own, positions, call["accumulate"])
+
+
+def _write_strategies(
+    call: OperatorCall, inputs: Sequence[Letters], own: Letters, positions: str, adds: bool
+) -> Iterator[Strategy]:
+    """Yield shards of dimensions that are not indexed, and of the positions where written values add up.
+
+    Args:
+        call: the operator, which returns its input "self" with other values at positions.
+        inputs: a label for every dimension of every input.
+        own: labels of "self" and of the result.
+        positions: labels of the positions.
+        adds: whether values are added; overwriting ones would depend on which rank writes last.
+    """
     yield from strategies_by_dimension(
-        call, letters, [own],
-        names=dict.fromkeys(positions, "positions"), added=[x.index],
-        summed=positions if call["accumulate"] else "", skip="" if call["accumulate"] else positions,
+        call, inputs, [own],
+        names=dict.fromkeys(positions, "positions"), added=[call["self"].index],
+        summed=positions if adds else "", skip="" if adds else positions,
     )  # fmt: skip
 
 
@@ -149,10 +164,7 @@ def scatter(call: OperatorCall) -> Iterator[Strategy]:
     if src is not None and src.shape[dim] == at.shape[dim]:
         lists[1][dim] = lists[2][dim] = "P"
     letters = dict(zip([v.index for v in every], lists, strict=True))
-    yield from strategies_by_dimension(
-        call, [letters.get(v.index, no_labels(v)) for v in call.inputs], [own],
-        names={"P": "positions"}, summed="P" if adds else "", added=[x.index], skip="" if adds else "P",
-    )  # fmt: skip
+    yield from _write_strategies(call, label_inputs(call, letters), own, "P", adds)
 
 
 @rule("index_add", "index_copy", "index_fill")
@@ -165,13 +177,10 @@ def index_add(call: OperatorCall) -> Iterator[Strategy]:
         return
     dim, adds = int(call["dim"]) % x.dim, call.base == "index_add"
     own = label_dimensions(x, (dim,))
-    letters: dict[int, list[str | None]] = {x.index: own, at.index: ["P"]}
+    letters: dict[int, Letters] = {x.index: own, at.index: ["P"]}
     if source is not None:
         letters[source.index] = [*own[:dim], "P", *own[dim + 1 :]]
-    yield from strategies_by_dimension(
-        call, [letters.get(v.index, no_labels(v)) for v in call.inputs], [own],
-        names={"P": "positions"}, summed="P" if adds else "", added=[x.index], skip="" if adds else "P",
-    )  # fmt: skip
+    yield from _write_strategies(call, label_inputs(call, letters), own, "P", adds)
 
 
 @rule("one_hot")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from string import ascii_lowercase
 
@@ -12,7 +12,7 @@ import torch
 from polylane.placement.kernels.collective_op import all_reduce_bytes
 from polylane.placement.kernels.empty_shards import covers_all_ranks
 from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_GRAD, Placement, Shard
-from polylane.placement.rules.by_dimension import Letters, broadcast_labels, strategies_by_dimension
+from polylane.placement.rules.by_dimension import Letters, broadcast_labels, label_inputs, strategies_by_dimension
 from polylane.placement.rules.registry import rule
 from polylane.placement.rules.vocabulary import MEAN, NONE, SUM, ShardedClassLoss
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
@@ -55,12 +55,9 @@ def by_samples(call: OperatorCall) -> Iterator[Strategy]:
     if first.dim != 2:
         return
     weight = call.arguments.get("weight")
-    inputs = [
-        ["a", None][: value.dim] if value is not weight and value.dim and value.shape[0] == first.shape[0] else []
-        for value in call.inputs
-    ]
-    padded = [[*own, *[None] * (value.dim - len(own))] for own, value in zip(inputs, call.inputs, strict=True)]
-    yield from _by_rows(call, padded, ["a"], empty=False)
+    rows = [value for value in call.inputs if value is not weight and value.dim and value.shape[0] == first.shape[0]]
+    inputs = label_inputs(call, {value.index: ["a", *[None] * (value.dim - 1)] for value in rows})
+    yield from filter(covers_all_ranks, _by_rows(call, inputs, ["a"]))
 
 
 @rule("ctc_loss")
@@ -70,7 +67,8 @@ def ctc(call: OperatorCall) -> Iterator[Strategy]:
     if scores.dim != 3 or targets.dim != 2:
         return
     shapes: dict[int, Letters] = {scores.index: [None, "a", None], targets.index: ["a", None]}
-    yield from _by_rows(call, [shapes.get(value.index, ["a"]) for value in call.inputs], ["a"], empty=False)
+    inputs = [shapes.get(value.index, ["a"]) for value in call.inputs]
+    yield from filter(covers_all_ranks, _by_rows(call, inputs, ["a"]))
 
 
 def _all_dimensions(call: OperatorCall) -> list[str]:
@@ -79,7 +77,12 @@ def _all_dimensions(call: OperatorCall) -> list[str]:
 
 
 def _by_rows(
-    call: OperatorCall, inputs: Sequence[Letters], letters: Sequence[str], *, empty: bool = True, skip: str = ""
+    call: OperatorCall,
+    inputs: Sequence[Letters],
+    letters: Sequence[str],
+    *,
+    skip: str = "",
+    local: Callable[[RankCall], None] | None = None,
 ) -> Iterator[Strategy]:
     """Yield shards of a dimension that the loss is summed over, or of the unreduced losses.
 
@@ -87,17 +90,13 @@ def _by_rows(
         call: the loss with its argument "reduction".
         inputs: a label for every dimension of every input.
         letters: labels of the losses before they are reduced.
-        empty: whether the operator runs without samples.
         skip: labels that are not to be sharded.
+        local: changes each rank's call; default: a mean is scaled by the share of the local samples.
     """
-    reduction = call["reduction"]
-    output, summed = (letters, "") if reduction == NONE else ((), "".join(letters))
-    names = {"a": "batch"}
-    for strategy in strategies_by_dimension(
-        call, inputs, [output], names=names, summed=summed, local=_scale_local_mean, skip=skip
-    ):
-        if empty or covers_all_ranks(strategy):
-            yield strategy
+    output, summed = (letters, "") if call["reduction"] == NONE else ((), "".join(letters))
+    yield from strategies_by_dimension(
+        call, inputs, [output], names={"a": "batch"}, summed=summed, local=local or _scale_local_mean, skip=skip
+    )
 
 
 def _scale_local_mean(edit: RankCall) -> None:
@@ -136,20 +135,15 @@ def _class_dim(call: OperatorCall) -> int:
 
 
 def _by_targets(call: OperatorCall) -> Iterator[Strategy]:
-    scores, target, weight = call["self"], call["target"], call["weight"]
+    scores, target = call["self"], call["target"]
     each: list[str | None] = [*ascii_lowercase[: scores.dim]]
     each[_class_dim(call)] = None
     rows = [letter for letter in each if letter is not None]
-    inputs: list[Letters] = [[None]] * len(call.inputs)
-    inputs[scores.index], inputs[target.index] = each, each if _has_probabilities(call) else rows
-    if weight is not None:
-        inputs[weight.index] = [None]
+    inputs = label_inputs(call, {scores.index: each, target.index: each if _has_probabilities(call) else rows})
     mean = call["reduction"] == MEAN
     # With class indices the divisor is the number (or weight) of targets not ignored: counted over ranks in the kernel.
     counted = mean and not _has_probabilities(call)
-    output, summed = (rows, "") if call["reduction"] == NONE else ([], "".join(rows))
-    local = _divide_by_count if counted else _scale_local_mean
-    for strategy in strategies_by_dimension(call, inputs, [output], names={"a": "batch"}, summed=summed, local=local):
+    for strategy in _by_rows(call, inputs, rows, local=_divide_by_count if counted else None):
         yield replace(strategy, messages=1, sent=all_reduce_bytes(1, 8, call.degree, 1)) if counted else strategy
 
 
@@ -195,8 +189,6 @@ def _divide_by_count(edit: RankCall) -> None:
 
 
 def _shard_classes(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    shard = edit.strategy.inputs[edit.call["self"].index]
-    assert isinstance(shard, Shard)
-    edit.target = _replace_with_class_loss(edit).of(shard.ranges(edit.index))
+    ranges = edit.input_shard(edit.call["self"].index).ranges(edit.index)
+    edit.target = replace(_replace_with_class_loss(edit), ranges=ranges)
     edit["vocabulary"] = edit.axis

@@ -71,24 +71,13 @@ def linear(call: OperatorCall) -> Iterator[Strategy]:
     yield from multilinear(call, factors, [*rows, *columns], added=call["bias"], whole=[weight])
 
 
-@rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot")
+@rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm")
 def matmul(call: OperatorCall) -> Iterator[Strategy]:
-    """(..., m, k) (..., k, n), batches broadcast; one-dimensional operands are (k)."""
-    left, right = call.inputs
-    yield from _product(call, left, right, None)
+    """(..., m, k) (..., k, n), batches broadcast; one-dimensional operands are (k).
 
-
-@rule("addmm", "addmv", "baddbmm")
-def added(call: OperatorCall) -> Iterator[Strategy]:
-    """beta * self + alpha * (a product); ``self`` is broadcast."""
-    bias, left, right = call.inputs
-    every = _product(call, left, right, bias)
-    # torch's addmv does not broadcast a single number to an output without rows.
-    refuses = call.base == "addmv" and bias.shape != call.outputs[0].shape
-    yield from filter(covers_all_ranks, every) if refuses else every
-
-
-def _product(call: OperatorCall, left: TensorValue, right: TensorValue, bias: TensorValue | None) -> Iterator[Strategy]:
+    addmm and its like give beta * self + alpha * the product, with ``self`` broadcast.
+    """
+    *added, left, right = call.inputs
     most = max(left.dim, right.dim, 2) - 2
     batch = list(_BATCH[:most])
     m, n = ["m"] if left.dim > 1 else [], ["n"] if right.dim > 1 else []
@@ -96,7 +85,10 @@ def _product(call: OperatorCall, left: TensorValue, right: TensorValue, bias: Te
         left.index: [*batch[most - max(left.dim - 2, 0) :], *m, "k"],
         right.index: [*batch[most - max(right.dim - 2, 0) :], "k", *n],
     }
-    yield from multilinear(call, factors, [*batch, *m, *n], added=bias)
+    every = multilinear(call, factors, [*batch, *m, *n], added=added[0] if added else None)
+    # torch's addmv does not broadcast a single number to an output without rows.
+    refuses = call.base == "addmv" and added[0].shape != call.outputs[0].shape
+    yield from filter(covers_all_ranks, every) if refuses else every
 
 
 @rule("addbmm")
@@ -108,16 +100,12 @@ def addbmm(call: OperatorCall) -> Iterator[Strategy]:
     yield from multilinear(call, factors, ["m", "n"], added=bias, names=names)
 
 
-@rule("outer", "ger")
+@rule("outer", "ger", "addr")
 def outer(call: OperatorCall) -> Iterator[Strategy]:
-    """(m) (n) -> (m, n)."""
-    yield from multilinear(call, {0: ["m"], 1: ["n"]}, ["m", "n"])
-
-
-@rule("addr")
-def addr(call: OperatorCall) -> Iterator[Strategy]:
-    """beta * self + alpha * the outer product of (m) and (n)."""
-    yield from multilinear(call, {1: ["m"], 2: ["n"]}, ["m", "n"], added=call["self"])
+    """(m) (n) -> (m, n); addr gives beta * self + alpha * that product."""
+    *added, left, right = call.inputs
+    factors = {left.index: ["m"], right.index: ["n"]}
+    yield from multilinear(call, factors, ["m", "n"], added=added[0] if added else None)
 
 
 @rule("inner")

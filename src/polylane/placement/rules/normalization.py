@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from polylane.placement.kernels.collective_op import all_reduce_bytes, call_along_axis
+from polylane.placement.kernels.collective_op import all_reduce_bytes, call_along_axis, collective_strategy
 from polylane.placement.kernels.empty_shards import skip_empty_ranks
 from polylane.placement.kernels.normalization import (
     ShardedBatchNorm,
@@ -17,78 +16,48 @@ from polylane.placement.kernels.normalization import (
     ShardedLayerNorm,
     ShardedRmsNorm,
 )
-from polylane.placement.placement import Cuts, Placement, Shard, divide_cuts, even_cuts
-from polylane.placement.rules.by_dimension import Letters, label_dimensions, strategies_by_dimension
+from polylane.placement.placement import Shard
+from polylane.placement.rules.by_dimension import Letters, label_dimensions, label_inputs, strategies_by_dimension
+from polylane.placement.rules.convolution import strategies_in_units
 from polylane.placement.rules.registry import rule
-from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy, TensorValue
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
 
-def _inputs(call: OperatorCall, letters: Mapping[str, Letters]) -> list[Letters]:
-    """Return the labels of all inputs, from those of the inputs named in ``letters``; others have none."""
-    known = {
-        value.index: letters[name] for name in letters if isinstance(value := call.arguments.get(name), TensorValue)
-    }
-    return [known.get(value.index, [None] * value.dim) for value in call.inputs]
-
-
-def _present_inputs(call: OperatorCall, names: Sequence[str]) -> list[TensorValue]:
+def _present_inputs(call: OperatorCall, *names: str) -> list[TensorValue]:
     return [value for name in names if isinstance(value := call.arguments.get(name), TensorValue)]
-
-
-def _statistics_traffic(call: OperatorCall, rows: int, forward: int, backward: int) -> dict[str, Any]:
-    """Return a strategy's traffic for statistics of ``rows``: a message per forward sum, one for all backward ones."""
-    # Statistics are summed in float32 at least.
-    size = max(call.outputs[0].dtype.itemsize, 4)
-    return {"sent": all_reduce_bytes(rows, size, call.degree, forward + backward), "messages": forward + 1}
 
 
 # ---- over features ---------------------------------------------------------------------------------------------------
 
 
-@rule("layer_norm", composes=True)
+@rule("layer_norm", "rms_norm", composes=True)
 def layer_norm(call: OperatorCall) -> Iterator[Strategy]:
     """All leading dimensions; normalized ones, and the weights with them."""
-    yield from _leading_dimensions(call)
-    yield from _features(call, ShardedLayerNorm(call.outputs[0].dtype), 2, 2)
-
-
-@rule("rms_norm", composes=True)
-def rms_norm(call: OperatorCall) -> Iterator[Strategy]:
-    """All leading dimensions; normalized ones, and the weight with them."""
-    yield from _leading_dimensions(call)
-    yield from _features(call, ShardedRmsNorm(call.outputs[0].dtype), 1, 1)
-
-
-@rule("native_layer_norm", "_fused_rms_norm")
-def native(call: OperatorCall) -> Iterator[Strategy]:
-    """All leading dimensions; the statistics are outputs."""
-    yield from _leading_dimensions(call)
-
-
-def _leading_dimensions(call: OperatorCall) -> Iterator[Strategy]:
-    x = call["input"]
-    behind = len(call["normalized_shape"])
-    letters = [*label_dimensions(x)[: x.dim - behind], *[None] * behind]
-    yield from strategies_by_dimension(call, _inputs(call, {"input": letters}), [letters for _ in call.outputs])
-
-
-def _features(call: OperatorCall, function: Any, forward: int, backward: int) -> Iterator[Strategy]:
-    x = call["input"]
+    yield from leading_dimensions(call)
+    x, weights, dtype = call["input"], _present_inputs(call, "weight", "bias"), call.outputs[0].dtype
+    # Every row has two moments, the mean and the variance; in an RMS norm only the latter.
+    function, moments = (ShardedLayerNorm(dtype), 2) if call.base == "layer_norm" else (ShardedRmsNorm(dtype), 1)
     front = x.dim - len(call["normalized_shape"])
-    weights = _present_inputs(call, ("weight", "bias"))
     rows = math.prod(x.shape[:front])
     for dim in range(front, x.dim):
         # Weight and bias have the normalized dimensions only: dimension dim of x is dim - front of theirs.
         places = [x.at(dim), call.outputs[0].at(dim), *(w.at(dim - front) for w in weights)]
         for cuts in call.common_cuts(*places):
-            placed: dict[int, Placement] = {w.index: Shard(dim - front, cuts) for w in weights}
-            yield call.strategy(
-                "features",
-                {x.index: Shard(dim, cuts), **placed},
-                Shard(dim, cuts),
-                local=partial(call_along_axis, function=function),
-                **_statistics_traffic(call, rows, forward, backward),
-            )
+            placed = {x.index: Shard(dim, cuts), **{w.index: Shard(dim - front, cuts) for w in weights}}
+            # Forward one all-reduce for each moment, backward one for all.
+            yield collective_strategy(
+                call, "features", placed, Shard(dim, cuts), function,
+                rows=rows, sums=2 * moments, messages=moments + 1,
+            )  # fmt: skip
+
+
+@rule("native_layer_norm", "_fused_rms_norm")
+def leading_dimensions(call: OperatorCall) -> Iterator[Strategy]:
+    """All leading dimensions; the statistics are outputs of some operators."""
+    x = call["input"]
+    behind = len(call["normalized_shape"])
+    letters = [*label_dimensions(x)[: x.dim - behind], *[None] * behind]
+    yield from strategies_by_dimension(call, label_inputs(call, {x.index: letters}), [letters for _ in call.outputs])
 
 
 # ---- over channels and space -----------------------------------------------------------------------------------------
@@ -97,34 +66,20 @@ def _features(call: OperatorCall, function: Any, forward: int, backward: int) ->
 @rule("group_norm", composes=True)
 def group_norm(call: OperatorCall) -> Iterator[Strategy]:
     """x (N, C, ...): samples; channels between groups; space, with every group's sums over all ranks."""
-    x, weights = call["input"], _present_inputs(call, ("weight", "bias"))
+    x, weights = call["input"], _present_inputs(call, "weight", "bias")
     samples = ["n", *[None] * (x.dim - 1)]
-    yield from strategies_by_dimension(call, _inputs(call, {"input": samples}), [samples], names={"n": "samples"})
+    yield from strategies_by_dimension(call, label_inputs(call, {x.index: samples}), [samples], names={"n": "samples"})
     unit = x.shape[1] // call["num_groups"]
-    for cuts in _cuts_in_units(call, unit, x.at(1), call.outputs[0].at(1), *(w.at(0) for w in weights)):
-        placed: dict[int, Placement] = {w.index: Shard(0, cuts) for w in weights}
-        yield call.strategy("channels", {x.index: Shard(1, cuts), **placed}, Shard(1, cuts), local=_set_local_groups)
+    parts = [(x, 1, unit), (call.outputs[0], 1, unit), *((w, 0, unit) for w in weights)]
+    yield from strategies_in_units(call, "channels", call["num_groups"] if unit else 0, parts, _set_local_groups)
     function = ShardedGroupNorm(unit * math.prod(x.shape[2:]), call.outputs[0].dtype)
     yield from _over_space(call, function, x.shape[0] * call["num_groups"])
 
 
-def _cuts_in_units(call: OperatorCall, unit: int, *places: Place) -> list[Cuts]:
-    """Return cuts of the channels that go through no unit of ``unit`` channels."""
-    size = call.inputs[0].shape[1]
-    if not unit or size <= unit:
-        return []
-    found = {even_cuts(size, call.degree, unit): None}
-    found.update(dict.fromkeys(cuts for cuts in call.common_cuts(*places) if divide_cuts(cuts, unit) is not None))
-    return list(found)
-
-
 def _set_local_groups(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    (cut,) = edit.strategy.outputs
-    assert isinstance(cut, Shard)
     # A rank without channels makes an empty call, which still needs a group.
     unit = edit.call["input"].shape[1] // edit.call["num_groups"]
-    edit["num_groups"] = max(cut.local_length(edit.index) // unit, 1)
+    edit["num_groups"] = max(edit.output_shard().local_length(edit.index) // unit, 1)
 
 
 def _over_space(call: OperatorCall, function: Any, rows: int) -> Iterator[Strategy]:
@@ -132,8 +87,7 @@ def _over_space(call: OperatorCall, function: Any, rows: int) -> Iterator[Strate
     for dim in range(2, x.dim):
         for cuts in call.common_cuts(x.at(dim), call.outputs[0].at(dim)):
             shard = Shard(dim, cuts)
-            local = partial(call_along_axis, function=function)
-            yield call.strategy("space", {x.index: shard}, shard, local=local, **_statistics_traffic(call, rows, 2, 2))
+            yield collective_strategy(call, "space", {x.index: shard}, shard, function, rows=rows, sums=4, messages=3)
 
 
 @rule("instance_norm", composes=True)
@@ -157,9 +111,8 @@ _NAMES = {"a": "samples", "b": "channels"}  # the labels of an input's first two
 
 
 def _per_channel(call: OperatorCall, letters: Letters) -> list[Letters]:
-    channels = letters[1:2]
-    names = ("weight", "bias", "running_mean", "running_var")
-    return _inputs(call, {"input": letters, **dict.fromkeys(names, channels)})
+    channels = _present_inputs(call, "weight", "bias", "running_mean", "running_var")
+    return label_inputs(call, {call["input"].index: letters, **{value.index: letters[1:2] for value in channels}})
 
 
 @rule("batch_norm", composes=True)

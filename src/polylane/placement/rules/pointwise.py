@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Shard, join_cuts, slice_cuts
+from polylane.placement.placement import PARTIAL, Shard, join_cuts, slice_cuts
 from polylane.placement.rules.by_dimension import broadcast_input_labels, label_dimensions, strategies_by_dimension
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
@@ -13,19 +13,8 @@ from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
 _UNTAGGED = (
     *("absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "complex", "divide"),
     *("fill", "fix", "floor_divide", "greater", "greater_equal", "hardswish", "imag", "isclose", "isreal", "less"),
-    *(
-        "less_equal",
-        "log_sigmoid",
-        "masked_fill",
-        "multiply",
-        "negative",
-        "not_equal",
-        "polar",
-        "real",
-        "rsub",
-        "subtract",
-    ),
-    *("special_digamma", "special_erf", "special_erfc", "special_erfinv", "special_exp2", "special_expit"),
+    *("less_equal", "log_sigmoid", "masked_fill", "multiply", "negative", "not_equal", "polar", "real", "rsub"),
+    *("subtract", "special_digamma", "special_erf", "special_erfc", "special_erfinv", "special_exp2", "special_expit"),
     *("special_expm1", "special_gammainc", "special_gammaincc", "special_gammaln", "special_i0", "special_log1p"),
     *("special_logit", "special_multigammaln", "special_ndtr", "special_polygamma", "special_psi", "special_round"),
     *("special_sinc", "special_xlogy", "true_divide", "where", "zero", "_prelu_kernel", "__and__", "__or__", "__xor__"),
@@ -74,9 +63,7 @@ def _on_partial_sums(call: OperatorCall) -> Iterator[Strategy]:
         # A number would be added once per rank: only zero may be.
         rest = all(isinstance(each, TensorValue) or (each == 0 and each is not False) for each in given)
         if tensors and rest and all(each.dtype.is_floating_point for each in tensors):
-            yield call.strategy(
-                "summands", {each.index: PARTIAL for each in tensors}, PARTIAL, default=REPLICATE_PARTIAL_GRAD
-            )
+            yield call.strategy("summands", {each.index: PARTIAL for each in tensors}, PARTIAL)
 
 
 @rule("prelu")
@@ -99,11 +86,7 @@ def glu(call: OperatorCall) -> Iterator[Strategy]:
         return
     # Each rank needs the same positions of both halves: two segments, cut alike.
     half = out.shape[halved]
-    asked = [slice_cuts(cuts, 0, half) for cuts in call.common_cuts(x.at(halved)) if _halves_alike(cuts, half)]
-    for cuts in dict.fromkeys([*call.common_cuts(out.at(halved)), *asked]):
+    halves = [(slice_cuts(cuts, 0, half), slice_cuts(cuts, half, 2 * half)) for cuts in call.common_cuts(x.at(halved))]
+    for cuts in dict.fromkeys([*call.common_cuts(out.at(halved)), *(a for a, b in halves if a == b)]):
         both = Shard(halved, join_cuts([cuts, cuts]))
         yield call.strategy(f"dim {name}", {x.index: both}, Shard(halved, cuts))
-
-
-def _halves_alike(cuts: Cuts, half: int) -> bool:
-    return slice_cuts(cuts, 0, half) == slice_cuts(cuts, half, 2 * half)

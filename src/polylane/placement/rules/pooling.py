@@ -11,15 +11,9 @@ from string import ascii_letters
 import torch
 
 from polylane.placement.kernels.empty_shards import skip_empty_ranks
-from polylane.placement.kernels.halo_exchange import (
-    PickPositions,
-    Range,
-    TrimRange,
-    WeightPositions,
-    contiguous_ranges,
-    strategies_by_position,
-)
-from polylane.placement.placement import PARTIAL, Shard, repeat_cuts, scale_cuts
+from polylane.placement.kernels.halo_exchange import pick, strategies_by_position, trim, weighted
+from polylane.placement.placement import PARTIAL, Shard, contiguous_ranges, repeat_cuts, scale_cuts
+from polylane.placement.redistribute import Range
 from polylane.placement.rules.by_dimension import label_dimensions, partial_sums, strategies_by_dimension
 from polylane.placement.rules.convolution import (
     POSITIONS,
@@ -29,6 +23,7 @@ from polylane.placement.rules.convolution import (
     per_group,
     set_argument,
     set_local_groups,
+    strategies_in_units,
 )
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy
@@ -47,10 +42,8 @@ def _by_kept(call: OperatorCall, kept: Sequence[int], spatial: int | None = None
     names = {ascii_letters[d]: f"dim {d}" for d in kept}
     if spatial is not None:
         names |= {ascii_letters[x.dim - spatial - 1]: "channels", ascii_letters[x.dim - spatial - 2]: "samples"}
-    for strategy in strategies_by_dimension(
-        call, [letters] * len(call.inputs), [letters] * len(call.outputs), names=names
-    ):
-        yield skip_empty_ranks(strategy)
+    inputs, outputs = [letters] * len(call.inputs), [letters] * len(call.outputs)
+    yield from map(skip_empty_ranks, strategies_by_dimension(call, inputs, outputs, names=names))
 
 
 def _by_sample_and_channel(call: OperatorCall, spatial: int) -> Iterator[Strategy]:
@@ -73,16 +66,16 @@ def max_pool(call: OperatorCall) -> Iterator[Strategy]:
     # Integer pooling has no -inf to fill positions beyond the ends.
     if not call["self"].dtype.is_floating_point:
         return
-    for d in range(spatial):
-        yield from _pool(call, spatial, d, per_dimension(call["dilation"], spatial)[d], -math.inf)
+    for d, dilation in enumerate(per_dimension(call["dilation"], spatial)):
+        yield from _pool(call, spatial, d, _window(call, spatial, d, dilation), -math.inf)
 
 
 @rule(
     "max_pool1d_with_indices", "max_pool2d_with_indices", "max_pool3d_with_indices",
-    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d",
+    "adaptive_max_pool1d", "adaptive_max_pool2d", "adaptive_max_pool3d", "max_unpool2d", "max_unpool3d",
 )  # fmt: skip
-def max_pool_with_indices(call: OperatorCall) -> Iterator[Strategy]:
-    """Samples and channels: an index counts positions of the whole."""
+def pool_with_indices(call: OperatorCall) -> Iterator[Strategy]:
+    """Samples and channels, of values and their indices together: an index counts positions of the whole."""
     yield from _by_sample_and_channel(call, _spatial(call))
 
 
@@ -93,7 +86,8 @@ def avg_pool(call: OperatorCall) -> Iterator[Strategy]:
     yield from _by_sample_and_channel(call, spatial)
     yield from partial_sums(call, call.inputs[0])
     for d in range(spatial):
-        yield from _pool(call, spatial, d, 1, 0.0, _weights(call, spatial, d))
+        window = _window(call, spatial, d, 1)
+        yield from _pool(call, spatial, d, window, 0.0, _weights(call, window, call["self"].dim - spatial + d))
 
 
 def _window(call: OperatorCall, spatial: int, d: int, dilation: int) -> ReadWindow:
@@ -103,31 +97,28 @@ def _window(call: OperatorCall, spatial: int, d: int, dilation: int) -> ReadWind
 
 
 def _pool(
-    call: OperatorCall, spatial: int, d: int, dilation: int, value: float, weights: Sequence[float] = ()
+    call: OperatorCall, spatial: int, d: int, window: ReadWindow, value: float, weights: Sequence[float] = ()
 ) -> Iterator[Strategy]:
     dim = call["self"].dim - spatial + d
-    window = _window(call, spatial, d, dilation)
 
     def local(edit: RankCall, start: int, stop: int) -> None:
         # The halo has put the padding's values next to the local part: the operator itself must not pad.
         set_argument(edit, "padding", d, spatial, 0)
         own = weights[start:stop]
         if any(weight != 1.0 for weight in own):
-            edit.append(WeightPositions(dim, own))
+            edit.append(weighted, dim, tuple(own))
 
-    yield from strategies_by_position(call, POSITIONS[spatial][d], "self", (dim, dim), window.reads, local, value=value)
+    yield from strategies_by_position(call, POSITIONS[spatial][d], "self", dim, window.reads, local, value=value)
 
 
-def _weights(call: OperatorCall, spatial: int, d: int) -> list[float]:
+def _weights(call: OperatorCall, window: ReadWindow, dim: int) -> list[float]:
     """Return, for every output along a dimension, the window's size over the number of its positions that count.
 
     The divisor is a product over the dimensions, so that each can be corrected independently.
     """
-    dim = call["self"].dim - spatial + d
     size, count = call["self"].shape[dim], call.outputs[0].shape[dim]
     if call.arguments.get("divisor_override") is not None:
         return [1.0] * count
-    window = _window(call, spatial, d, 1)
     # With ceil_mode a window may reach beyond the padding; positions there never count.
     low, high = (-window.before, size + window.before) if call["count_include_pad"] else (0, size)
     found = []
@@ -157,16 +148,8 @@ def adaptive_avg_pool(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _mean_of_part(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    part = edit.strategy.inputs[0]
-    assert isinstance(part, Shard)
+    part = edit.input_shard()
     edit.append(operator.mul, part.local_length(edit.index) / part.size)
-
-
-@rule("max_unpool2d", "max_unpool3d")
-def max_unpool(call: OperatorCall) -> Iterator[Strategy]:
-    """Samples and channels, of values and their indices together."""
-    yield from _by_sample_and_channel(call, _spatial(call))
 
 
 # ---- interpolation ---------------------------------------------------------------------------------------------------
@@ -199,9 +182,9 @@ def _by_blocks(call: OperatorCall, argument: str, spatial: int, d: int, taps: in
         if edit.arguments.get("output_size") is not None:
             set_argument(edit, "output_size", d, spatial, (last - first) * m // n)
         if (last - first) * m // n != stop - start:
-            edit.append(TrimRange(dim, start - first * m // n, stop - start))
+            edit.append(trim, dim, start - first * m // n, stop - start)
 
-    yield from strategies_by_position(call, POSITIONS[spatial][d], argument, (dim, dim), reads, local)
+    yield from strategies_by_position(call, POSITIONS[spatial][d], argument, dim, reads, local)
 
 
 @rule(
@@ -258,8 +241,8 @@ def grid_sampler(call: OperatorCall) -> Iterator[Strategy]:
     names = dict(zip("ncdhw", ("samples", "channels", "depth", "height", "width"), strict=True))
     places = "dhw"[-(x.dim - 2) :]
     letters = [["n", "c", *[None] * len(places)], ["n", *places, None]]
-    for strategy in strategies_by_dimension(call, letters, [["n", "c", *places]], names=names):
-        yield skip_empty_ranks(strategy)
+    found = strategies_by_dimension(call, letters, [["n", "c", *places]], names=names)
+    yield from map(skip_empty_ranks, found)
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -311,9 +294,9 @@ def _padded(call: OperatorCall, name: str, dim: int, mode: str, value: float) ->
         where = {p: i for i, p in enumerate(given)}
         wanted = [source(p) for p in range(start, stop)]
         if wanted != given:
-            edit["self"] = edit.insert(PickPositions(dim, [where[p] for p in wanted]), edit["self"])
+            edit["self"] = edit.insert(pick, dim, tuple(where[p] for p in wanted), edit["self"])
 
-    yield from strategies_by_position(call, f"dim {dim}", "self", (dim, dim), reads, local, value=value)
+    yield from strategies_by_position(call, f"dim {dim}", "self", dim, reads, local, value=value)
 
 
 def _source(mode: str, before: int, size: int) -> Callable[[int], int]:
@@ -336,10 +319,8 @@ def _source(mode: str, before: int, size: int) -> Callable[[int], int]:
 def _by_units(call: OperatorCall, name: str, dims: tuple[int, int], units: tuple[int, int]) -> Iterator[Strategy]:
     """Yield shards of a dimension of the input and of the output that consist of equally many units, of these sizes."""
     x, out = call["self"], call.outputs[0]
-    count = x.shape[dims[0]] // units[0]
-    for cuts in in_units(call, count, [(x, dims[0], units[0]), (out, dims[1], units[1])]):
-        placed = {x.index: Shard(dims[0], scale_cuts(cuts, units[0]))}
-        yield skip_empty_ranks(call.strategy(name, placed, Shard(dims[1], scale_cuts(cuts, units[1]))))
+    parts = [(x, dims[0], units[0]), (out, dims[1], units[1])]
+    yield from map(skip_empty_ranks, strategies_in_units(call, name, x.shape[dims[0]] // units[0], parts))
 
 
 @rule("pixel_shuffle", "pixel_unshuffle")

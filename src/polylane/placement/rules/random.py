@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polylane.placement.kernels.random_region import RandomInRegion
-from polylane.placement.placement import Shard
+from polylane.placement.kernels.random_region import draw_locally
 from polylane.placement.rules.by_dimension import (
     broadcast_input_labels,
     label_dimensions,
@@ -24,7 +23,7 @@ _OF_CHANNELS = frozenset(("feature_dropout", "feature_alpha_dropout"))
 def dropout(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; all ranks drop the same elements of their partial sums, so that plain dropout is linear."""
     if call.prefix:
-        yield from _drawn(call)
+        yield from drawn(call)
     elif not (call["train"] and call["p"] > 0):
         yield from pointwise(call)  # evaluation, or p = 0: the identity
     else:
@@ -36,15 +35,7 @@ def dropout(call: OperatorCall) -> Iterator[Strategy]:
 @rule("rrelu")
 def rrelu(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; in evaluation a leaky relu."""
-    yield from _drawn(call) if call.prefix else () if call["training"] else pointwise(call)
-
-
-@rule(
-    "bernoulli", "exponential", "normal", "normal_functional", "rand_like", "randint_like", "randn_like", "uniform"
-)  # fmt: skip
-def drawn(call: OperatorCall) -> Iterator[Strategy]:
-    """Random values in the shape of the inputs: any dimension."""
-    yield from _drawn(call)
+    yield from drawn(call) if call.prefix else () if call["training"] else pointwise(call)
 
 
 @rule("multinomial")
@@ -53,18 +44,20 @@ def multinomial(call: OperatorCall) -> Iterator[Strategy]:
     rows = ["r"] if call["self"].dim == 2 else []
     if call.prefix and not call.written_inputs:
         yield from strategies_by_dimension(
-            call, [[*rows, None]], [[*rows, None]], names={"r": "rows"}, local=_draw_locally
+            call, [[*rows, None]], [[*rows, None]], names={"r": "rows"}, local=draw_locally
         )
 
 
-def _drawn(call: OperatorCall) -> Iterator[Strategy]:
+@rule(
+    "bernoulli", "exponential", "normal", "normal_functional", "rand_like", "randint_like", "randn_like", "uniform"
+)  # fmt: skip
+def drawn(call: OperatorCall) -> Iterator[Strategy]:
+    """Random values in the shape of the inputs: any dimension."""
     if call.prefix and not call.written_inputs:
         letters = label_dimensions(call.outputs[0])
-        yield from strategies_by_dimension(call, broadcast_input_labels(call, letters), [letters], local=_draw_locally)
+        yield from strategies_by_dimension(call, broadcast_input_labels(call, letters), [letters], local=_draw_part)
 
 
-def _draw_locally(edit: RankCall) -> None:
-    assert edit.strategy is not None
-    (cut,) = edit.strategy.outputs
-    if isinstance(cut, Shard) and not (edit.call.base in _OF_CHANNELS and cut.dim > 1):
-        edit.target = RandomInRegion(edit.target, cut.dim, cut.ranges(edit.index), cut.size)
+def _draw_part(edit: RankCall) -> None:
+    if not (edit.call.base in _OF_CHANNELS and edit.output_shard().dim > 1):
+        draw_locally(edit)

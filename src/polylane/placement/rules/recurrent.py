@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from polylane.placement.kernels.random_region import RandomInRegion
-from polylane.placement.placement import Shard
-from polylane.placement.rules.by_dimension import Letters, strategies_by_dimension
+from polylane.placement.kernels.random_region import draw_locally
+from polylane.placement.rules.by_dimension import Letters, label_inputs, strategies_by_dimension
 from polylane.placement.rules.registry import rule
-from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
+from polylane.placement.strategy import OperatorCall, Strategy
 
 _STATE: Letters = (None, "b", None)  # (layers * directions, batch, features)
 
@@ -24,18 +23,8 @@ def recurrent(call: OperatorCall) -> Iterator[Strategy]:
         return
     sequences: Letters = ("b", None, None) if call["batch_first"] else (None, "b", None)
     states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
-    inputs: list[Letters] = [(None,) * value.dim for value in call.inputs]
-    inputs[call["input"].index] = sequences
-    for state in states:
-        assert isinstance(state, TensorValue)
-        inputs[state.index] = _STATE
+    inputs = label_inputs(call, {call["input"].index: sequences, **{state.index: _STATE for state in states}})
     outputs = [sequences, *[_STATE] * len(states)]
-    yield from strategies_by_dimension(call, inputs, outputs, names={"b": "batch"}, local=_drawn if drops else None)
-
-
-def _drawn(edit: RankCall) -> None:
-    """Draw the dropout between layers at the positions of the local sequences."""
-    assert edit.strategy is not None
-    cut = edit.strategy.outputs[0]
-    assert isinstance(cut, Shard)
-    edit.target = RandomInRegion(edit.target, cut.dim, cut.ranges(edit.index), cut.size)
+    yield from strategies_by_dimension(
+        call, inputs, outputs, names={"b": "batch"}, local=draw_locally if drops else None
+    )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from string import ascii_letters
 from typing import Any
 
-from polylane.placement.kernels.collective_op import all_reduce_bytes, call_along_axis
+from polylane.placement.kernels.collective_op import collective_strategy
 from polylane.placement.kernels.reduction import (
+    LogSumExp,
+    PowerNorm,
     ShardedExtreme,
-    ShardedLogSumExp,
     ShardedMean,
-    ShardedNorm,
+    ShardedReduction,
     ShardedSoftmax,
     ShardedVariance,
 )
@@ -25,7 +25,8 @@ from polylane.placement.rules.by_dimension import (
     partial_sums,
     strategies_by_dimension,
 )
-from polylane.placement.rules.registry import rule, rule_of
+from polylane.placement.rules.pointwise import pointwise
+from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 
@@ -44,8 +45,9 @@ def _kept_labels(letters: Letters, call: OperatorCall, dims: Sequence[int]) -> l
     return [letter for d, letter in enumerate(letters) if d not in dims]
 
 
-def _cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
-    """Yield shards of dimensions that are not reduced."""
+@rule("nanmean", "prod", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "kthvalue")
+def cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
+    """Dimensions that are not reduced."""
     dims = _reduced_dims(call)
     letters = label_dimensions(call.inputs[0], dims)
     left = _kept_labels(letters, call, dims)
@@ -53,8 +55,9 @@ def _cut_kept_dims(call: OperatorCall) -> Iterator[Strategy]:
         yield from strategies_by_dimension(call, [letters], [left for _ in call.outputs])
 
 
-def _cut_any_dim(call: OperatorCall, local: Callable[[RankCall], None] | None = None) -> Iterator[Strategy]:
-    """Yield shards of any dimension; over a reduced one the outputs are partial sums."""
+@rule("nansum", "count_nonzero")
+def cut_any_dim(call: OperatorCall, local: Callable[[RankCall], None] | None = None) -> Iterator[Strategy]:
+    """Any dimension; over a reduced one the outputs are partial sums."""
     dims = _reduced_dims(call)
     letters = label_dimensions(call.inputs[0])
     left = _kept_labels(letters, call, dims)
@@ -64,12 +67,8 @@ def _cut_any_dim(call: OperatorCall, local: Callable[[RankCall], None] | None = 
         # Twice, for kept and for reduced dimensions: only the latter are summed over and change the local call.
         yield from strategies_by_dimension(call, [letters], [left], skip=added)
         yield from strategies_by_dimension(
-            call, [letters], [left], names=_reduced_label_names(added), summed=added, local=local, skip=kept
+            call, [letters], [left], names={c: f"over dim {c}" for c in added}, summed=added, local=local, skip=kept
         )
-
-
-def _reduced_label_names(letters: str) -> dict[str, str]:
-    return {letter: f"over dim {letter}" for letter in letters}
 
 
 def _cut_reduced_dim(
@@ -80,36 +79,23 @@ def _cut_reduced_dim(
     if x.dtype.is_complex:
         return
     rows = math.prod(n for d, n in enumerate(x.shape) if d not in dims)
-    size = max(call.outputs[0].dtype.itemsize, 4)
     for dim in dims:
         for cuts in call.common_cuts(x.at(dim)):
-            yield call.strategy(
-                f"over dim {ascii_letters[dim]}",
-                {0: Shard(dim, cuts)},
-                outputs,
-                local=partial(call_along_axis, function=function),
-                sent=all_reduce_bytes(rows, size, call.degree, sums),
-                messages=sums,
-            )
+            name, part = f"over dim {ascii_letters[dim]}", {0: Shard(dim, cuts)}
+            yield collective_strategy(call, name, part, outputs, function, rows=rows, sums=sums, messages=sums)
 
 
 @rule("sum")
 def sum_(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension, and partial sums."""
-    yield from _cut_any_dim(call)
+    yield from cut_any_dim(call)
     yield from partial_sums(call, call.inputs[0])
-
-
-@rule("nansum", "count_nonzero")
-def counted(call: OperatorCall) -> Iterator[Strategy]:
-    """Any dimension."""
-    yield from _cut_any_dim(call)
 
 
 @rule("mean")
 def mean(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; a rank's sum is divided by the whole count."""
-    yield from _cut_any_dim(call, local=_divide_by_whole_count)
+    yield from cut_any_dim(call, local=_divide_by_whole_count)
     yield from partial_sums(call, call.inputs[0])
 
 
@@ -118,21 +104,13 @@ def _divide_by_whole_count(edit: RankCall) -> None:
     edit.target = ShardedMean(math.prod(shape[d] for d in _reduced_dims(edit.call)), edit.call.outputs[0].dtype)
 
 
-@rule("nanmean", "prod", "argmax", "argmin", "aminmax", "median", "nanmedian", "mode", "kthvalue")
-def kept(call: OperatorCall) -> Iterator[Strategy]:
-    """Dimensions that are not reduced."""
-    yield from _cut_kept_dims(call)
-
-
 @rule("max", "min", "amax", "amin", "any", "all", composes=True)
 def extreme(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension, unless indices are returned; max and min of two tensors are pointwise."""
     if len(call.inputs) == 2:
-        pointwise = rule_of("aten.maximum.default")
-        assert pointwise is not None
         yield from pointwise(call)
         return
-    yield from _cut_kept_dims(call)
+    yield from cut_kept_dims(call)
     if len(call.outputs) == 1:
         sign = 1 if call.base in ("max", "amax", "any") else -1
         dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
@@ -144,16 +122,15 @@ def extreme(call: OperatorCall) -> Iterator[Strategy]:
 @rule("logsumexp", "special_logsumexp", composes=True)
 def logsumexp(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension."""
-    yield from _cut_kept_dims(call)
-    yield from _cut_reduced_dim(
-        call, ShardedLogSumExp(_reduced_dims(call), call["keepdim"], call.outputs[0].dtype), REPLICATE, 2
-    )
+    yield from cut_kept_dims(call)
+    function = ShardedReduction(LogSumExp, _reduced_dims(call), call["keepdim"], call.outputs[0].dtype)
+    yield from _cut_reduced_dim(call, function, REPLICATE, 2)
 
 
 @rule("var", "std", "var_mean", "std_mean", composes=True)
 def variance(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; over a sharded one the mean is all-reduced first."""
-    yield from _cut_kept_dims(call)
+    yield from cut_kept_dims(call)
     dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
     given = call.arguments.get("correction")
     correction = float(call.arguments.get("unbiased", True) if given is None else given)
@@ -171,18 +148,19 @@ def norm(call: OperatorCall) -> Iterator[Strategy]:
     order = call.arguments.get("p", call.arguments.get("ord"))
     order = 2.0 if order is None else float(order)
     if order == 1.0 and not call.inputs[0].dtype.is_complex:
-        yield from _cut_any_dim(call)
+        yield from cut_any_dim(call)
         return
-    yield from _cut_kept_dims(call)
+    yield from cut_kept_dims(call)
     if 0.0 < order < math.inf:
-        function = ShardedNorm(order, _reduced_dims(call), bool(call.arguments.get("keepdim")), call.outputs[0].dtype)
+        dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
+        function = ShardedReduction(PowerNorm, dims, keepdim, call.outputs[0].dtype, order)
         yield from _cut_reduced_dim(call, function, REPLICATE, 1)
 
 
 @rule("softmax", "log_softmax", "special_softmax", "special_log_softmax", "_softmax", "_log_softmax", "_safe_softmax")
 def softmax(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension; over a cut one the ranks reduce the maximum and the sum, backward a sum again."""
-    yield from _along(call)
+    yield from along(call)
     x, out = call.inputs[0], call.outputs[0]
     if not x.dim:
         return
@@ -190,30 +168,20 @@ def softmax(call: OperatorCall) -> Iterator[Strategy]:
     function = ShardedSoftmax(dim, out.dtype, "log" in call.base, "safe" in call.base)
     rows = math.prod(x.shape) // max(x.shape[dim], 1)
     for cuts in call.common_cuts(x.at(dim), out.at(dim)):
-        yield call.strategy(
-            f"over dim {ascii_letters[dim]}",
-            {0: Shard(dim, cuts)},
-            Shard(dim, cuts),
-            local=partial(call_along_axis, function=function),
-            sent=all_reduce_bytes(rows, max(out.dtype.itemsize, 4), call.degree, 3),
-            messages=3,
-        )
+        name, shard = f"over dim {ascii_letters[dim]}", Shard(dim, cuts)
+        yield collective_strategy(call, name, {0: shard}, shard, function, rows=rows, sums=3, messages=3)
 
 
 @rule("cumsum")
 def cumsum(call: OperatorCall) -> Iterator[Strategy]:
     """Every other dimension, and partial sums."""
-    yield from _along(call)
+    yield from along(call)
     yield from partial_sums(call, call.inputs[0])
 
 
 @rule("cumprod", "cummax", "cummin", "logcumsumexp", "sort", "argsort", "topk", "msort")
 def along(call: OperatorCall) -> Iterator[Strategy]:
     """Every dimension but the one along which they work."""
-    yield from _along(call)
-
-
-def _along(call: OperatorCall) -> Iterator[Strategy]:
     x = call.inputs[0]
     if x.dim:
         letters = label_dimensions(x, [call.arguments.get("dim", 0) % x.dim])

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterable
 from functools import cache
+from typing import TypeVar
 
 import torch
 
+from polylane.placement import rules
 from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, is_valid_placement
 from polylane.placement.strategy import OperatorCall, Strategy
 
 Rule = Callable[[OperatorCall], Iterable[Strategy]]
-
-FAMILIES = (
-    "matmul",
-    "convolution",
-    "pooling",
-    "attention",
-    "pointwise",
-    "shape",
-    "slicing",
-    "indexing",
-    "reduction",
-    "normalization",
-    "embedding",
-    "loss",
-    "recurrent",
-    "random",
-)
+R = TypeVar("R", bound=Rule)
 
 _RULES: dict[str, Rule] = {}
 _COMPOSING: set[str] = set()
 
 
-def rule(*operators: str, composes: bool = False) -> Callable[[Rule], Rule]:
+def rule(*operators: str, composes: bool = False) -> Callable[[R], R]:
     """Register a rule for operators by their names without library and overload ("linear").
 
     Args:
@@ -43,7 +30,7 @@ def rule(*operators: str, composes: bool = False) -> Callable[[Rule], Rule]:
             only for operators that tests/placement/rules/test_two_axes.py tries.
     """
 
-    def register(function: Rule) -> Rule:
+    def register(function: R) -> R:
         for name in operators:
             if name in _RULES:
                 raise ValueError(f"{name} has a rule already")
@@ -56,8 +43,8 @@ def rule(*operators: str, composes: bool = False) -> Callable[[Rule], Rule]:
 
 @cache
 def _load() -> None:
-    for family in FAMILIES:
-        importlib.import_module(f"polylane.placement.rules.{family}")
+    for module in pkgutil.iter_modules(rules.__path__):
+        importlib.import_module(f"{rules.__name__}.{module.name}")
 
 
 def rule_of(op: str) -> Rule | None:

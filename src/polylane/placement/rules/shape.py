@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from string import ascii_letters
@@ -73,24 +73,14 @@ def convert_cuts(cuts: Cuts, source: DimensionBlock, target: DimensionBlock) -> 
     return made
 
 
-def matching_cut_pairs(
-    call: OperatorCall,
-    source: Place,
-    target: Place,
-    onward: Callable[[Cuts], Cuts | None],
-    back: Callable[[Cuts], Cuts | None],
-) -> Iterator[tuple[Cuts, Cuts]]:
-    """Yield cuts of two dimensions that fit together: those asked of either, carried over to the other."""
-    found: dict[tuple[Cuts, Cuts], None] = {}
-    for cuts in call.common_cuts(source):
-        made = onward(cuts)
-        if made is not None:
-            found[cuts, made] = None
-    for cuts in call.common_cuts(target):
-        given = back(cuts)
-        if given is not None:
-            found[given, cuts] = None
-    yield from found
+def same_element_cuts(
+    call: OperatorCall, source: tuple[Place, DimensionBlock], target: tuple[Place, DimensionBlock]
+) -> list[tuple[Cuts, Cuts]]:
+    """Return cuts of two dimensions, to be offered for either, that give every rank the same elements of both."""
+    (given, a), (made, b) = source, target
+    return call.matching_cuts(
+        given, made, partial(convert_cuts, source=a, target=b), partial(convert_cuts, source=b, target=a)
+    )
 
 
 # ---- views -----------------------------------------------------------------------------------------------------------
@@ -137,21 +127,14 @@ def view(call: OperatorCall) -> Iterator[Strategy]:
     yield from partial_sums(call, x)
     if 0 in x.shape:
         return
+    # A second tensor (view_as) only gives a shape: it may be whole, or placed like the output.
+    like = [other for other in call.inputs if other is not x]
     for left, right in _dimension_groups(x.shape, out.shape):
         for (i, a), (o, b) in product(_dimension_blocks(x.shape, left), _dimension_blocks(out.shape, right)):
-            onward, back = partial(convert_cuts, source=a, target=b), partial(convert_cuts, source=b, target=a)
-            for given, made in matching_cut_pairs(call, x.at(i), out.at(o), onward, back):
-                yield from _like_other(call, f"dim {o}", {x.index: Shard(i, given)}, Shard(o, made), _reshape_locally)
-
-
-def _like_other(
-    call: OperatorCall, name: str, inputs: dict[int, Placement], made: Shard, local: Callable[[RankCall], None]
-) -> Iterator[Strategy]:
-    """Yield a strategy whose second tensor only gives a shape: it may be whole, or placed like the output."""
-    yield call.strategy(name, inputs, made, local=local)
-    for other in call.inputs:
-        if other is not call["self"]:
-            yield call.strategy(name, {**inputs, other.index: made}, made, local=local)
+            for given, made in same_element_cuts(call, (x.at(i), a), (out.at(o), b)):
+                own, target = {x.index: Shard(i, given)}, Shard(o, made)
+                for inputs in (own, *({**own, other.index: target} for other in like)):
+                    yield call.strategy(f"dim {o}", inputs, target, local=_reshape_locally)
 
 
 def _reshape_locally(edit: RankCall) -> None:
@@ -246,8 +229,7 @@ def repeat(call: OperatorCall) -> Iterator[Strategy]:
         if size > 1:
             # The output dimension is ``times`` copies of the input's, one after the other.
             a, b = DimensionBlock(times, size, 1), DimensionBlock(1, times * size, 1)
-            onward, back = partial(convert_cuts, source=a, target=b), partial(convert_cuts, source=b, target=a)
-            for given, made in matching_cut_pairs(call, x.at(i), out.at(o), onward, back):
+            for given, made in same_element_cuts(call, (x.at(i), a), (out.at(o), b)):
                 yield call.strategy(f"dim {o}", {x.index: Shard(i, given)}, Shard(o, made))
         if times > 1:
             for cuts in call.common_cuts(out.at(o)):
@@ -279,16 +261,13 @@ def repeat_interleave(call: OperatorCall) -> Iterator[Strategy]:
     for i, block in _dimension_blocks(x.shape, dims):
         # A cut of the input's dimension, in units of ``repeats`` output elements.
         own = DimensionBlock(block.outer, block.size, block.inner * call["repeats"])
-        onward, back = partial(convert_cuts, source=own, target=whole), partial(convert_cuts, source=whole, target=own)
-        for given, made in matching_cut_pairs(call, x.at(i), out.at(at), onward, back):
-            yield call.strategy(
-                f"dim {i}", {x.index: Shard(i, given)}, Shard(at, made), local=partial(_repeat_interleave_locally, at)
-            )
+        for given, made in same_element_cuts(call, (x.at(i), own), (out.at(at), whole)):
+            yield call.strategy(f"dim {i}", {x.index: Shard(i, given)}, Shard(at, made), local=_set_output_size)
 
 
-def _repeat_interleave_locally(dim: int, edit: RankCall) -> None:
+def _set_output_size(edit: RankCall) -> None:
     if edit["output_size"] is not None:
-        edit["output_size"] = edit.output_shape()[dim]
+        edit["output_size"] = edit.output_shard().local_length(edit.index)
 
 
 # ---- within dimensions -----------------------------------------------------------------------------------------------
@@ -325,8 +304,7 @@ def triangle(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _shift_diagonal(sign: int, edit: RankCall) -> None:
-    assert edit.strategy is not None and isinstance(edit.strategy.inputs[0], Shard)
-    ranges = edit.strategy.inputs[0].ranges(edit.index)
+    ranges = edit.input_shard().ranges(edit.index)
     edit["diagonal"] += sign * (ranges[0][0] if ranges else 0)
 
 

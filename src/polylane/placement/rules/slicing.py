@@ -8,7 +8,16 @@ from itertools import accumulate, chain, islice, pairwise, product
 
 import torch
 
-from polylane.placement.placement import PARTIAL, Cuts, Shard, even_cuts, join_cuts, simplify_cuts, slice_cuts
+from polylane.placement.placement import (
+    PARTIAL,
+    Cuts,
+    Shard,
+    even_cuts,
+    join_cuts,
+    simplify_cuts,
+    slice_cuts,
+    with_offsets,
+)
 from polylane.placement.rules.by_dimension import label_dimensions, no_labels, partial_sums, strategies_by_dimension
 from polylane.placement.rules.registry import rule
 from polylane.placement.strategy import OperatorCall, Place, RankCall, Strategy, TensorValue
@@ -22,7 +31,7 @@ MOST_COMBINATIONS = 16
 
 
 def cuts_of_pieces(
-    call: OperatorCall, whole: Place, parts: Sequence[Place], sizes: Sequence[int]
+    call: OperatorCall, whole: TensorValue, pieces: Sequence[TensorValue], dim: int
 ) -> Iterator[tuple[Cuts, list[Cuts]]]:
     """Yield cuts of a dimension and of the pieces that it consists of: every rank has its share of every piece.
 
@@ -31,15 +40,16 @@ def cuts_of_pieces(
 
     Args:
         call: the operator whose neighbours are asked.
-        whole: the dimension that consists of all pieces.
-        parts: the same dimension of every piece.
-        sizes: lengths of the pieces, in order.
+        whole: the tensor that consists of all pieces.
+        pieces: the tensors that it consists of, in order.
+        dim: the dimension along which the pieces follow each other.
     """
+    sizes = [piece.shape[dim] for piece in pieces]
     if sum(sizes) < 2:
         return
     alike: dict[int, list[Place]] = {}
-    for place, n in zip(parts, sizes, strict=True):
-        alike.setdefault(n, []).append(place)
+    for piece in pieces:
+        alike.setdefault(piece.shape[dim], []).append(piece.at(dim))
     ways = {n: call.common_cuts(*places) or [even_cuts(n, call.degree)] for n, places in alike.items()}
     # First the n-th way of every size together, then all combinations, up to the limit.
     most = max(len(way) for way in ways.values())
@@ -49,8 +59,8 @@ def cuts_of_pieces(
         chosen = dict(zip(ways, choice, strict=True))
         made = tuple(chosen[n] for n in sizes)
         found[simplify_cuts(join_cuts(made)), made] = None
-    for cuts in call.common_cuts(whole):
-        made = tuple(simplify_cuts(piece) for piece in _clip_cuts(cuts, sizes))
+    for cuts in call.common_cuts(whole.at(dim)):
+        made = tuple(map(simplify_cuts, _clip_cuts(cuts, sizes)))
         if _is_balanced(cuts, made, sizes):
             found[cuts, made] = None
     for cuts, made in found:
@@ -66,10 +76,8 @@ def _is_balanced(cuts: Cuts, made: Sequence[Cuts], sizes: Sequence[int]) -> bool
     edges = {p for segment in cuts for p in (segment[0], segment[-1])}
     if edges.issuperset(accumulate(sizes)):
         return True
-    ranks = range(len(cuts[0]) - 1)
-    return all(
-        n <= len(ranks) or all(Shard(0, c).local_length(i) for i in ranks) for c, n in zip(made, sizes, strict=True)
-    )
+    ranks = len(cuts[0]) - 1
+    return all(n <= ranks or all(Shard(0, piece).ranges_by_rank) for piece, n in zip(made, sizes, strict=True))
 
 
 def _split_dim(call: OperatorCall) -> int:
@@ -91,8 +99,7 @@ def split(call: OperatorCall) -> Iterator[Strategy]:
     )
     yield from partial_sums(call, x)
     if len(call.inputs) == 1 and 0 not in x.shape:
-        sizes = [out.shape[dim] for out in call.outputs]
-        for whole, parts in cuts_of_pieces(call, x.at(dim), [out.at(dim) for out in call.outputs], sizes):
+        for whole, parts in cuts_of_pieces(call, x, call.outputs, dim):
             made = [Shard(dim, cuts) for cuts in parts]
             yield call.strategy("pieces", {x.index: Shard(dim, whole)}, made, local=partial(_split_locally, dim))
 
@@ -123,8 +130,7 @@ def cat(call: OperatorCall) -> Iterator[Strategy]:
     letters = label_dimensions(out, (dim,))
     yield from strategies_by_dimension(call, [letters for _ in call.inputs], [letters])
     if 0 not in out.shape:
-        sizes = [v.shape[dim] for v in call.inputs]
-        for whole, parts in cuts_of_pieces(call, out.at(dim), [v.at(dim) for v in call.inputs], sizes):
+        for whole, parts in cuts_of_pieces(call, out, call.inputs, dim):
             yield call.strategy("pieces", {i: Shard(dim, cuts) for i, cuts in enumerate(parts)}, Shard(dim, whole))
 
 
@@ -152,17 +158,16 @@ def unbind(call: OperatorCall) -> Iterator[Strategy]:
 @rule("select")
 def select(call: OperatorCall) -> Iterator[Strategy]:
     """One element along a dimension; where that is sharded, its owner has it and all others a partial sum of zero."""
+    yield from unbind(call)
     x, dim = call["self"], int(call["dim"]) % call["self"].dim
-    letters = label_dimensions(x, (dim,))
-    yield from strategies_by_dimension(call, [letters], [letters[:dim] + letters[dim + 1 :]])
-    yield from partial_sums(call, x)
     if x.dtype.is_floating_point or x.dtype.is_complex:
         for cuts in call.common_cuts(x.at(dim)):
             given = Shard(dim, cuts)
-            yield call.strategy("the owner", {x.index: given}, PARTIAL, local=partial(_select_locally, given))
+            yield call.strategy("the owner", {x.index: given}, PARTIAL, local=_select_locally)
 
 
-def _select_locally(given: Shard, edit: RankCall) -> None:
+def _select_locally(edit: RankCall) -> None:
+    given = edit.input_shard(edit.call["self"].index)
     at = int(edit["index"]) % given.size
     own = _local_slices(given, edit.index, at, at + 1, 1)
     if own:
@@ -230,21 +235,18 @@ def _around(call: OperatorCall, cuts: Cuts, start: int, stop: int) -> Iterator[C
 
 def _local_slices(given: Shard, index: int, start: int, stop: int, step: int) -> list[tuple[int, int]]:
     """Return the selected elements of a rank, as (start, stop) in its own part, one per range of its shard."""
-    result, at = [], 0
-    for a, b in given.ranges(index):
+    result = []
+    for a, b, at in with_offsets(given.ranges(index)):
         # The first selected position at or after a.
         first = max(start, a + (start - a) % step)
         last = min(stop, b)
         if first < last:
             result.append((at + first - a, at + last - a))
-        at += b - a
     return result
 
 
 def _slice_locally(start: int, stop: int, step: int, edit: RankCall) -> None:
-    assert edit.strategy is not None
-    given = edit.strategy.inputs[edit.call["self"].index]
-    assert isinstance(given, Shard)
+    given = edit.input_shard(edit.call["self"].index)
     own, dim, x = _local_slices(given, edit.index, start, stop, step), given.dim, edit["self"]
     if step == 1 and own:  # between two local ranges of the slice the rank's part has nothing else
         own = [(own[0][0], own[-1][1])]

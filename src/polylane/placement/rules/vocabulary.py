@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from polylane.placement.kernels.accumulation_dtype import HALF, accumulation_dtype, upcast
-from polylane.placement.kernels.collective_op import all_reduce_max, all_reduce_sum
+from polylane.placement.kernels.collective_op import all_reduce_sum
+from polylane.placement.kernels.reduction import max_over_axes
+from polylane.placement.placement import with_offsets
 from polylane.placement.redistribute import Axis, all_reduce_differentiable
 
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of a loss's reduction
@@ -25,11 +27,10 @@ def local_position(index: Tensor, ranges: Ranges) -> tuple[Tensor, Tensor]:
     Returns:
         The positions in the rank's part (0 for elements that it does not have), and whether it has them.
     """
-    at, own, length = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool), 0
-    for start, stop in ranges:
+    at, own = torch.zeros_like(index), torch.zeros_like(index, dtype=torch.bool)
+    for start, stop, offset in with_offsets(ranges):
         inside = (index >= start) & (index < stop)
-        at, own = torch.where(inside, index - start + length, at), own | inside
-        length += stop - start
+        at, own = torch.where(inside, index - start + offset, at), own | inside
     return at, own
 
 
@@ -42,40 +43,24 @@ def check_range(index: Tensor, size: int) -> None:
     torch._assert_async(((index >= 0) & (index < size)).all(), f"index out of range: not one of {size}")
 
 
-@dataclass(frozen=True)
-class ShardedLookup:
-    """Lookup in an embedding's table: the rows that this rank has, and zeros for others.
+def lookup(ranges: Ranges, size: int, padding: int, table: Tensor, indices: Tensor) -> Tensor:
+    """Look up indices (...) in the rows of an embedding's table that this rank has; return (..., f), 0 for other rows.
 
-    Attributes:
+    Args:
         ranges: ranges of the table's rows that this rank has.
         size: number of rows of the whole table.
         padding: index of the row that gets no gradient; -1: none.
+        table: (rows, f), the local rows.
+        indices: rows of the whole table.
     """
-
-    ranges: Ranges
-    size: int
-    padding: int
-
-    __module__ = "polylane"
-    __name__ = "lookup"
-
-    def __call__(self, table: Tensor, indices: Tensor) -> Tensor:
-        """Look up indices (...) in the local rows of the table (rows, f); return (..., f)."""
-        check_range(indices, self.size)
-        if not table.shape[0]:
-            return table.sum(0).expand(*indices.shape, table.shape[1])  # zeros, with a gradient for the table
-        at, own = local_position(indices, self.ranges)
-        rows = functional.embedding(at, table, self._padding())
-        return rows.masked_fill_(~own.unsqueeze(-1), 0)
-
-    def _padding(self) -> int | None:
-        """Return the local index of the row without a gradient, if this rank has it."""
-        length = 0
-        for start, stop in self.ranges:
-            if start <= self.padding < stop:
-                return self.padding - start + length
-            length += stop - start
-        return None
+    check_range(indices, size)
+    if not table.shape[0]:
+        return table.sum(0).expand(*indices.shape, table.shape[1])  # zeros, with a gradient for the table
+    at, own = local_position(indices, ranges)
+    # The local index of the row without a gradient, if this rank has it.
+    padding_at = (padding - start + offset for start, stop, offset in with_offsets(ranges) if start <= padding < stop)
+    rows = functional.embedding(at, table, next(padding_at, None))
+    return rows.masked_fill_(~own.unsqueeze(-1), 0)
 
 
 @dataclass(frozen=True)
@@ -101,10 +86,6 @@ class ShardedClassLoss:
 
     __module__ = "polylane"
     __name__ = "class_loss"
-
-    def of(self, ranges: Ranges) -> ShardedClassLoss:
-        """Return the same loss for a rank that has some of the classes."""
-        return replace(self, ranges=ranges)
 
     def __call__(
         self,
@@ -154,8 +135,8 @@ class ShardedClassLoss:
     ) -> Tensor:
         """Return the loss of every sample, for a class index as target."""
         ranges = self.ranges if self.ranges is not None else ((0, self.classes),)
+        at, own = local_position(index, ranges)
         if not self.logits:
-            at, own = local_position(index, ranges)
             right = _gather_own(scores, at, own, dim).to(accumulation_dtype(scores.dtype))
             return -right if weight is None else -right * weight[index]
         smoothed: Tensor | None = None
@@ -163,7 +144,6 @@ class ShardedClassLoss:
             mine = scores.new_ones(self.classes, dtype=accumulation_dtype(scores.dtype)) if weight is None else weight
             # Label smoothing needs a weighted sum over all logits: this rank's weights are those of its classes.
             smoothed = torch.cat([mine[start:stop] for start, stop in ranges] or [mine[:0]])
-        at, own = local_position(index, ranges)
         normalizer, right, weighted = _CrossEntropyTerms.apply(scores, at, own, smoothed, dim, axis)  # type: ignore[no-untyped-call]
         loss = normalizer - right
         if weight is not None:
@@ -211,13 +191,12 @@ class _CrossEntropyTerms(torch.autograd.Function):
         values, axes = upcast(x), [] if axis is None else [axis]
         if weight is not None:
             weight = weight.view([-1 if d == dim else 1 for d in range(x.dim())])
-        highest = values.amax(dim) if x.shape[dim] else values.new_full(at.shape, -torch.inf)
-        highest = all_reduce_max(axes, highest)
-        sums = [(values - highest.unsqueeze(dim)).exp_().sum(dim), _gather_own(values, at, own, dim)]
+        highest = max_over_axes(axes, values, [dim])
+        sums = [(values - highest).exp_().sum(dim), _gather_own(values, at, own, dim)]
         sums += [] if weight is None else [(values * weight).sum(dim)]
         # One all-reduce for all row sums, after that of the maximum.
         every = all_reduce_sum(axes, torch.stack(sums))
-        normalizer = every[0].log() + highest
+        normalizer = every[0].log() + highest.squeeze(dim)
         ctx.dim = dim
         ctx.save_for_backward(x, normalizer, at, own, weight)
         return normalizer, every[1].clone(), every[-1].clone()
