@@ -10,10 +10,10 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from types import FrameType
 from typing import Any
 
 import torch
-import torch.utils._traceback
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -199,26 +199,33 @@ def _distributions_unchecked() -> Iterator[None]:
 @contextmanager
 def _lines_kept() -> Iterator[None]:
     """Context manager: keep all of the user's lines in stack traces; torch keeps those of "forward" functions only."""
-    tracer: Any = torch.fx.proxy.TracerBase
-    stacks: Any = torch.utils._traceback
-    original, read = tracer._filter_traceback_frames, stacks._extract_symbolized_tb
-
-    def of_the_user(_: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
-        # Frames above this file belong to polylane's caller, not to the loss.
-        frames = list(stack)
-        start = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
-        return traceback.StackSummary.from_list([frame for frame in frames[start + 1 :] if is_users(frame.filename)])
-
-    def unread(frames: Sequence[Any], skip: int) -> traceback.StackSummary:
-        """Return a stack whose source lines are read on demand; torch would read those of all frames."""
-        every = [(frame["filename"], frame["line"], frame["name"]) for frame in reversed(frames[skip:])]
-        return traceback.StackSummary.from_list([traceback.FrameSummary(*each, lookup_line=False) for each in every])
-
-    tracer._filter_traceback_frames, stacks._extract_symbolized_tb = of_the_user, unread
+    proxies: Any = torch.fx.proxy
+    tracer, read = proxies.TracerBase, proxies.CapturedTraceback
+    original = tracer._filter_traceback_frames
+    tracer._filter_traceback_frames, proxies.CapturedTraceback = lambda _, stack: stack, _UsersFrames
     try:
         yield
     finally:
-        tracer._filter_traceback_frames, stacks._extract_symbolized_tb = original, read
+        tracer._filter_traceback_frames, proxies.CapturedTraceback = original, read
+
+
+class _UsersFrames:
+    """The user's part of the stack, in place of torch's record of all of it, which takes longer than an operator."""
+
+    @staticmethod
+    def extract() -> type[_UsersFrames]:
+        return _UsersFrames
+
+    @staticmethod
+    def summary() -> traceback.StackSummary:
+        frame: FrameType | None = sys._getframe(1)
+        frames = list[traceback.FrameSummary]()
+        # Frames above this file belong to polylane's caller, not to the loss.
+        while frame is not None and (file := frame.f_code.co_filename) != __file__:
+            if is_users(file):
+                frames.append(traceback.FrameSummary(file, frame.f_lineno, frame.f_code.co_name, lookup_line=False))
+            frame = frame.f_back
+        return traceback.StackSummary.from_list(frames[::-1])
 
 
 @contextmanager
