@@ -1,6 +1,7 @@
 """Covering subsets of tables of tests: what stays in `make test`, while `make test-all` runs every entry.
 
-:func:`pairs` keeps every row and every column; :func:`one_in` keeps some rows of a table whose rows pin one law.
+:func:`pairs` keeps every row and every column; :func:`one_in` keeps some rows of a table whose rows pin one law;
+:func:`examples` says how many examples Hypothesis tries.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def pairs(rows: Iterable[Any], columns: Sequence[Any]) -> list[Any]:
@@ -28,3 +30,8 @@ def pairs(rows: Iterable[Any], columns: Sequence[Any]) -> list[Any]:
 def one_in(n: int, values: Iterable[Any], first: int = 0) -> list[Any]:
     """Every n-th value is run always, from the ``first`` on; the others are slow: for tables that pin one law often."""
     return [pytest.param(value, marks=[] if i % n == first else pytest.mark.slow) for i, value in enumerate(values)]
+
+
+def examples(most: int, least: int = 3) -> int:
+    """Of so many examples of a law a fourth is tried always, others in every run; all of them in `make test-all`."""
+    return max(least, most * settings().max_examples // 100)

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import covering
 from local_transport import LocalTransport, run_local
 from polylane.program.program import GradientBucket
 from polylane.runtime.sync.all_reduce import AllReducer
@@ -20,7 +21,7 @@ from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompre
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor, orthonormalize_rows
 from polylane.runtime.sync.compression.top_k import SAMPLED, TopKCompressor, find_largest
 
-law = settings(max_examples=30, deadline=None)
+law = settings(max_examples=covering.examples(30), deadline=None)
 
 # Gradients of a step: of parameters, of ranks.
 Shares = list[list[Tensor]]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import covering
 from exact_player import ExactPlayer
 from polylane.cost.network.fair_share import max_min_speeds
 from polylane.cost.simulator.contention import ContentionSimulator
@@ -165,7 +166,7 @@ def schedules(draw: st.DrawFn) -> tuple[Sequence[Sequence[Action]], StageGraph]:
 
 
 @given(schedules(), st.integers(0, 5), st.integers(0, 5), st.integers(0, 4))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=covering.examples(40))
 def test_a_schedule_takes_what_theory_says(
     schedule: tuple[Sequence[Sequence[Action]], StageGraph], f: int, b: int, c: int
 ) -> None:
@@ -190,13 +191,13 @@ def test_a_schedule_takes_what_theory_says(
 
 
 @given(programs())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=covering.examples(40))
 def test_lanes_that_share_nothing_take_their_longest_path(lanes: Lanes) -> None:
     assert max((span.end for span in simulate_tasks(lanes).spans), default=0) == longest_path(lanes)
 
 
 @given(programs())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=covering.examples(40))
 def test_events_come_to_the_same_where_there_is_enough_for_all(lanes: Lanes) -> None:
     matched = match_lanes(lanes)
     ContentionSimulator(matched.lanes, [SharedCores(tuple(range(len(lanes))), 100)], {}).run()
@@ -208,7 +209,7 @@ def test_events_come_to_the_same_where_there_is_enough_for_all(lanes: Lanes) -> 
 
 
 @given(crowds())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=covering.examples(40))
 def test_every_moment_of_a_lane_is_one_of_three(crowd: tuple[Lanes, list[SharedCores], dict[str, float]]) -> None:
     """And nothing that can be run is a deadlock, whatever is shared."""
     lanes, hosts, links = crowd
@@ -231,7 +232,7 @@ def _lanes(timeline: Timeline) -> list[list]:  # type: ignore[type-arg]
 
 
 @given(crowds())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=covering.examples(40))
 def test_sharing_never_ends_before_the_longest_path(crowd: tuple[Lanes, list[SharedCores], dict[str, float]]) -> None:
     lanes, hosts, links = crowd
     last = max((span.end for span in simulate_tasks(lanes, hosts, links).spans), default=0)
@@ -239,7 +240,7 @@ def test_sharing_never_ends_before_the_longest_path(crowd: tuple[Lanes, list[Sha
 
 
 @given(crowds())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=covering.examples(40))
 def test_no_host_gives_more_than_it_has(crowd: tuple[Lanes, list[SharedCores], dict[str, float]]) -> None:
     lanes, hosts, links = crowd
     last = max((span.end for span in simulate_tasks(lanes, hosts, links).spans), default=0)
@@ -249,7 +250,7 @@ def test_no_host_gives_more_than_it_has(crowd: tuple[Lanes, list[SharedCores], d
 
 
 @given(programs(), st.data())
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=covering.examples(40))
 def test_never_faster_with_a_slower_task_or_link_where_nothing_is_shared(lanes: Lanes, data: st.DataObject) -> None:
     """Where cores are shared this is no law: who comes later may be out of another one's way."""
     places = [(lane, index) for lane, tasks in enumerate(lanes) for index in range(len(tasks))]
@@ -302,7 +303,7 @@ def test_equal_transfers_on_one_link_take_as_many_times_as_long(count: int, took
 
 
 @given(programs(), st.integers(1, 4))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=covering.examples(40))
 def test_steps_in_a_row_take_no_longer_than_one_after_the_other(lanes: Lanes, steps: int) -> None:
     one, several = simulate_tasks(lanes), simulate_tasks([steps * lane for lane in lanes])
     last = max((span.end for span in one.spans), default=0)
@@ -342,7 +343,7 @@ def test_links_are_shared_max_min_fairly(
 
 
 @given(programs(), st.integers(1, 6), st.sets(st.integers(0, 30)))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=covering.examples(40))
 def test_events_agree_with_a_player_in_exact_fractions(lanes: Lanes, halves: int, linked: set[int]) -> None:
     """Cores and a link shared by passes and messages of more than no time."""
     simple: Lanes = [[] for _ in lanes]
