@@ -90,9 +90,11 @@ def test_parts_step_as_one_device_does(plan: str, name: str) -> None:
     reference = plainly(mlp(*SIZES), BATCHES, microbatches=microbatches, **options)
     results = trained(mlp(*SIZES), plan, BATCHES, shapes, **options)
     whole = {name: tuple(p.shape) for name, p in mlp(*SIZES).named_parameters()}
+    # Of any stage: operators are timed to cut the model, and a stage may get nothing that can be split.
+    parts = [(name, shape) for worker in results for name, shape in worker.extra.items() if len(whole[name]) == 2]
+    assert any(shape != whole[name] for name, shape in parts)
     for worker in results:
         assert_same(worker, reference, 1e-10)
-        assert any(shape != whole[name] for name, shape in worker.extra.items() if len(whole[name]) == 2)
         for name, gradient in worker.gradients.items():
             assert gradient is None or tuple(gradient.shape) == worker.extra[name]
 
