@@ -4,7 +4,10 @@ import gc
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+import torch._dynamo.config
+from hypothesis import settings
 
 # Helpers are imported by their bare names, whatever drawer the tests that need them are in.
 TESTS = Path(__file__).parent
@@ -15,7 +18,22 @@ for _folder in (TESTS, *(TESTS / name for name in ("equivalence", "graph", "opti
 torch.set_num_threads(1)
 
 
+# Torch keeps what it has inferred of operators, for models in which equal layers follow each other; in small models
+# hardly any operator comes twice, and keeping takes longer than inferring.
+torch._dynamo.config.fake_tensor_cache_enabled = False
+
+# A fourth of the examples that laws are tried on; `make test-all` takes them all.
+settings.register_profile("few", max_examples=25)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "not slow" and not config.getoption("--hypothesis-profile"):
+        settings.load_profile("few")
+
+
 def pytest_collection_finish() -> None:
     """What torch and thousands of tests are made of stays: spare the garbage collector from looking at it."""
     gc.collect()
     gc.freeze()
+    # What tests keep for each other (graphs, by the thousand objects) stays too: look at it seldom.
+    gc.set_threshold(10_000, 20, 50)

@@ -1,6 +1,7 @@
 """Covering subsets of tables of tests: what stays in `make test`, while `make test-all` runs every entry.
 
-:func:`pairs` keeps every row and every column; :func:`one_in` keeps some rows of a table whose rows pin one law.
+:func:`pairs` keeps every row and every column; :func:`one_in` keeps some rows of a table whose rows pin one law;
+:func:`examples` says how many examples Hypothesis tries.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 
 def pairs(rows: Iterable[Any], columns: Sequence[Any]) -> list[Any]:
@@ -35,3 +37,8 @@ def except_slow(values: Iterable[Any], slow: Sequence[Any]) -> list[Any]:
     values = list(values)
     assert all(value in values for value in slow), "what is slow is one of the values"
     return [pytest.param(value, marks=[pytest.mark.slow] if value in slow else []) for value in values]
+
+
+def examples(most: int, least: int = 3) -> int:
+    """Of so many examples of a law a fourth is tried always, others in every run; all of them in `make test-all`."""
+    return max(least, most * settings().max_examples // 100)

@@ -60,12 +60,12 @@ QUICK = [
     pytest.param("balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
     pytest.param("planner", ["--tasks", "digits"], "7 cases: median error", marks=slow, id="planner"),
     pytest.param("scale", [], r"\| 2 layers of GPT-3 \| 8 a100-80g \|", marks=slow, id="scale"),
-    pytest.param("sharded", ["tiny"], "polylane shard=parameters", id="sharded"),
+    pytest.param("sharded", ["tiny"], "polylane shard=parameters", marks=slow, id="sharded"),
     pytest.param("sync", ["--only", "outer="], r"\| `data=2,every=8,outer=0.7:0.9` \| [\d.]+%", marks=slow, id="sync"),
     pytest.param("tensor", ["tiny"], "Their losses differ by ", id="tensor"),
     pytest.param("transport", [], r"\| broadcast \| 2 \| 1 \|", id="transport"),
     pytest.param("utilization", [], r"\| 1f1b, 2 \| [\d.]+%", id="utilization"),
-    pytest.param("witnesses", [], r"\| digits \| data=2 \|", id="witnesses"),
+    pytest.param("witnesses", [], r"\| digits \| data=2 \|", marks=slow, id="witnesses"),
     pytest.param("zoo_batch_norm", ["--plans", "data=2"], "1 equal", marks=slow, id="zoo_batch_norm"),
 ]
 

@@ -69,7 +69,12 @@ def test_nor_are_those_of_a_model_on_the_meta_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"), [("gpt", "[data=2 | 1]"), ("hf_llama", "[data=2 | 1]"), ("t5", "[1 | data=2,tensor=2 | data=3]")]
+    ("name", "plan"),
+    [
+        ("gpt", "[data=2 | 1]"),
+        pytest.param("hf_llama", "[data=2 | 1]", marks=pytest.mark.slow),
+        ("t5", "[1 | data=2,tensor=2 | data=3]"),
+    ],
 )
 def test_language_models_on_the_meta_device_are_divided_anew(name: str, plan: str) -> None:
     case = models.CASES[name]() if name in models.CASES else models.example_case(name)

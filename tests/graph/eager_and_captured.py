@@ -31,7 +31,10 @@ def _captured(name: str, samples: int, training: bool, in_float64: bool) -> tupl
     if in_float64:
         leaves, rebuild = flatten(batch)
         model, batch = model.double(), rebuild(cast_leaves(leaves, torch.float64))
-    return capture(model, case.loss, batch, training=training, in_float64=in_float64), model, case
+    before = state(model)
+    graph = capture(model, case.loss, batch, training=training, in_float64=in_float64)
+    assert_unchanged(before, state(model))
+    return graph, model, case
 
 
 def captured(

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+import covering
 import models
 from counting import calls
 from polylane.errors import PolylaneError
@@ -58,7 +59,7 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 
 @given(graphs(), st.data())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=covering.examples(200))
 def test_every_value_comes_straight_from_its_stage(graph: Graph, data: st.DataObject) -> None:
     allowed = cut_positions(graph)
     cuts = tuple(sorted(data.draw(st.sets(st.sampled_from(allowed))))) if allowed else ()
@@ -100,7 +101,7 @@ def travelling(graph: Graph, cuts: Sequence[int]) -> float:
 
 
 @given(graphs(), st.integers(2, 4), st.data())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=covering.examples(300))
 def test_the_slowest_stage_is_as_fast_as_can_be_and_few_bytes_travel(graph: Graph, stages: int, data: Any) -> None:
     duration = st.just(0.0) | st.floats(1e-3, 9.0)
     seconds = data.draw(st.lists(duration, min_size=len(graph.nodes), max_size=len(graph.nodes)))
@@ -237,21 +238,38 @@ def test_a_count_of_samples_is_made_anew() -> None:
 # Elsewhere -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", CUTTABLE)
-def test_other_graphs_of_the_model_are_cut_where_the_first_was(name: str) -> None:
-    graph = captured(name)[0]
-    others = [captured(name, training=False)[0], captured(name, samples=3)[0]]
+def cuttable(n: int) -> list[Any]:
+    """Every n-th model, those that are captured for other tests; the others are slow."""
+    every = covering.one_in(n, [*models.CASES, *models.TINY])
+    return [each for each in every if each.values[0] in CUTTABLE]
+
+
+@pytest.mark.parametrize("name", cuttable(2))
+def test_the_graph_of_evaluation_is_cut_where_the_first_was(name: str) -> None:
+    cut_alike(captured(name)[0], captured(name, training=False)[0])
+
+
+@pytest.mark.parametrize("name", cuttable(3))
+def test_a_graph_for_other_batches_is_cut_where_the_first_was(name: str) -> None:
+    graph, other = captured(name)[0], captured(name, samples=3)[0]
+    for reference, partition in cut_alike(graph, other):
+        assert partition.cuts == reference.cuts
+
+
+def cut_alike(graph: Graph, other: Graph) -> list[tuple[Partition, Partition]]:
+    """Both graphs cut into two and into three stages, as far as they can be."""
+    found = []
     for stages in (2, 3):
-        if stages > min(len(cut_positions(g)) for g in (graph, *others)) + 1:
+        if stages > min(len(cut_positions(g)) for g in (graph, other)) + 1:
             continue
         reference = balance_stages(graph, stages, node_seconds(graph))
-        assert align_partition(reference, others[1]).cuts == reference.cuts
-        for other in others:
-            partition = align_partition(reference, other)
-            assert partition.stages == stages
-            assert set(partition.cuts) <= set(cut_positions(other))
-            for stage in range(stages):
-                assert set(partition.parameters(stage)) <= set(reference.parameters(stage))
+        partition = align_partition(reference, other)
+        assert partition.stages == stages
+        assert set(partition.cuts) <= set(cut_positions(other))
+        for stage in range(stages):
+            assert set(partition.parameters(stage)) <= set(reference.parameters(stage))
+        found.append((reference, partition))
+    return found
 
 
 def named(i: int, name: str, inputs: Sequence[str] = (), free: bool = False) -> Node:

@@ -18,10 +18,11 @@ from polylane.graph.graph import Graph
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 BATCH = 16
+SMALL = {"digits": ("--set", "blocks=1"), "gpt": ("--set", "layers=2")}
 
 
 def stages(command: str, example: str, *options: str) -> list[dict[str, Any]]:
-    words = [command, str(EXAMPLES / f"{example}.py"), "--batch", str(BATCH), *options, "--json"]
+    words = [command, str(EXAMPLES / f"{example}.py"), "--batch", str(BATCH), *SMALL[example], *options, "--json"]
     done = CliRunner().invoke(app, words, prog_name="polylane")
     assert done.exit_code == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)["stages"]

@@ -43,7 +43,19 @@ SHORTER = {
     r"what differs is ": "",
 }
 PROOF_SECONDS, TEST_SECONDS = 180, 300  # a bug may let everybody wait for ever
-OPTIONS = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--timeout", "100"]
+# Of the tests that `make test` runs, but with all examples of a law: a mutant is not to be missed by chance.
+OPTIONS = [
+    "-x",
+    "-q",
+    "-m",
+    "not slow",
+    "--hypothesis-profile",
+    "default",
+    "-p",
+    "no:cacheprovider",
+    "--timeout",
+    "100",
+]
 HUNG = "hung"
 
 

@@ -12,13 +12,12 @@ from random import Random
 from typing import Any
 
 import torch
+from eager_and_captured import captured
 from split_checks import Ring, ThreadAxis, on_rank, travels
 from torch import Tensor, fx
 
-import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.assign_keys import copy_python_call
-from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.enumerate_strategies import StrategyOptions, enumerate_strategies
@@ -32,7 +31,7 @@ from polylane.sharding.layout import assemble_parts, local_part
 from polylane.verify.rounding_floor import relative_error
 from polylane.verify.verify import TOLERANCE, batch_in_float64
 
-CAPTURED_AT, SAMPLES = 5, 4
+SAMPLES = 4
 FLOOR = 1e-3  # of the largest gradient: what is zero in truth is rounding, another number in every order of summation
 # How often a choice is one that splits, where there is such a one.
 BOLD = 0.8
@@ -84,10 +83,7 @@ class Subject:
 @functools.cache
 def subject(name: str) -> Subject:
     """A case or an example, captured in float64 at one number of samples and run whole at another."""
-    torch.manual_seed(0)
-    case = models.CASES[name]() if name in models.CASES else models.example_case(name)
-    model = case.model().double()
-    graph = capture(model, case.loss, batch_in_float64(case.batch(CAPTURED_AT, 1)), in_float64=True)
+    graph, model, case = captured(name, in_float64=True)
     tensors = ModelTensors(model, [case.loss], torch.device("cpu"))
     leaves = [_without_ties(leaf) for leaf in flatten(batch_in_float64(case.batch(SAMPLES, 2)))[0]]
     by_kind: dict[str, Mapping[Any, Any]] = {

@@ -38,15 +38,15 @@ def graph_for(method: TrainingOptions) -> Graph:
 @pytest.mark.parametrize("method", covering.one_in(3, WAYS), ids=str)
 def test_no_plan_takes_less_than_its_floor(method: TrainingOptions) -> None:
     graph = graph_for(method)
-    found = jobs.estimates(graph, CLUSTER, 32, method)
-    for plan in enumerate_uniform_plans(8, 8, 32, found.max_stages):
+    found = jobs.estimates(graph, CLUSTER, 16, method)
+    for plan in enumerate_uniform_plans(4, 4, 16, found.max_stages):
         candidate = rate_uniform_plan(found, plan, np.inf)
         assert candidate is None or min_step_seconds(found, plan) <= candidate.seconds * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("method", WAYS, ids=str)
-@pytest.mark.parametrize("data, stages", [(8, 1), (4, 2), (1, 4)])
-def test_estimates_are_near_predictions(method: TrainingOptions, data: int, stages: int) -> None:
+@pytest.mark.parametrize(("method", "degrees"), covering.pairs(WAYS, [(8, 1), (4, 2), (1, 4)]))
+def test_estimates_are_near_predictions(method: TrainingOptions, degrees: tuple[int, int]) -> None:
+    data, stages = degrees
     graph = graph_for(method)
     found = jobs.estimates(graph, CLUSTER, 64, method)
     candidate = rate_uniform_plan(found, UniformPlan(data, stages, 1, 1, 4), np.inf)
@@ -121,7 +121,7 @@ def test_unequal_stages_follow_the_same_law(shard: str) -> None:
 def test_a_search_finds_plans_that_run_so(method: TrainingOptions) -> None:
     graph = graph_for(method)
     found = jobs.estimates(graph, CLUSTER, 32, method)
-    answer = search(found, SearchRequest((8, 4), 8, 80e9, plan_count=3))
+    answer = search(found, SearchRequest((4, 2), 4, 80e9, plan_count=3))
     assert answer.ranked_plans
     for each in answer.ranked_plans:
         assert each.plan.sync.shard == (method.shard if each.plan.data > 1 else "none")

@@ -68,7 +68,7 @@ def test_uniform_plans_use_all_workers(workers: int, inner: int, batch: int, pie
 
 @pytest.mark.parametrize("limit", [80e9, 20e6])
 def test_nothing_that_is_passed_over_could_be_the_best(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, cluster = jobs.blocks(6, 256), "8:a100-80g,link=pcie-3"
+    graph, cluster = jobs.blocks(4, 256), "8:a100-80g,link=pcie-3"
     near = answered(graph, cluster, 64, (8,), limit)
     monkeypatch.setattr("polylane.planner.search.FAR", np.inf)
     every = answered(graph, cluster, 64, (8,), limit)
@@ -80,15 +80,15 @@ def test_nothing_that_is_passed_over_could_be_the_best(limit: float, monkeypatch
 
 
 def test_no_plan_takes_less_than_its_floor() -> None:
-    graph, cluster = jobs.blocks(6, 64), "8:a100-80g"
-    found = jobs.estimates(graph, cluster, 32)
-    for plan in enumerate_uniform_plans(8, 8, 32, found.max_stages):
+    graph, cluster = jobs.blocks(4, 64), "8:a100-80g"
+    found = jobs.estimates(graph, cluster, 16)
+    for plan in enumerate_uniform_plans(4, 4, 16, found.max_stages):
         candidate = rate_uniform_plan(found, plan, np.inf)
         assert candidate is None or min_step_seconds(found, plan) <= candidate.seconds * (1 + 1e-12)
 
 
 def test_what_was_passed_over_is_looked_at_where_all_others_turn_out_too_big(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, cluster = jobs.blocks(6, 256), "8:a100-80g,link=pcie-3"
+    graph, cluster = jobs.blocks(4, 256), "8:a100-80g,link=pcie-3"
     seen = list[int]()
 
     def exact(estimates: object, candidates: list[RatedPlan], top: int, finalists: int) -> object:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import covering
 from compressing import Tensors, residuals_of
 from local_transport import LocalTransport, run_local
 from polylane.program.program import GradientBucket
@@ -20,7 +21,7 @@ from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompre
 from polylane.runtime.sync.compression.powersgd import PowerSGDCompressor, orthonormalize_rows
 from polylane.runtime.sync.compression.top_k import SAMPLED, TopKCompressor, find_largest
 
-law = settings(max_examples=30, deadline=None)
+law = settings(max_examples=covering.examples(30), deadline=None)
 
 # Gradients of a step: of parameters, of ranks.
 Shares = list[list[Tensor]]

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from eager_and_captured import captured
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-import models
+import covering
 from playing import one_stage_memory
 from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
@@ -90,7 +91,7 @@ def held(graph: Graph, model: nn.Module, x: Tensor) -> tuple[int, int, int]:
         return forward, between, ledger.peak_bytes
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=covering.examples(8), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(OPERATORS), st.integers(1, 4)), min_size=1, max_size=7))
 def test_passes_hold_what_is_predicted_to_the_byte_forward_and_closely_backward(steps: list[tuple[str, int]]) -> None:
     torch.manual_seed(0)
@@ -114,16 +115,14 @@ def test_passes_hold_what_is_predicted_to_the_byte_forward_and_closely_backward(
 
 @functools.cache
 def example(name: str) -> tuple[Graph, LiveRanges, list[int]]:
-    torch.manual_seed(0)
-    case = models.CASES[name]() if name in models.CASES else models.example_case(name)
-    graph = capture(case.model(), case.loss, case.batch(5, 1))
+    graph, *_ = captured(name)
     return graph, LiveRanges(graph, trace_saved_tensors(graph, BackendSetting(4))), cut_positions(graph)
 
 
 MODELS = ("gpt", "unet", "densenet", "t5", "inception", "lstm", "moe")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=covering.examples(60), deadline=None)
 @given(st.sampled_from(MODELS), st.data())
 def test_what_one_of_two_stages_sends_the_other_receives(name: str, data: Any) -> None:
     graph, found, positions = example(name)
@@ -138,7 +137,7 @@ def test_what_one_of_two_stages_sends_the_other_receives(name: str, data: Any) -
     assert max(first.forward_peak, second.forward_peak) <= whole.forward_peak + first.values_sent
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=covering.examples(60), deadline=None)
 @given(st.sampled_from(MODELS), st.data())
 def test_pieces_side_by_side_are_one(name: str, data: Any) -> None:
     graph, found, positions = example(name)
@@ -148,7 +147,7 @@ def test_pieces_side_by_side_are_one(name: str, data: Any) -> None:
     assert found.parameter_bytes([(a, b), (b, c)]) == found.parameter_bytes([(a, c)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=covering.examples(60), deadline=None)
 @given(st.sampled_from(MODELS), st.data())
 def test_recomputation_holds_what_enters_the_blocks_and_one_of_them(name: str, data: Any) -> None:
     graph, found, positions = example(name)

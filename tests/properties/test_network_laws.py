@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import covering
 from polylane import yaml_file
 from polylane.cluster.catalogue import link_presets
 from polylane.cluster.cluster import Cluster, Hosts, Links
@@ -22,7 +23,7 @@ DEVICE = Device(kind="device", memory=10**9, flops={"float32": 1e12}, bandwidth=
 PRESETS = [Link.model_validate(figures) for figures in link_presets().values()]
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 
-law = settings(max_examples=40, deadline=None)
+law = settings(max_examples=covering.examples(40), deadline=None)
 collectives = st.sampled_from(COLLECTIVES)
 sizes = st.floats(1.0, 1e12)
 shares = st.floats(0.01, 1.0)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import covering
 from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives, named_parameters
@@ -88,7 +89,7 @@ def too_far(workers: Workers, replica: int, live: Iterable[int], staleness: int 
     return isinstance(staleness, int) and workers.clocks[replica] - slowest > staleness
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=covering.examples(40), deadline=None)
 @given(st.one_of(st.integers(1, 3), st.just("any")), st.lists(st.integers(0, REPLICAS - 1), max_size=25))
 def test_who_waits(staleness: int | str, order: list[int]) -> None:
     """Whatever the order: a replica waits just as long as it is too far ahead of the slowest, which never waits."""

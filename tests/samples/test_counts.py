@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
+import covering
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count, sampled_leaves, take_samples
 from polylane.graph.capture.capture import capture
@@ -196,7 +197,7 @@ def plainly(model: nn.Module, loss: Loss, batch: Batch) -> tuple[Tensor, Any]:
 
 
 @pytest.mark.parametrize("name", ADDITIVE)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=covering.examples(5), deadline=None)
 @given(data=st.data())
 def test_parts_make_up_the_loss_and_its_gradients(name: str, data: st.DataObject) -> None:
     graph, model = captured(ADDITIVE[name])
@@ -220,7 +221,7 @@ def test_what_the_parts_do_not_make_up_is_never_taken_for_it(name: str) -> None:
         loss_couples_samples(graph, 2, 1)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=covering.examples(10), deadline=None)
 @given(data=st.data())
 def test_replicas_count_what_one_worker_counts(data: st.DataObject) -> None:
     graph, _ = captured(normalized)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import covering
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.placement.enumerate_strategies import enumerate_strategies
@@ -45,7 +46,7 @@ def mixed() -> Graph:
     return GRAPH
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=covering.examples(15), deadline=None)
 @given(st.integers(1, 5), st.integers(1, 7), st.sampled_from([2, 3]), st.sampled_from(["tensor", "sequence"]))
 def test_the_same_for_other_samples(before: int, after: int, degree: int, purpose: str) -> None:
     first, second = view_operators(mixed(), before, degree), view_operators(mixed(), after, degree)

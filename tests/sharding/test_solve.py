@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import covering
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
@@ -125,7 +126,7 @@ def fewer(found: StrategyOptions, most: int, random: int) -> StrategyOptions:
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=covering.examples(20), deadline=None)
 @given(
     st.sampled_from([Pair, FROZEN, Fork]),
     st.sampled_from(["tensor", "sequence", "data"]),

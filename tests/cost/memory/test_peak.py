@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import covering
 from compiling import compile_training
 from playing import one_stage_memory
 from polylane.compile.compiled_training import CompiledTraining
@@ -167,14 +169,19 @@ class Layer(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1, self.training)
 
 
+@functools.cache
+def layers(depth: int, hidden: int, heads: int, samples: int, length: int) -> Graph:
+    model = nn.Sequential(*[Layer(hidden, heads) for _ in range(depth)])
+    return capture(model, mean, torch.randn(samples, length, hidden))
+
+
 @pytest.mark.parametrize(("again", "scores"), [(False, 5), (True, 0)])
 def test_a_transformer_s_layer_keeps_34_sbh_and_its_scores(again: bool, scores: int) -> None:
     """Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, equations 2 and 6."""
     s, b, h, a = 128, 2, 256, 8
     kept = []
     for depth in (1, 2):
-        model = nn.Sequential(*[Layer(h, a) for _ in range(depth)])
-        graph = capture(model, mean, torch.randn(b, s, h))
+        graph = layers(depth, h, a, b, s)
         keeping = trace_saved_tensors(graph, BackendSetting(b, dtype=torch.bfloat16))
         cores = find_attention_cores(graph) if again else ()
         kept.append(LiveRanges(graph, keeping, again=cores).microbatch_memory([(0, len(graph.nodes))]).saved)
@@ -390,19 +397,18 @@ def alive(prepared: CompiledTraining, example: Any) -> int:
         return ledger.peak_bytes
 
 
-@pytest.mark.parametrize("transport", ["gloo", ""])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "data=1",
-        "data=1,microbatches=4",
-        "data=2",
-        "pipeline=2,microbatches=4,schedule=1f1b",
-        "pipeline=2,microbatches=4,schedule=afab",
-        "tensor=2",
-        "sequence=2",
-    ],
+RUN = (
+    "data=1",
+    "data=2",
+    "pipeline=2,microbatches=4,schedule=1f1b",
+    "pipeline=2,microbatches=4,schedule=afab",
+    "tensor=2",
+    "sequence=2",
+    "data=1,microbatches=4",
 )
+
+
+@pytest.mark.parametrize(("plan", "transport"), covering.pairs(RUN, ["", "gloo"]))
 def test_predictions_hold_for_steps_that_are_run(plan: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYLANE_TRANSPORT", transport)
     example = batch()
@@ -419,8 +425,7 @@ def test_predictions_hold_for_steps_that_are_run(plan: str, transport: str, monk
 
 @pytest.mark.parametrize(("axis", "degree"), [("tensor", 2), ("tensor", 4), ("sequence", 2), ("sequence", 4)])
 def test_ranks_that_share_operators_share_what_is_kept(axis: str, degree: int) -> None:
-    model, x = nn.Sequential(*[Layer(64, 8) for _ in range(2)]), torch.randn(2, 64, 64)
-    graph = capture(model, mean, x)
+    graph = layers(2, 64, 8, 2, 64)
     layout = choose_layout(graph, {axis: degree}, 2)
     every, setting = [(0, len(graph.nodes))], BackendSetting(2)
     whole = LiveRanges(graph, trace_saved_tensors(graph, setting))

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from benchmarks.closed_form import sharded
 
+import covering
 import jobs
 from polylane.cost.network import collectives as network
 from polylane.cost.operators.training_options import TrainingOptions
@@ -24,6 +25,7 @@ from polylane.schedule.action import ActionKind
 # Blocks whose parameters all travel in one bucket, and blocks that are a bucket for each large parameter.
 SMALL, LARGE = jobs.blocks(4, 64), jobs.blocks(4, 1024)
 DEVICE = "a100-80g"
+SHARDS = ("optimizer", "gradients", "parameters")
 
 
 def predicted(
@@ -126,9 +128,8 @@ def test_two_replicas_scatter_update_a_half_each_and_gather(shard: str, dtype: s
     assert reduce.bytes == step.bytes == size / 2
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
-@pytest.mark.parametrize("plan", ["data=1", "pipeline=2,microbatches=4", "tensor=2"])
-def test_alone_nothing_is_shared_out(shard: str, plan: str) -> None:
+@pytest.mark.parametrize(("plan", "shard"), covering.pairs(["data=1", "pipeline=2,microbatches=4", "tensor=2"], SHARDS))
+def test_alone_nothing_is_shared_out(plan: str, shard: str) -> None:
     plain, other = predicted(LARGE, plan), predicted(LARGE, plan, shard=shard)
     assert plain.timeline == other.timeline and plain.stages == other.stages
 
@@ -188,11 +189,13 @@ def test_summands_along_another_axis_are_summed_all_the_same(shard: str) -> None
     assert sum(s.bytes for s in spans(other, ActionKind.REDUCE)) == halves + 2 / 2 * summed / 2
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize(
-    "plan", ["data=4", "data=2,pipeline=2,microbatches=4", "data=2,tensor=2", "data=2,pipeline=2,sequence=2"]
+    ("plan", "shard"),
+    covering.pairs(
+        ["data=4", "data=2,pipeline=2,microbatches=4", "data=2,tensor=2", "data=2,pipeline=2,sequence=2"], SHARDS
+    ),
 )
-def test_one_worker_stands_for_all_that_share(shard: str, plan: str) -> None:
+def test_one_worker_stands_for_all_that_share(plan: str, shard: str) -> None:
     few, every = predicted(LARGE, plan, shard=shard), predicted(LARGE, plan, shard=shard, every=True)
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
 
@@ -205,11 +208,14 @@ def test_memory_is_what_it_was() -> None:
     assert [memory.parameters < plain.parameters for memory in found] == [False, False, True]
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 @pytest.mark.parametrize(
-    "plan", ["data=2,pipeline=2,microbatches=2", "[data=2 | tensor=2]", "[data=2 | data=2,tensor=2]"]
+    ("plan", "shard"),
+    covering.pairs(
+        ["data=2,pipeline=2,microbatches=2", "[data=2 | tensor=2]", "[data=2 | data=2,tensor=2]"],
+        ["none", "optimizer", "parameters"],
+    ),
 )
-def test_tied_weights_are_summed_over_stages_however_they_are_shared(shard: str, plan: str) -> None:
+def test_tied_weights_are_summed_over_stages_however_they_are_shared(plan: str, shard: str) -> None:
     found = predicted(jobs.example("gpt"), plan, shard=shard)
     tied = [span for span in spans(found, ActionKind.REDUCE) if (span.action.value or "").startswith("tied")]
     assert tied and all(span.bytes for span in tied)
@@ -222,10 +228,15 @@ def test_while_one_attention_is_gone_through_backward_it_has_what_it_had_and_wha
     assert none.activations < selective.activations <= none.activations + entering
 
 
-@pytest.mark.parametrize("plan", ["data=2", "data=4,pipeline=2,microbatches=4", "data=8,microbatches=2"])
-@pytest.mark.parametrize("blocks", [1, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_who_holds_less_needs_no_more_memory(plan: str, blocks: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("plan", "network"),
+    covering.pairs(
+        ["data=2", "data=4,pipeline=2,microbatches=4", "data=8,microbatches=2"],
+        [(1, "bfloat16"), (4, "float32"), (4, "bfloat16"), (1, "float32")],
+    ),
+)
+def test_who_holds_less_needs_no_more_memory(plan: str, network: tuple[int, str]) -> None:
+    blocks, dtype = network
     graph, ways = jobs.blocks(blocks, 1024), ("none", "optimizer", "gradients", "parameters")
     found = [predicted(graph, plan, batch=64, shard=way, dtype=dtype) for way in ways]
     for stages in zip(*(each.stages for each in found), strict=True):

@@ -27,18 +27,9 @@ ROUNDED = {"hf_llama", "hf_gpt2"}
 LEAVES = {"moe": ["blocks.0.moe", "blocks.1.moe"]}
 
 
-def case_of(name: str) -> models.Case:
-    torch.manual_seed(0)
-    return models.CASES[name]() if name in models.CASES else models.example_case(name)
-
-
 @pytest.mark.parametrize("name", [*models.CASES, *models.TINY])
 def test_cases_are_captured_as_they_are(name: str) -> None:
-    case = case_of(name)
-    model = case.model()
-    before = state(model)
-    graph = capture(model, case.loss, case.batch(5, 1))
-    assert_unchanged(before, state(model))
+    graph, model, case = captured(name)
     assert graph.is_opaque == (name == "branching")
     assert [note.split()[0] for note in graph.notes if "leaf" in note] == LEAVES.get(name, [])
     same = close if name in ROUNDED else torch.equal
@@ -433,14 +424,14 @@ def test_a_model_that_fails_names_its_module() -> None:
 def test_a_meta_model_is_captured_without_allocating() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(vocab_size=32000, hidden_size=4096, num_hidden_layers=4, num_attention_heads=32)
+    config = LlamaConfig(vocab_size=32000, hidden_size=4096, num_hidden_layers=1, num_attention_heads=32)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     tokens = torch.zeros(2, 64, dtype=torch.long)
     graph = capture(model, models.hf_loss, {"input_ids": tokens, "labels": tokens})
-    assert sum(info.bytes for info in graph.parameters.values()) > 4e9
+    assert sum(info.bytes for info in graph.parameters.values()) > 1.8e9
     assert all(p.is_meta for p in model.parameters())
-    assert sum(node.flops for node in graph.nodes) > 2 * 2 * 64 * 4 * 12 * 4096**2
+    assert sum(node.flops for node in graph.nodes) > 2 * 2 * 64 * 12 * 4096**2
 
 
 # Whose line ----------------------------------------------------------------------------------------------------------

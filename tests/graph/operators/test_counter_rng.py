@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import covering
 import models
 from polylane.graph.batch import flatten, split_bounds, take_samples
 from polylane.graph.capture.capture import capture
@@ -40,7 +41,7 @@ def part_of(start: int, stop: int, total: int, step: int = 3, seed: int = 7) -> 
     other=st.lists(st.integers(1, 4), max_size=3),
     data=st.data(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=covering.examples(150))
 def test_parts_draw_the_numbers_of_the_whole(samples: int, rows: int, other: list[int], data: st.DataObject) -> None:
     """Wherever the batch dimension stands, and with several rows a sample in it."""
     dim = data.draw(st.integers(0, len(other)))
@@ -58,7 +59,7 @@ def test_parts_draw_the_numbers_of_the_whole(samples: int, rows: int, other: lis
 
 
 @given(st.integers(0, 2**63), st.integers(0, 2**40), st.integers(0, 2**62))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=covering.examples(100))
 def test_seed_step_and_node_each_change_everything(seed: int, step: int, salt: int) -> None:
     def drawn(seed: int, step: int, salt: int) -> Tensor:
         return random_bits(SampleSlice(64, batch=64, step=step, seed=seed), salt, [64], 0, CPU)

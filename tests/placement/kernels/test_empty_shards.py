@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_checks import check
 
+import covering
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import Shard
@@ -17,7 +18,7 @@ from polylane.placement.strategy import Strategy
 
 SDPA = "aten.scaled_dot_product_attention.default"
 degrees = st.integers(2, 4)
-few = settings(max_examples=25, deadline=None)
+few = settings(max_examples=covering.examples(25), deadline=None)
 
 
 def tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from split_checks import Ring as Shared
 from split_checks import ThreadAxis, call_for, check, graph_of, on_rank, on_threads, uneven
 
+import covering
 from polylane.graph.operators.keyed_random import attention as keyed
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.kernels.block_attention import (
@@ -40,7 +41,7 @@ from polylane.placement.strategy import Strategy
 OP = "aten.scaled_dot_product_attention.default"
 sdpa = torch.ops.aten.scaled_dot_product_attention.default
 degrees = st.sampled_from([2, 3])
-few = settings(max_examples=10, deadline=None)
+few = settings(max_examples=covering.examples(10), deadline=None)
 
 
 def tensor(*shape: int, seed: int = 0, grad: bool = True) -> torch.Tensor:

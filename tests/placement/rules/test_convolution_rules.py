@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from split_checks import check, even_cuts, join_cuts, on_threads, uneven
 
+import covering
 from polylane.placement.kernels.halo_exchange import HaloExchange
 from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Shard, repeat_cuts
 from polylane.placement.strategy import Strategy
@@ -88,21 +89,21 @@ def verify(call: Callable[..., Any], args: list[Any], c: dict[str, Any]) -> None
 
 
 @given(subjects())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=covering.examples(40), deadline=None)
 def test_convolution(c: dict[str, Any]) -> None:
     args = [c["x"], c["weight"], c["bias"], c["stride"], c["padding"], c["dilation"], c["groups"]]
     verify(FORWARD[c["spatial"]], args, c)
 
 
 @given(subjects(transposed=True))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=covering.examples(40), deadline=None)
 def test_transposed_convolution(c: dict[str, Any]) -> None:
     args = [c["x"], c["weight"], c["bias"], c["stride"], c["padding"], c["output_padding"], c["groups"], c["dilation"]]
     verify(TRANSPOSED[c["spatial"]], args, c)
 
 
 @given(subjects(), st.sampled_from(["same", "valid"]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=covering.examples(25), deadline=None)
 def test_padding_by_name(c: dict[str, Any], padding: str) -> None:
     stride = [1] * c["spatial"] if padding == "same" else c["stride"]
     verify(
@@ -166,7 +167,7 @@ def test_groups_take_the_cuts_of_their_neighbours() -> None:
 
 
 @given(st.integers(1, 9), st.sampled_from([2, 3, 4]), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=covering.examples(40), deadline=None)
 def test_halo(size: int, degree: int, data: st.DataObject) -> None:
     """Whatever each rank wants of a dimension, however that is cut; the way back is the transpose."""
     x = tensor(2, size, 3, grad=False)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_checks import call_for, check, even_cuts, graph_of, join_cuts, uneven
 
+import covering
 from polylane.placement.operator_view import with_neighbour_cuts
 from polylane.placement.placement import PARTIAL, REPLICATE_PARTIAL_GRAD, Cuts, Placement, Shard, scale_cuts
 from polylane.placement.rules.registry import strategies
@@ -18,7 +19,7 @@ from polylane.placement.rules.shape import simplify_cuts
 from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
-few = settings(max_examples=12, deadline=None)
+few = settings(max_examples=covering.examples(12), deadline=None)
 DEGREES = st.sampled_from([2, 3])
 SIZES = st.integers(1, 5)
 
@@ -208,7 +209,7 @@ def test_stack_and_unbind(shape: list[int], times: int, data: st.DataObject, deg
 
 
 @given(st.integers(2, 9), st.data(), DEGREES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=covering.examples(30), deadline=None)
 def test_slice(size: int, data: st.DataObject, degree: int) -> None:
     end = st.none() | st.integers(-size - 1, size + 1) | st.just(2**63 - 1)
     start, stop, step = data.draw(end), data.draw(end), data.draw(st.integers(1, 3))

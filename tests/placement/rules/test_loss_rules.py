@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from split_checks import Ring, ThreadAxis, call_for, check, even_cuts, graph_of, join_cuts, on_threads, uneven
 from torch import Tensor, fx
 
+import covering
 from polylane.placement.placement import PARTIAL, REPLICATE, Shard
 from polylane.placement.rewrite import AxisSplit, rewrite
 from polylane.placement.rules.registry import strategies
@@ -18,7 +19,7 @@ from polylane.placement.rules.vocabulary import ShardedClassLoss
 from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
-brief = settings(max_examples=25, deadline=None)
+brief = settings(max_examples=covering.examples(25), deadline=None)
 degrees = st.sampled_from([2, 3])
 reductions = st.sampled_from([0, 1, 2])  # none, mean, sum
 MEAN = 1
@@ -55,7 +56,7 @@ def large(shape: Any) -> set[int]:
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")  # torch's own, of broadcasting
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=covering.examples(60), deadline=None)
 @given(
     st.sampled_from(["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div", "poisson"]),
     st.lists(st.integers(1, 4), max_size=3),
@@ -151,7 +152,7 @@ def places(shape: list[int]) -> tuple[int, set[int]]:
     return (0 if len(shape) == 1 else 1), large(shape)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=covering.examples(50), deadline=None)
 @given(classified(), st.sampled_from([0.0, 0.0, 0.2]), degrees)
 def test_cross_entropy(case: tuple[list[int], Tensor, Tensor | None, int, int], smoothing: float, degree: int) -> None:
     shape, target, weight, reduction, ignore = case

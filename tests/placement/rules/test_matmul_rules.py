@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_checks import check, even_cuts, join_cuts, uneven
 
+import covering
 from polylane.placement.placement import PARTIAL, Shard
 from polylane.placement.rules.matmul import parse_equation
 from polylane.placement.strategy import Strategy
 
 aten = torch.ops.aten
-brief = settings(max_examples=25, deadline=None)
+brief = settings(max_examples=covering.examples(25), deadline=None)
 degrees = st.sampled_from([2, 3])
 sizes = st.integers(1, 6)
 numbers = st.sampled_from([0.0, 1.0, -0.5, 2.0])
@@ -213,7 +214,7 @@ EQUATIONS: dict[str, tuple[list[str], int, int]] = {
 }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=covering.examples(40), deadline=None)
 @given(st.sampled_from(sorted(EQUATIONS)), st.data(), degrees)
 def test_einsum(equation: str, data: st.DataObject, degree: int) -> None:
     operands, outputs, sums = EQUATIONS[equation]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from split_checks import Ring, ThreadAxis, check, join_cuts, on_threads, uneven
 from torch import Tensor
 
+import covering
 from polylane.errors import PolylaneError
 from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.sample_slice import SampleSlice
@@ -58,7 +59,7 @@ SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).flatmap(
 
 
 @given(SHAPES, st.sampled_from(["", "w", "wb"]), st.sampled_from([2, 3]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=covering.examples(25), deadline=None)
 def test_layer_norm(of: tuple[list[int], int], affine: str, degree: int) -> None:
     shape, behind = of
     form = shape[len(shape) - behind :]
@@ -79,7 +80,7 @@ def test_layer_norm_with_a_bias_only() -> None:
 
 
 @given(SHAPES, st.booleans(), st.sampled_from([None, 1e-3]), st.sampled_from([2, 3]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=covering.examples(25), deadline=None)
 def test_rms_norm(of: tuple[list[int], int], affine: bool, eps: float | None, degree: int) -> None:
     shape, behind = of
     form = shape[len(shape) - behind :]
@@ -134,7 +135,7 @@ def test_what_lies_far_from_zero_is_normalized_as_well() -> None:
     st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 4), max_size=2), st.booleans(),
     st.sampled_from([2, 3]),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=covering.examples(25), deadline=None)
 def test_group_norm(samples: int, groups: int, unit: int, space: list[int], affine: bool, degree: int) -> None:
     shape = [samples, groups * unit, *space]
     if unit * max(1, *space, 1) == 1:
@@ -156,7 +157,7 @@ def test_group_norm(samples: int, groups: int, unit: int, space: list[int], affi
     st.integers(1, 3), st.integers(1, 4), st.lists(st.integers(2, 4), min_size=1, max_size=2), st.booleans(),
     st.booleans(), st.sampled_from([2, 3]),
 )  # fmt: skip
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=covering.examples(20), deadline=None)
 def test_instance_norm(samples: int, channels: int, space: list[int], affine: bool, own: bool, degree: int) -> None:
     shape = [samples, channels, *space]
     weights = [numbers(channels, seed=1), numbers(channels, seed=2)] if affine else [None, None]
@@ -185,7 +186,7 @@ def batches(draw: Any) -> tuple[list[int], list[Any], int]:
 
 
 @given(batches())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=covering.examples(20), deadline=None)
 def test_batch_norm_in_training(of: tuple[list[int], list[Any], int]) -> None:
     shape, given, degree = of
     part = SampleSlice(shape[0], batch=shape[0])
@@ -199,7 +200,7 @@ def test_batch_norm_in_training(of: tuple[list[int], list[Any], int]) -> None:
 
 
 @given(batches())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=covering.examples(20), deadline=None)
 def test_batch_norm_out_of_training(of: tuple[list[int], list[Any], int]) -> None:
     shape, given, degree = of
     given[3:] = [numbers(shape[1], seed=3, grad=False), numbers(shape[1], seed=4, grad=False).abs() + 0.5]
@@ -268,7 +269,7 @@ def test_one_value_has_no_variance_wherever_it_lies() -> None:
 
 
 @given(st.sampled_from([-1, 0, 2]), st.integers(1, 5), st.sampled_from([2, 3]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=covering.examples(10), deadline=None)
 def test_weight_norm(dim: int, size: int, degree: int) -> None:
     shape = [size, 3, 4] if dim < 1 else [3, 4, size]
     norms = [n if d == dim else 1 for d, n in enumerate(shape)]

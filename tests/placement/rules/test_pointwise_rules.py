@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from split_checks import check, join_cuts, uneven
 from torch import Tensor
 
+import covering
 from polylane.placement.placement import PARTIAL, Cuts, Shard, even_cuts
 from polylane.placement.rules.registry import is_pointwise, strategies
 from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
@@ -91,7 +92,7 @@ def broadcast(draw: Any, how_many: int) -> tuple[list[int], list[list[int]]]:
     ],
 )
 @given(broadcast(2), st.booleans(), st.sampled_from([2, 3]))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=covering.examples(6), deadline=None)
 def test_binary(name: str, summands: set[Any], shapes: Any, swap: bool, degree: int) -> None:
     shape, (first, second) = shapes
     base, _, overload = name.partition(".")
@@ -202,7 +203,7 @@ def test_complex() -> None:
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.booleans(), st.sampled_from([2, 3]))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=covering.examples(10), deadline=None)
 def test_prelu(shape: list[int], single: bool, degree: int) -> None:
     slopes = numbers(1 if single or len(shape) == 1 else shape[1], seed=1)
     checked = check(aten.prelu.default, [numbers(*shape, low=-0.5), slopes], degree=degree)
@@ -212,7 +213,7 @@ def test_prelu(shape: list[int], single: bool, degree: int) -> None:
 
 
 @given(st.integers(0, 2), st.integers(1, 4), st.sampled_from([2, 3]))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=covering.examples(15), deadline=None)
 def test_glu(dim: int, half: int, degree: int) -> None:
     shape = [3, 2, 4]
     shape[dim] = 2 * half

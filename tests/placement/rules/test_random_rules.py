@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from split_checks import check, join_cuts, uneven
 from torch import Tensor
 
+import covering
 from polylane.graph.operators.counter_rng import random_bits
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.sample_slice import SampleSlice, TensorRegion
@@ -36,7 +37,7 @@ def ranges(draw: Any, size: int) -> tuple[tuple[int, int], ...]:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=covering.examples(60), deadline=None)
 def test_a_region_draws_its_numbers_of_the_whole(data: st.DataObject) -> None:
     samples = data.draw(st.integers(1, 4))
     rows = data.draw(st.integers(1, 2))

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_checks import check, uneven
 
+import covering
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import REPLICATE_PARTIAL_GRAD, Shard
@@ -43,7 +44,7 @@ def arguments(
     return [x, hx, params, biases, layers, dropout, True, directions == 2, first]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=covering.examples(15), deadline=None)
 @given(
     st.sampled_from(sorted(KINDS)), st.integers(1, 4), st.integers(1, 2), st.integers(1, 2), st.booleans(),
     st.booleans(), st.sampled_from([2, 3]),

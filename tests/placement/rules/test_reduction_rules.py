@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from split_checks import Ring, ThreadAxis, check, join_cuts, on_threads, uneven
 from torch import Tensor, fx
 
+import covering
 from polylane.graph.precision import UnderSetting
 from polylane.placement.kernels.reduction import PowerNorm, ShardedReduction, ShardedSoftmax
 from polylane.placement.operator_view import ViewSizes, make_call
@@ -66,7 +67,7 @@ def single(shape: list[int], dims: list[int]) -> tuple[int, set[int]]:
 
 @pytest.mark.parametrize("name", ["sum.dim_IntList", "mean.dim", "nansum"])
 @given(reductions())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=covering.examples(8), deadline=None)
 def test_additive(name: str, of: tuple[list[int], list[int], bool, int]) -> None:
     shape, dims, keepdim, degree = of
     base, _, overload = name.partition(".")
@@ -97,7 +98,7 @@ def test_sums_of_everything_in_another_type() -> None:
 
 @pytest.mark.parametrize("name", ["var", "std", "var_mean", "std_mean"])
 @given(reductions(), st.sampled_from(["correction", "dim"]), st.sampled_from([0, 1, 0.5]))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=covering.examples(8), deadline=None)
 def test_variance(name: str, of: tuple[list[int], list[int], bool, int], overload: str, correction: float) -> None:
     shape, dims, keepdim, degree = of
     shape = [n + 1 for n in shape]  # one value has no variance
@@ -118,7 +119,7 @@ def test_deviation_of_equal_values() -> None:
 
 @pytest.mark.parametrize("order", [0.5, 1.0, 1.5, 2, 3.0])
 @given(reductions())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=covering.examples(5), deadline=None)
 def test_norms(order: float, of: tuple[list[int], list[int], bool, int]) -> None:
     shape, dims, keepdim, degree = of
     x = numbers(shape, grad=False)
@@ -144,7 +145,7 @@ def test_norm_of_nothing_but_zeros() -> None:
 
 @pytest.mark.parametrize("name", ["amax", "amin", "any.dims", "all.dims"])
 @given(reductions())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=covering.examples(6), deadline=None)
 def test_extremes(name: str, of: tuple[list[int], list[int], bool, int]) -> None:
     shape, dims, keepdim, degree = of
     base, _, overload = name.partition(".")
@@ -166,7 +167,7 @@ def test_extremes_of_everything(name: str, dtype: torch.dtype) -> None:
 
 
 @given(reductions(), st.sampled_from([0.0, 1e3, -math.inf]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=covering.examples(20), deadline=None)
 def test_logsumexp(of: tuple[list[int], list[int], bool, int], shift: float) -> None:
     shape, dims, keepdim, degree = of
     x = numbers(shape, grad=False)
@@ -230,7 +231,7 @@ def test_sort_by_name() -> None:
 
 
 @given(st.integers(-3, 2), st.sampled_from([2, 3]))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=covering.examples(6), deadline=None)
 def test_cosine_similarity(dim: int, degree: int) -> None:
     a, b = numbers([3, 4, 2]), numbers([1, 4, 1], seed=1)
     checked = check(aten.cosine_similarity.default, [a, b, dim], degree=degree)
@@ -260,7 +261,7 @@ SOFTMAX = {
 
 @pytest.mark.parametrize("name", SOFTMAX)
 @given(reductions(), st.booleans())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=covering.examples(6), deadline=None)
 def test_softmax(name: str, of: tuple[list[int], list[int], bool, int], masked: bool) -> None:
     shape, dims, _, degree = of
     dim = dims[0]

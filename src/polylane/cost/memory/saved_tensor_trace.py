@@ -31,6 +31,10 @@ from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize
 # Operators that fake tensors do not fully show run on random data, if their inputs have at most this many bytes.
 MOST_REAL = 64 << 20
 
+# Trials of torch's own operators, by all that they depend on: those of one trace serve all later ones of the process.
+_shared_trials: dict[Any, OperatorTrial] = {}
+_MOST_SHARED = 1 << 14
+
 _Way = tuple[AbstractContextManager[Any], Callable[[TensorForm], Tensor]]
 
 
@@ -66,6 +70,7 @@ class SavedTensorTrace(GraphInterpreter):
         self._bytes: dict[Key, int] = {}
         self._kinds: dict[Any, OperatorTrial] = {}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._circumstances = (dataclasses.replace(setting, samples=0), *_torch_flags())
 
     def keeping(self) -> SavedTensors:
         """Run the trace and return what every operator saves."""
@@ -139,7 +144,13 @@ class SavedTensorTrace(GraphInterpreter):
         own_python = isinstance(unwrap_target(node.target), (LeafCall, FunctionCall))
         kind = node if own_python else (call_identity(node.target), repr(without_key(args)), repr(kwargs), tuple(forms))
         if kind not in self._kinds:
-            self._kinds[kind] = self._run_trial(node, args, kwargs, forms, own_python)
+            shared = (kind, self._circumstances) if _is_torchs(node.target) else None
+            if shared in _shared_trials:
+                self._kinds[kind] = _shared_trials[shared], True
+            else:
+                self._kinds[kind] = trial, known = self._run_trial(node, args, kwargs, forms, own_python)
+                if shared is not None and known and len(_shared_trials) < _MOST_SHARED:
+                    _shared_trials[shared] = trial
         return self._kinds[kind]
 
     def _run_trial(
@@ -211,6 +222,23 @@ class _TensorArgument:
     """Stands for a tensor among an operator's arguments."""
 
     index: int
+
+
+def _is_torchs(target: Any) -> bool:
+    """Return whether a target is an operator of torch itself, which does the same in every graph."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+
+
+def _torch_flags() -> tuple[Any, ...]:
+    """Return torch's settings that decide which kernels run, and in which dtype."""
+    attention = torch.backends.cuda
+    return (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        attention.flash_sdp_enabled(),
+        attention.mem_efficient_sdp_enabled(),
+        attention.math_sdp_enabled(),
+    )
 
 
 def _argument_index(reads: list[Key], key: Key) -> int:

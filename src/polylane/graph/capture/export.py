@@ -10,12 +10,11 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from itertools import takewhile
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.utils._traceback
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -191,31 +190,31 @@ def _distributions_unchecked() -> AbstractContextManager[Any]:
 @contextmanager
 def _lines_kept() -> Iterator[None]:
     """Context manager: keep all of the user's lines in stack traces; torch keeps those of "forward" functions only."""
-    tracer: Any = torch.fx.proxy.TracerBase
-    stacks: Any = torch.utils._traceback
-
-    def of_the_user(_: Any, stack: traceback.StackSummary) -> traceback.StackSummary:
-        # Frames above this file belong to polylane's caller, not to the loss.
-        frames = list(stack)
-        start = max((i for i, frame in enumerate(frames) if frame.filename == __file__), default=-1)
-        return traceback.StackSummary.from_list([frame for frame in frames[start + 1 :] if is_users(frame.filename)])
-
-    def unread(frames: Sequence[Any], skip: int) -> traceback.StackSummary:
-        """Return a stack whose source lines are read on demand; torch would read those of all frames.
-
-        Frames come innermost first: those from this file on are not of the user.
-        """
-        own = takewhile(lambda frame: frame["filename"] != __file__, frames[skip:])
-        every = [(frame["filename"], frame["line"], frame["name"]) for frame in own]
-        return traceback.StackSummary.from_list(
-            [traceback.FrameSummary(*each, lookup_line=False) for each in reversed(every)]
-        )
-
+    proxies: Any = torch.fx.proxy
     with (
-        patch.object(tracer, "_filter_traceback_frames", of_the_user),
-        patch.object(stacks, "_extract_symbolized_tb", unread),
+        patch.object(proxies.TracerBase, "_filter_traceback_frames", lambda _, stack: stack),
+        patch.object(proxies, "CapturedTraceback", _UsersFrames),
     ):
         yield
+
+
+class _UsersFrames:
+    """The user's part of the stack, in place of torch's record of all of it, which takes longer than an operator."""
+
+    @staticmethod
+    def extract() -> type[_UsersFrames]:
+        return _UsersFrames
+
+    @staticmethod
+    def summary() -> traceback.StackSummary:
+        frame: FrameType | None = sys._getframe(1)
+        frames = list[traceback.FrameSummary]()
+        # Frames above this file belong to polylane's caller, not to the loss.
+        while frame is not None and (file := frame.f_code.co_filename) != __file__:
+            if is_users(file):
+                frames.append(traceback.FrameSummary(file, frame.f_lineno, frame.f_code.co_name, lookup_line=False))
+            frame = frame.f_back
+        return traceback.StackSummary.from_list(frames[::-1])
 
 
 _LENGTH = len
