@@ -145,12 +145,10 @@ class SavedTensorTrace(GraphInterpreter):
         kind = node if own_python else (call_identity(node.target), repr(without_key(args)), repr(kwargs), tuple(forms))
         if kind not in self._kinds:
             shared = (kind, self._circumstances) if _is_torchs(node.target) else None
-            if shared in _shared_trials:
-                self._kinds[kind] = _shared_trials[shared], True
-            else:
-                self._kinds[kind] = trial, known = self._run_trial(node, args, kwargs, forms, own_python)
-                if shared is not None and known and len(_shared_trials) < _MOST_SHARED:
-                    _shared_trials[shared] = trial
+            trial = _shared_trials.get(shared) or self._run_trial(node, args, kwargs, forms, own_python)
+            if shared is not None and trial.is_known and len(_shared_trials) < _MOST_SHARED:
+                _shared_trials[shared] = trial
+            self._kinds[kind] = trial
         return self._kinds[kind]
 
     def _run_trial(
