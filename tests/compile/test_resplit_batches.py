@@ -73,7 +73,7 @@ def test_nor_are_those_of_a_model_on_the_meta_device() -> None:
     [
         ("gpt", "[data=2 | 1]"),
         pytest.param("hf_llama", "[data=2 | 1]", marks=pytest.mark.slow),
-        ("t5", "[1 | data=2,tensor=2 | data=3]"),
+        pytest.param("t5", "[1 | data=2,tensor=2 | data=3]", marks=pytest.mark.slow),
     ],
 )
 def test_language_models_on_the_meta_device_are_divided_anew(name: str, plan: str) -> None:

@@ -61,16 +61,14 @@ gpt             | 8 3   | sequence=2          | 1f1b 2 own
 unet            | 6 3   | data=2,tensor=2     | 1f1b 1 adamw
 inception       | 5 3   | tensor=4            | naive 1 own
 two_devices     | 9 2   | tensor=3            | 1f1b 4 adamw
-hf_llama        | 5 2   | sequence=2,tensor=2 | afab 2 adamw
 hf_gpt2         | 5 3   | sequence=2          | afab 2 sgd
-t5              | 5 3   | pipeline=2,tensor=2 | naive 2 own
 vit             | 8 3   | sequence=2          | naive 3 adamw
 densenet        | 7 4   | tensor=3            | afab 2 sgd
 moe             | 5 3   | data=2,tensor=2     | afab 2 own
 custom_function | 8 2   | pipeline=2,tensor=2 | 1f1b 5 adamw
 encoder         | 8 3   | sequence=2,tensor=2 | naive 3 own
 lstm            | 8 3   | tensor=3            | 1f1b 2 adamw
-in_place        | 8 3   | tensor=2            | naive 1 own
+in_place        | 8 3   | pipeline=2,tensor=2 | naive 1 own
 nested          | 9 2   | data=2,tensor=2     | naive 2 sgd
 towers          | 8 5   | sequence=2,tensor=2 | naive 1 sgd
 towers          | 8 5   | data=2              | naive 1 own

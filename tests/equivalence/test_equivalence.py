@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable
-from dataclasses import replace
 
 import pytest
 import table
@@ -18,15 +17,12 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.graph.graph import Graph
 from polylane.placement.placement import Shard
-from polylane.plan.fit_to_graph import plan_from_partition
+from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.verify.verify import Verdict, batch_in_float64, verify_compiled
 
 COVERING, COVERING_SPLIT = table.covering(), table.covering_split()
 CLIP_NORM = 0.5  # small enough that it binds
-
-# Captured and measured once for a model and a number of stages: a proof needs only another plan over the same cuts.
-_prepared: dict[tuple[str, int], CompiledTraining] = {}
 
 
 def sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -61,26 +57,22 @@ def objective_of(row: table.Row) -> Objective:
 
 
 def prepared_for(row: table.Row) -> CompiledTraining:
-    """The row's training, ready to run; its capture is shared with other rows of that model and number of stages.
+    """The row's training, ready to run; its capture is shared with all other rows of that model."""
+    return compile_case(row.model, objective_of(row), parse(row.spec), row.batches[0])
 
-    Where operators are split, how they are depends on all of the plan and on the batch: nothing is shared.
-    """
-    spec, case = parse(row.spec), case_of(row.model)
-    if spec.tensor > 1 or spec.sequence > 1 or not case.mean:
-        torch.manual_seed(0)
-        model, example = case.model().double(), batch_in_float64(case.batch(row.batches[0], 0))
-        return compile_training(model, {"loss": objective_of(row)}, example, spec, in_float64=True, seconds=by_work)
-    key = (row.model, spec.pipeline)
-    if key not in _prepared:
-        torch.manual_seed(0)
-        model = case.model().double()
-        example = batch_in_float64(case.batch(6, 0))
-        objective = objective_of(row)
-        halves = Spec(pipeline=spec.pipeline, microbatches=2, per_sample=spec.per_sample)
-        _prepared[key] = compile_training(model, {"loss": objective}, example, halves, in_float64=True, seconds=by_work)
-    shared = _prepared[key]
-    plan = plan_from_partition(shared.main_partition, spec, row.microbatches)
-    return replace(shared, plan=plan, objectives={"loss": objective_of(row)})
+
+@functools.cache
+def model_of(name: str) -> nn.Module:
+    """One of the cases in float64; workers are forked, so that it never changes here."""
+    torch.manual_seed(0)
+    return case_of(name).model().double()
+
+
+def compile_case(name: str, objective: Objective, plan: str | Spec | Plan, samples: int) -> CompiledTraining:
+    example = batch_in_float64(case_of(name).batch(samples, 0))
+    return compile_training(
+        model_of(name), {"loss": objective}, example, plan, in_float64=True, seconds=by_work, shared=True
+    )
 
 
 def verdict_on(row: table.Row, prepared: CompiledTraining) -> Verdict:
@@ -134,7 +126,8 @@ def test_the_covering_table_covers() -> None:
 
 def test_the_covering_table_of_splits_covers() -> None:
     """Every model but the one without operators; each plan under two schedules at least, with a pipeline under all."""
-    assert {row.model for row in COVERING_SPLIT} == {*models.TINY, *models.CASES} - {"branching"}
+    # The two largest are split by operators beside test_hybrids.py, whose stages have meshes of their own.
+    assert {row.model for row in COVERING_SPLIT} == {*models.TINY, *models.CASES} - {"branching", "t5", "hf_llama"}
     rows = [row for row in COVERING_SPLIT if row.model != "towers"]
     for plan in table.SPLIT_PLANS:
         schedules = {row.schedule for row in rows if row.plan == plan}

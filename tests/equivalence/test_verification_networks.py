@@ -143,13 +143,15 @@ PLANS = ["data=2", "data=3", "tensor=2", "pipeline=2,microbatches=3"]
 
 @functools.cache
 def training(network: str, plan: str) -> CompiledTraining:
+    batch, compute = (models.tokens(7, 0), models.next_token) if network == "gpt" else (BATCHES[0], loss)
+    objective, example = Objective("loss", compute, models.adamw), batch_in_float64(batch)
+    return compile_training(model_of(network), {"loss": objective}, example, plan, in_float64=True, shared=True)
+
+
+@functools.cache
+def model_of(network: str) -> nn.Module:
     torch.manual_seed(0)
-    if network == "gpt":
-        model, batch, compute = GPT(), models.tokens(7, 0), models.next_token
-    else:
-        model, batch, compute = NETWORKS[network](), BATCHES[0], loss
-    objective = Objective("loss", compute, models.adamw)
-    return compile_training(model.double(), {"loss": objective}, batch_in_float64(batch), plan, in_float64=True)
+    return (GPT() if network == "gpt" else NETWORKS[network]()).double()
 
 
 def verdict(network: str, plan: str, optimizer: Callable[..., Any] = models.adamw, steps: int = 3) -> Verdict:
@@ -230,7 +232,7 @@ def test_a_gradient_that_is_off_in_the_second_step(monkeypatch: pytest.MonkeyPat
     fails(network, "data=2", f"that of {name}", "step 2")
 
 
-@pytest.mark.parametrize("network", ["mobile", "gpt"])
+@pytest.mark.parametrize("network", covering.except_slow(["mobile", "gpt"], ["gpt"]))
 def test_a_replica_whose_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
     init, wait = AllReducer.__init__, AllReducer.wait_bucket
 
@@ -246,7 +248,7 @@ def test_a_replica_whose_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatc
     fails(network, "data=2", "gradient", first)
 
 
-@pytest.mark.parametrize("network", ["mobile", "gpt"])
+@pytest.mark.parametrize("network", covering.except_slow(["mobile", "gpt"], ["gpt"]))
 def test_parts_weighted_alike(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
     backward = worker.StageRunner.backward
 
@@ -257,7 +259,7 @@ def test_parts_weighted_alike(monkeypatch: pytest.MonkeyPatch, network: str) -> 
     fails(network, "pipeline=2,microbatches=3", "every forward value of step 1 agrees", "gradient")
 
 
-@pytest.mark.parametrize("network", ["mobile", "gpt"])
+@pytest.mark.parametrize("network", covering.except_slow(["mobile", "gpt"], ["gpt"]))
 def test_a_stale_memory_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
     finish = TrainingRole._apply_update
 
@@ -270,7 +272,7 @@ def test_a_stale_memory_of_the_optimizer(monkeypatch: pytest.MonkeyPatch, networ
     fails(network, "tensor=2", "of step 2 agrees: what differs is an update", "exp_avg_sq")
 
 
-@pytest.mark.parametrize("network", ["mobile", "gpt"])
+@pytest.mark.parametrize("network", covering.except_slow(["mobile", "gpt"], ["gpt"]))
 def test_a_start_that_is_not_the_same(monkeypatch: pytest.MonkeyPatch, network: str) -> None:
     """Of the first step nothing is taken over from the reference."""
     init = Job.__init__

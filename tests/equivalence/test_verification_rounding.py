@@ -126,9 +126,14 @@ BATCHES = [models.tokens(samples, seed, length=6, vocab=VOCAB) for seed, samples
 
 @functools.cache
 def training(plan: str) -> CompiledTraining:
+    objective, example = Objective("loss", models.next_token, adamw), batch_in_float64(BATCHES[0])
+    return compile_training(seeded(), {"loss": objective}, example, plan, in_float64=True, shared=True)
+
+
+@functools.cache
+def seeded() -> nn.Module:
     torch.manual_seed(0)
-    objective = Objective("loss", models.next_token, adamw)
-    return compile_training(Model().double(), {"loss": objective}, batch_in_float64(BATCHES[0]), plan, in_float64=True)
+    return Model().double()
 
 
 def verdict(plan: str, optimizer: Callable[[Named], torch.optim.Optimizer], clip_norm: float | None = None) -> Verdict:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from eager_and_captured import captured
 from torch import Tensor, fx, nn
 
+import covering
 import models
 from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
 from polylane.cost.memory.saved_by_operators import trace_saved_tensors
@@ -275,9 +276,9 @@ def statistics_in_16_bits(graph: Graph, samples: int) -> int:
     return 2 * 2 * groups
 
 
-@pytest.mark.parametrize("name", [*models.CASES, *models.TINY])
-@pytest.mark.parametrize(("samples", "autocast"), [(3, None), (4, torch.bfloat16)])
-def test_models_keep_to_the_byte_what_torch_packs(name: str, samples: int, autocast: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("name", "precision"), covering.pairs([*models.CASES, *models.TINY], ["float32", "bfloat16"]))
+def test_models_keep_to_the_byte_what_torch_packs(name: str, precision: str) -> None:
+    samples, autocast = (3, None) if precision == "float32" else (4, torch.bfloat16)
     graph, model, case = captured(name)
     leaves, rebuild = flatten(case.batch(samples, 3))
     whole = ModelWithLoss(copy.deepcopy(model), case.loss, rebuild)
