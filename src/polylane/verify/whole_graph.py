@@ -16,7 +16,7 @@ from polylane.graph.batch import sampled_leaves
 from polylane.graph.capture.assign_keys import draws_by_sample
 from polylane.graph.graph import Code
 from polylane.graph.interpreter import find_ancestors
-from polylane.graph.operators.whole_batch_counts import BatchShare, WholeBatchStatistic
+from polylane.graph.operators.whole_batch_counts import BatchShare, WholeBatchStatistic, statistics_of
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
 
@@ -44,7 +44,7 @@ def add_batch_counts(
         leaves: the batch leaves of each microbatch, in the order of ``parts``.
         sampled: for each leaf, whether it has a row for each sample; None: derived from the first part.
     """
-    counts = [node for node in code.fx.nodes if isinstance(node.target, WholeBatchStatistic)]
+    counts = statistics_of(code.fx)
     if not counts or len(parts) < 2:
         return list(parts)
     split = sampled or sampled_leaves(leaves[0])
