@@ -20,7 +20,7 @@ from polylane.graph.graph import Graph, Node
 from polylane.graph.rounding_noise import TRIES
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.derivation import derive_composition
-from polylane.samples.split_runs import MOST, Floor, PartFails, equal_within, make_runs, mean_of_parts, run_split
+from polylane.samples.split_runs import MOST, PartFails, equal_within, make_runs, mean_of_parts, run_split
 
 NOISE = 0.1  # added to every parameter in the second look, for values that are not the start's
 
@@ -77,13 +77,13 @@ def _seen(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], noise: floa
     sizes = [run.part.samples for run in runs[1:]]
     looked, orders, why = 0, dict[str, BatchLayout](), ""
 
-    def look(node: Node, value: Any, parts: list[Any], reach: Floor) -> None:
+    def look(node: Node, value: Any, parts: list[Any], floors: list[float]) -> None:
         nonlocal looked, why
         looked += 1
         if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
             why = why or f"{node.name}{format_line(node.source)} gives what is not a number"
         elif isinstance(value, Tensor):
-            orders[node.name] = _order(node, value, parts, sizes, reach)
+            orders[node.name] = _order(node, value, parts, sizes, floors[0])
 
     try:
         run_split(graph, runs, look)
@@ -101,7 +101,7 @@ def _agreed(own: BatchLayout, nearby: BatchLayout) -> BatchLayout:
     return own if own is nearby else nearby if own is BatchLayout.REPLICATED else BatchLayout.UNKNOWN
 
 
-def _order(node: Node, value: Tensor, parts: list[Tensor], sizes: list[int], reach: Floor) -> BatchLayout:
+def _order(node: Node, value: Tensor, parts: list[Tensor], sizes: list[int], reach: float) -> BatchLayout:
     dim = node.batch_dim
     if dim is not None:
         return BatchLayout.SHARDED_BY_SAMPLE if _in_rows(value, parts, dim, sizes, reach) else BatchLayout.UNKNOWN
@@ -116,7 +116,7 @@ def _order(node: Node, value: Tensor, parts: list[Tensor], sizes: list[int], rea
     return BatchLayout.SUM if equal_within(value, sum(parts), reach) else BatchLayout.UNKNOWN
 
 
-def _in_rows(value: Tensor, parts: list[Tensor], dim: int, sizes: list[int], reach: Floor) -> bool:
+def _in_rows(value: Tensor, parts: list[Tensor], dim: int, sizes: list[int], reach: float) -> bool:
     """Whether parts follow each other, each sample with as many rows as every other one."""
     rest = {tuple(n for d, n in enumerate(t.shape) if d != dim) for t in (value, *parts)}
     rows, left = divmod(value.shape[dim], sum(sizes))

@@ -15,9 +15,8 @@ from polylane.placement.enumerate_strategies import enumerate_strategies
 from polylane.placement.operator_view import view_operators
 from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, even_cuts, join_cuts
 from polylane.placement.strategy import Strategy
-from polylane.sharding.admissible import SplitDemands
+from polylane.sharding.admissible import SplitDemands, cuts_each_sample_alike, sample_dims, shards_samples
 from polylane.sharding.carry_over import _replicated_strategy, carry_over_split
-from polylane.sharding.sample_dims import cuts_each_sample_alike, sample_dims, shards_samples
 from polylane.sharding.solve import solve
 
 

@@ -6,7 +6,7 @@ of ``polylane verify`` has a loop of its own on purpose: it shares no code with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -57,3 +57,23 @@ class ObservingInterpreter(GraphInterpreter):
         value = super().call_operator(node)
         self._observe(node, value)
         return value
+
+
+def map_nested(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a node's arguments with a function applied inside of lists, tuples (which become lists) and dicts."""
+    if isinstance(value, (list, tuple)):
+        return [map_nested(function, each) for each in value]
+    if isinstance(value, dict):
+        return {key: map_nested(function, each) for key, each in value.items()}
+    return function(value)
+
+
+def find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """Return nodes and all their ancestors."""
+    found, left = set[fx.Node](), list(nodes)
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found

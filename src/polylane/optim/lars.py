@@ -62,8 +62,8 @@ class LARS(TrustRatioOptimizer):
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         super().check_group(group)
-        check_option(self, group, "momentum", 0, 1)
-        check_option(self, group, "trust", 0, float("inf"))
+        check_option(self, group, "momentum", 1)
+        check_option(self, group, "trust", float("inf"))
         if group["nesterov"] and not group["momentum"]:
             raise PolylaneError("LARS: nesterov=True looks ahead by the momentum: give a momentum above 0")
 

@@ -81,7 +81,7 @@ class TrustRatioOptimizer(torch.optim.Optimizer):
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a group, complete with defaults, that has an option out of its range."""
         for key in ("lr", "weight_decay", "eps"):
-            check_option(self, group, key, 0, math.inf)
+            check_option(self, group, key, math.inf)
         if not isinstance(group["adapt"], bool):
             raise PolylaneError(f"{type(self).__name__}: adapt={group['adapt']!r} must be True or False")
 
@@ -170,12 +170,12 @@ def compute_trust_ratio(numerator: Tensor, denominator: Tensor, coefficient: flo
     return torch.where(known, coefficient * numerator / denominator, 1.0)
 
 
-def check_option(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], key: str, low: float, high: float) -> None:
-    """Refuse an option that is not a number from ``low`` up to, but not including, ``high``."""
+def check_option(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], key: str, limit: float) -> None:
+    """Refuse an option that is not a number from 0 up to, but not including, ``limit``."""
     value = group[key]
     number = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-    if not number or isinstance(value, bool) or not low <= float(value) < high:
-        span = f"not below {low}" if math.isinf(high) else f"in [{low}, {high})"
+    if not number or isinstance(value, bool) or not 0 <= float(value) < limit:
+        span = "not below 0" if math.isinf(limit) else f"in [0, {limit})"
         raise PolylaneError(f"{type(optimizer).__name__}: {key}={value!r} must be a number {span}")
 
 

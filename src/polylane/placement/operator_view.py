@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -15,8 +15,10 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.capture.functionalize import find_operator
 from polylane.graph.capture.inline import op_name
 from polylane.graph.graph import Graph
+from polylane.graph.interpreter import map_nested
 from polylane.graph.operators.whole_batch_counts import WholeSize
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize
@@ -111,6 +113,16 @@ def tensor_key(node: fx.Node) -> TensorKey:
     return node_name(node), 0
 
 
+def graph_tensors(code: fx.Graph) -> Iterator[tuple[TensorKey, Tensor]]:
+    """Yield every tensor of a graph's code with its key, as captured."""
+    for node in code.nodes:
+        val = node.meta.get("val")
+        for number, each in enumerate(val if isinstance(val, (list, tuple)) else [val]):
+            if isinstance(each, Tensor):
+                name, first = tensor_key(node)
+                yield (name, first + number), each
+
+
 def _gives_several(node: Any) -> bool:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), (list, tuple))
 
@@ -169,7 +181,8 @@ def view_operators(
     sizes, code = ViewSizes(samples, ragged, batch), graph.code.fx
     described = {node.id: node for node in graph.nodes}
     sources, steps = dict[TensorKey, GraphInput](), list[OperatorNode]()
-    pinned = _pinned_nodes(graph)
+    # Nodes that share memory which some operator writes in place.
+    pinned = {node.name for first, last in graph.unsplittable_ranges for node in graph.nodes[first : last + 1]}
     results: tuple[TensorKey, ...] = ()
 
     def flows(node: fx.Node) -> bool:
@@ -217,23 +230,17 @@ def _require_samples(node: fx.Node, call: OperatorCall, samples: int) -> None:
         )
 
 
-def _pinned_nodes(graph: Graph) -> set[str]:
-    """Return the nodes that share memory which some operator writes in place."""
-    return {node.name for first, last in graph.unsplittable_ranges for node in graph.nodes[first : last + 1]}
-
-
-def bind_arguments(
-    node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[int, dict[str, Any], list[str]]:
+def bind_arguments(node: fx.Node) -> tuple[int, dict[str, Any], list[str]]:
     """Bind a node's arguments to the names in torch's schema.
 
     Returns:
         The number of leading arguments that are not torch's, all others by name, and the names that are positional.
     """
-    schema = _schema(operator_name(node))
-    if schema is None:
+    function, args, kwargs = find_operator(operator_name(node)), node.args, node.kwargs
+    if function is None:
         return 0, {**{f"#{i}": a for i, a in enumerate(args)}, **kwargs}, [f"#{i}" for i in range(len(args))]
     # Keyed operators take no generator: torch lets some of its own have one by position.
+    schema = function._schema.arguments
     names = [a.name for a in schema if not a.kwarg_only and a.name != "generator"]
     # Polylane's stand-ins for torch's operators take arguments of their own first; torch's operators do not.
     prefix = 0 if isinstance(unwrap_settings(node.target), torch._ops.OpOverload) else _count_leading_arguments(node)
@@ -265,19 +272,11 @@ def base_name(node: fx.Node) -> str:
     return name.split(".")[1] if name.startswith("aten.") else ""
 
 
-def _schema(op: str) -> Any:
-    if not op.startswith("aten."):
-        return None
-    _, base, overload = op.split(".")
-    function = getattr(getattr(torch.ops.aten, base, None), overload, None)
-    return None if function is None else function._schema.arguments
-
-
 def make_call(
     node: fx.Node, sizes: ViewSizes, degree: int, has_gradient: Callable[[fx.Node], bool]
 ) -> tuple[OperatorCall, tuple[TensorKey, ...]]:
     """Return a node as a call, and the tensors that are its inputs."""
-    prefix, arguments, _ = bind_arguments(node, node.args, node.kwargs)
+    prefix, arguments, _ = bind_arguments(node)
     inputs, reads, nodes = list[TensorValue](), list[TensorKey](), list[fx.Node]()
 
     # Walk nested arguments in the schema's order: the same order numbers the inputs again in rewrite.py.
@@ -293,11 +292,9 @@ def make_call(
             reads.append(tensor_key(value))
             nodes.append(value)
             return inputs[-1]
-        if isinstance(value, (list, tuple)):
-            return [settle(v) for v in value]
-        return {k: settle(v) for k, v in value.items()} if isinstance(value, dict) else value
+        return value
 
-    settled = {name: settle(value) for name, value in arguments.items()}
+    settled = map_nested(settle, arguments)
     val = node.meta.get("val")
     vals = list(val) if isinstance(val, (list, tuple)) else [val]
     flows = has_gradient(node)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.placement.placement import Placement, gradient_placement
-from polylane.placement.redistribute import Axis, Redistribute, begin_redistribute, collective_name
+from polylane.placement.placement import Placement
+from polylane.placement.redistribute import Axis, Redistribute, begin_redistribute, collective_name, gradient_ends
 
 
 class BeginRedistribute:
@@ -81,9 +81,7 @@ class _FinishFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         flight = ctx.flight
-        flight.back = begin_redistribute(
-            flight.axis, grads[0], gradient_placement(flight.target), gradient_placement(flight.source)
-        )
+        flight.back = begin_redistribute(flight.axis, grads[0], *gradient_ends(flight.source, flight.target))
         # begin must get a gradient of the token's shape for its backward to run; the true one comes by ``flight.back``.
         return _placeholder_gradient(grads[0], ctx.shape), None
 
@@ -159,8 +157,8 @@ def overlap_redistributions(graph: fx.Graph) -> None:
     for node in [n for n in graph.nodes if isinstance(n.target, Redistribute)]:
         value = node.args[1]
         assert isinstance(value, fx.Node)
-        if _is_weight(value):
-            continue
+        if value.op == "placeholder" and value.meta["role"][0] in ("parameter", "buffer"):
+            continue  # gathering all weights early might not fit into memory
         after, computes = turns.source_node(value, node)
         layers = _linear_readers(node)
         if computes or layers:
@@ -214,11 +212,6 @@ class _OperatorOrder:
         return next(following, self.first[turn])
 
 
-def _is_weight(node: fx.Node) -> bool:
-    """Return whether a node is a parameter: gathering all of them early might not fit into memory."""
-    return node.op == "placeholder" and node.meta.get("role", ("",))[0] in ("parameter", "buffer")
-
-
 def _linear_readers(move: fx.Node) -> list[fx.Node]:
     """Return the linear layers that read a redistributed value whose gradient needs a collective.
 
@@ -226,7 +219,7 @@ def _linear_readers(move: fx.Node) -> list[fx.Node]:
     ranks find the same layers.
     """
     target: Any = move.target
-    if not collective_name(gradient_placement(target.target), gradient_placement(target.source)):
+    if not collective_name(*gradient_ends(target.source, target.target)):
         return []
     return [
         user

@@ -99,15 +99,9 @@ def gradient_placement(placement: Placement) -> Placement:
 
 
 @lru_cache(maxsize=1 << 16)
-def even_cuts(size: int, degree: int, unit: int = 1) -> Cuts:
-    """Return cuts of one segment, as even as whole units allow; the first ranks get the longer parts.
-
-    Args:
-        size: length of the dimension, a multiple of ``unit``.
-        degree: number of ranks along the axis.
-        unit: number of neighbouring positions that must stay on one rank (a head's features, say).
-    """
-    return ((0, *(stop * unit for _, stop in split_bounds(size // unit, degree))),)
+def even_cuts(size: int, degree: int) -> Cuts:
+    """Return cuts of one segment, as even as possible, over ``degree`` ranks; the first ranks get the longer parts."""
+    return ((0, *(stop for _, stop in split_bounds(size, degree))),)
 
 
 def join_cuts(pieces: Sequence[Cuts]) -> Cuts:

@@ -75,6 +75,11 @@ def collective_name(source: Placement, target: Placement) -> str:
     return ""
 
 
+def gradient_ends(source: Placement, target: Placement) -> tuple[Placement, Placement]:
+    """Return the placements between which the gradient of a redistributed value is redistributed."""
+    return gradient_placement(target), gradient_placement(source)
+
+
 class Redistribute:
     """A redistribution along an axis, as an operator of a rank's graph: ``move(axis, x)``."""
 
@@ -100,12 +105,7 @@ class _RedistributeFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return (
-            redistribute(ctx.axis, grads[0], gradient_placement(ctx.target), gradient_placement(ctx.source)),
-            None,
-            None,
-            None,
-        )
+        return redistribute(ctx.axis, grads[0], *gradient_ends(ctx.source, ctx.target)), None, None, None
 
 
 def redistribute(axis: Axis, x: Tensor, source: Placement, target: Placement) -> Tensor:

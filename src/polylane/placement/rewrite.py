@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.interpreter import map_nested
 from polylane.graph.operators.whole_batch_counts import BatchSize
 from polylane.graph.symbolic_sizes import SymbolicSize
 from polylane.placement.kernels.joint_gradients import joint_gradients
@@ -23,9 +24,8 @@ from polylane.placement.operator_view import (
     operator_name,
     tensor_key,
 )
-from polylane.placement.placement import REPLICATE, Placement, gradient_placement, shard_same_dim
-from polylane.placement.redistribute import Redistribute
-from polylane.placement.redistribute import collective_name as collective
+from polylane.placement.placement import REPLICATE, Placement, shard_same_dim
+from polylane.placement.redistribute import Redistribute, collective_name, gradient_ends
 from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 # A value's placement on every axis of the mesh, in the mesh's order.
@@ -99,7 +99,7 @@ class _RankWriter:
         name, before = node_name(node), _last_node(self.graph)
         call = self.calls[name]
         chosen = {axis: split.strategies[name] for axis, split in self.splits.items()}
-        prefix, given, positional = bind_arguments(node, node.args, node.kwargs)
+        prefix, given, positional = bind_arguments(node)
         # Tensors are numbered in the order in which view_operators numbered them: bind_arguments gives the same order.
         number = iter(range(len(call.inputs)))
 
@@ -107,15 +107,13 @@ class _RankWriter:
             if isinstance(value, fx.Node):
                 if _is_known_size(value):
                     return self.sizes.number(value)
-                if not _is_tensor(value):
+                if not isinstance(value.meta.get("val"), Tensor):
                     return self.values[value]
                 index = next(number)
                 return self.redistribute_to(value, tuple(s.inputs[index] for s in chosen.values()))
-            if isinstance(value, (list, tuple)):
-                return [local(v) for v in value]
-            return {k: local(v) for k, v in value.items()} if isinstance(value, dict) else value
+            return value
 
-        arguments = {key: local(value) for key, value in given.items()}
+        arguments = map_nested(local, given)
         # Counted before strategies insert nodes of this rank's own: all ranks must decide the same.
         several = _count_gradient_collectives(arguments) > 1
         edit = RankCall(
@@ -148,19 +146,12 @@ def as_(dtype: torch.dtype, x: Tensor) -> Tensor:
 def _count_gradient_collectives(arguments: Mapping[str, Any]) -> int:
     """Return how many of a call's arguments send their gradients through a collective of their own."""
     moves = [value.target for value in arguments.values() if isinstance(value, fx.Node)]
-    return sum(
-        isinstance(m, Redistribute) and bool(collective(gradient_placement(m.target), gradient_placement(m.source)))
-        for m in moves
-    )
+    return sum(isinstance(m, Redistribute) and bool(collective_name(*gradient_ends(m.source, m.target))) for m in moves)
 
 
 def _is_known_size(node: fx.Node) -> bool:
     """Return whether a node is a size that follows from the number of local samples alone."""
     return isinstance(node.target, SymbolicSize) and not isinstance(node.target, BatchSize)
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
 
 
 def _last_node(graph: fx.Graph) -> fx.Node | None:

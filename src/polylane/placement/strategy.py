@@ -195,8 +195,8 @@ class RankCall:
     output_placements: Sequence[Mapping[str, Placement]]
     coordinates: Mapping[str, int]
     index: int = 0
-    axis: fx.Node | None = None
-    strategy: Strategy | None = None
+    axis: fx.Node = field(init=False)
+    strategy: Strategy = field(init=False)
     _final: tuple[Any, ...] | None = None
     _after: list[tuple[Callable[..., Any], tuple[Any, ...]]] = field(default_factory=list)
 
@@ -208,12 +208,10 @@ class RankCall:
 
     def input_shard(self, index: int = 0) -> Shard:
         """Return the placement of an input that the axis's strategy shards."""
-        assert self.strategy is not None
         return _require_shard(self.strategy.inputs[index])
 
     def output_shard(self) -> Shard:
         """Return the placement of the first output, which the axis's strategy shards."""
-        assert self.strategy is not None
         return _require_shard(self.strategy.outputs[0])
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:

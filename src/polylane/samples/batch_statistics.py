@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.graph.interpreter import GraphInterpreter
+from polylane.graph.interpreter import GraphInterpreter, find_ancestors
 from polylane.graph.operators.whole_batch_counts import BatchSize, CombineParts, WholeBatchStatistic, statistics_of
 from polylane.graph.sample_slice import SampleSlice
 
@@ -145,14 +145,3 @@ def _combine_replicas(level: Sequence[fx.Node], own: Sequence[Tensor], replicas:
     every = replicas.sum_over_replicas(places.flatten()).view_as(places).split([each.numel() for each in own], 1)
     combines = [_EXTREMES.get(node.target.combine, torch.sum) for node in level]  # type: ignore[union-attr]
     return [combine(each, 0).view_as(mine) for combine, each, mine in zip(combines, every, own, strict=True)]
-
-
-def find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return nodes and all their ancestors."""
-    found, left = set[fx.Node](), list(nodes)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found

@@ -72,11 +72,8 @@ def count_whole_batch(graph: Graph) -> Graph:
         return split if len(split.nodes) > len(graph.nodes) else graph
     # The result is only used if it is proven by itself.
     made = draft.build_with_statistics(derived)
-    return made if _needs_nothing(derive_composition(made, ALL)) else graph
-
-
-def _needs_nothing(derived: Derivation) -> bool:
-    return derived.is_proven and not derived.statistics and not derived.rescaled_operands
+    proven = derive_composition(made, ALL)
+    return made if proven.is_proven and not proven.statistics and not proven.rescaled_operands else graph
 
 
 @dataclass
@@ -118,7 +115,7 @@ class _CodeEditor:
             val = node.meta.get("val")
             if isinstance(val, Tensor) and val.dtype is torch.float16:
                 continue  # the sum may overflow float16 where the mean does not
-            arguments = bind_arguments(node, node.args, node.kwargs)[1]
+            arguments = bind_arguments(node)[1]
             if base in _OF_CLASSES:
                 self._split_class_loss(node, arguments, given)
             elif base == "mean" or (base in ELEMENTWISE and arguments["reduction"] == MEAN):
@@ -183,7 +180,7 @@ class _CodeEditor:
         """Turn an operator's mean into a sum and divide that by ``counts``."""
         val = node.meta["val"]
         if base_name(node) == "mean":
-            dtype = bind_arguments(node, node.args, node.kwargs)[1].get("dtype")
+            dtype = bind_arguments(node)[1].get("dtype")
             node.target, node.args, node.kwargs = aten.sum.default, (node.args[0],), {"dtype": dtype} if dtype else {}
             node.meta["op"] = op_name(node)
         else:

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 
 from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.graph import Graph, Node
+from polylane.graph.interpreter import find_ancestors
 from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import is_dynamic
@@ -27,7 +28,6 @@ from polylane.placement.operator_view import base_name
 from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.samples.autograd.autograd_functions import prove_function
 from polylane.samples.batch_layout import BatchLayout
-from polylane.samples.batch_statistics import find_ancestors
 from polylane.samples.interpretation.abstract_interpreter import AbstractInterpreter, interpret
 from polylane.samples.interpretation.additivity import power_of_additive
 from polylane.samples.interpretation.known_states import NeededStatistic, RescaledOperand

@@ -9,19 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from polylane.graph.capture.export import Loss, ModelWithLoss
+from polylane.graph.flops import tensors_of
 from polylane.graph.graph import Graph, Node
-from polylane.graph.rounding_noise import TRIES
+from polylane.graph.rounding_noise import TRIES, rounding_floor
 from polylane.samples.batch_layout import describe_divided_buffer, describe_place
-from polylane.samples.split_runs import (
-    Floor,
-    PartFails,
-    SplitRun,
-    equal_within,
-    make_runs,
-    mean_of_parts,
-    rounding_floor_of,
-    run_split,
-)
+from polylane.samples.split_runs import PartFails, SplitRun, equal_within, make_runs, mean_of_parts, run_split
 
 
 def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> str | None:
@@ -51,8 +43,9 @@ def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
     sizes = [run.part.samples for run in runs[1:]]
     differing: list[Node] = []
 
-    def look(node: Node, value: Any, parts: list[Any], reach: Floor) -> None:
-        if not _parts_combine(value, parts, sizes, reach):
+    def look(node: Node, value: Any, parts: list[Any], floors: list[float]) -> None:
+        every = zip(tensors_of(value), floors, *map(tensors_of, parts), strict=False)
+        if not all(_parts_combine(whole, own, sizes, floor) for whole, floor, *own in every):
             differing.append(node)
 
     try:
@@ -65,7 +58,7 @@ def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
         first = (differing or [graph.nodes[-1]])[0]
         return _explain_not_a_mean(next((n for n in differing if not n.recomputable), first))
     for name, buffer in runs[0].tensors_by_role["buffer"].items():
-        reach = rounding_floor_of(buffer, [run.tensors_by_role["buffer"][name] for run in runs[0].nudged_runs])
+        reach = rounding_floor(buffer, [run.tensors_by_role["buffer"][name] for run in runs[0].nudged_runs])
         if not all(equal_within(buffer, run.tensors_by_role["buffer"][name], reach) for run in runs[1:]):
             writer = next((n for n in reversed(graph.nodes) if name in n.buffers), graph.nodes[-1])
             return f"{describe_divided_buffer(name, writer)}; use data=1"
@@ -80,13 +73,8 @@ def _outputs_combine(mean: bool, outputs: list[list[Tensor]], sizes: list[int]) 
     return equal_within(total / count, sum(part[0] for part in parts) / sum(part[1] for part in parts))
 
 
-def _parts_combine(value: Any, parts: list[Any], sizes: list[int], reach: Floor) -> bool:
+def _parts_combine(value: Tensor, parts: list[Tensor], sizes: list[int], reach: float) -> bool:
     """Return whether parts make up the whole: concatenated, equal, summed, averaged, or permuted."""
-    if isinstance(value, (list, tuple)):
-        reaches = reach if isinstance(reach, list) else [reach] * len(value)
-        return all(_parts_combine(v, list(each), sizes, r) for v, r, *each in zip(value, reaches, *parts, strict=False))
-    if not isinstance(value, Tensor) or not all(isinstance(part, Tensor) for part in parts):
-        return True
     if all(part.shape == value.shape for part in parts):
         number = value.dtype != torch.bool
         return (

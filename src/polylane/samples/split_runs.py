@@ -20,6 +20,7 @@ from polylane.graph.capture.assign_keys import PythonOnSlice, copy_python_call
 from polylane.graph.capture.export import ModelWithLoss, format_line, python_kept, reason_of
 from polylane.graph.capture.functionalize import is_unfilled
 from polylane.graph.capture.self_check import Tables, placeholder_value, resize_batch, tensors_by_role
+from polylane.graph.flops import tensors_of
 from polylane.graph.graph import Graph, Node
 from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.operators.sync_batch_norm import batch_norm
@@ -32,9 +33,8 @@ from polylane.graph.sample_slice import SampleSlice
 FEWEST, MOST = 5, 32
 TOLERANCE = 1e-9
 
-# Called for every node with its value of the whole batch, of each part, and the rounding floor of the whole's value.
-Look = Callable[[Node, Any, list[Any], "Floor"], None]
-Floor = float | list[Any]  # absolute rounding error of a value, or of each item of a list
+# Called for every node with its value of the whole batch, of each part, and the rounding floors of the whole's tensors.
+Look = Callable[[Node, Any, list[Any], list[float]], None]
 
 
 @dataclass
@@ -79,15 +79,6 @@ def make_runs(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], again: 
         nudge_values({id(tensor): tensor for tensor in table["parameter"].values()}.values(), attempt)
         nudge_fractions((leaf for leaf in table["input"] if isinstance(leaf, Tensor)), attempt)
     return runs
-
-
-def rounding_floor_of(value: Any, again: Sequence[Any]) -> Floor:
-    """Return the rounding floor of a value, from its values in nudged runs."""
-    if isinstance(value, Tensor):
-        return rounding_floor(value, again)
-    if isinstance(value, (list, tuple)):
-        return [rounding_floor_of(each, others) for each, *others in zip(value, *again, strict=False)]
-    return 0.0
 
 
 def _in_float64(whole: ModelWithLoss, graph: Graph, leaves: Sequence[Any]) -> Tables:
@@ -139,7 +130,7 @@ class _RunsInterpreter(GraphInterpreter):
         described = self._nodes[node.name]
         wholes = [self._call(node, run) for run in range(self._wholes)]
         parts = self._of_parts(node, wholes[0], described)
-        self._look(described, wholes[0], parts, self._reach(node, wholes) if self._wholes > 1 else 0.0)
+        self._look(described, wholes[0], parts, self._rounding_floors(node, wholes))
         return [*wholes, *parts]
 
     def _arguments(self, node: fx.Node, run: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -147,13 +138,17 @@ class _RunsInterpreter(GraphInterpreter):
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: self.env[used][run])
         return tuple(args), dict(kwargs)
 
-    def _reach(self, node: fx.Node, wholes: Sequence[Any]) -> Floor:
-        """Return the rounding floor of a node's value, capped at a tiny fraction of its inputs' magnitude.
+    def _rounding_floors(self, node: fx.Node, wholes: Sequence[Any]) -> list[float]:
+        """Return the rounding floor of each tensor of a node, capped at a tiny fraction of its inputs' magnitude.
 
         A larger difference between nudged runs is no rounding, but for example an argmax between nearly equal values.
         """
-        most = max((_magnitude(self.env[used][0]) for used in node.all_input_nodes), default=0.0) * TOLERANCE / MARGIN
-        return _cap_reach(rounding_floor_of(wholes[0], wholes[1:]), most)
+        if self._wholes == 1:
+            return [0.0] * len(tensors_of(wholes[0]))
+        inputs = [tensor for used in node.all_input_nodes for tensor in tensors_of(self.env[used][0])]
+        most = max(map(max_magnitude, inputs), default=0.0) * TOLERANCE / MARGIN
+        every = zip(*map(tensors_of, wholes), strict=False)
+        return [min(rounding_floor(tensor, again), most) for tensor, *again in every]
 
     def _of_parts(self, node: fx.Node, whole: Any, described: Node) -> list[Any]:
         parts = range(self._wholes, len(self._runs))
@@ -183,16 +178,6 @@ class _RunsInterpreter(GraphInterpreter):
         # The user's own Python must not differ between runs by its random numbers, nor by how often it was called.
         with WithoutRandomness(), python_kept(target.own.module) if target.own.effects else nullcontext():
             return target(*args, **kwargs)
-
-
-def _cap_reach(reach: Floor, most: float) -> Floor:
-    return min(reach, most) if isinstance(reach, float) else [_cap_reach(each, most) for each in reach]
-
-
-def _magnitude(value: Any) -> float:
-    if isinstance(value, Tensor):
-        return max_magnitude(value)
-    return max(map(_magnitude, value), default=0.0) if isinstance(value, (list, tuple)) else 0.0
 
 
 def _run_batch_norms(arguments: Sequence[Sequence[Any]]) -> list[Any]:
@@ -261,7 +246,7 @@ class WithoutRandomness(TorchFunctionMode):
         return result.fill_(0.0) if name in ("randn", "randn_like", "normal_") else result
 
 
-def equal_within(a: Tensor, b: Any, reach: Floor = 0.0) -> bool:
+def equal_within(a: Tensor, b: Any, reach: float = 0.0) -> bool:
     """Return whether two values are equal up to the rounding of float64.
 
     Args:
@@ -276,8 +261,8 @@ def equal_within(a: Tensor, b: Any, reach: Floor = 0.0) -> bool:
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)  # only one of them may have been promoted by the caller
     scale = float(a.abs().nan_to_num(0.0, 0.0, 0.0).max()) if a.numel() else 0.0
-    most = MARGIN * reach if isinstance(reach, float) else 0.0
-    return torch.allclose(a, b, rtol=TOLERANCE, atol=max(TOLERANCE * max(scale, 1e-30), most), equal_nan=True)
+    atol = max(TOLERANCE * max(scale, 1e-30), MARGIN * reach)
+    return torch.allclose(a, b, rtol=TOLERANCE, atol=atol, equal_nan=True)
 
 
 def mean_of_parts(parts: Sequence[Tensor], sizes: Sequence[int]) -> Any:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from polylane.errors import PolylaneError
+from polylane.graph.symbolic_sizes import is_dynamic
 from polylane.placement.enumerate_strategies import StrategyOptions
 from polylane.placement.kernels.empty_shards import has_empty_rank
-from polylane.placement.operator_view import GraphInput, OperatorView, TensorKey
-from polylane.placement.placement import Placement, Replicate, Shard, even_cuts, shard_same_dim
+from polylane.placement.operator_view import GraphInput, OperatorView, TensorKey, graph_tensors
+from polylane.placement.placement import Cuts, Placement, Replicate, Shard, even_cuts, join_cuts, shard_same_dim
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.rules.registry import composable_operators
 from polylane.placement.strategy import Strategy
-from polylane.sharding.sample_dims import sample_dims, shards_samples
 
 PURPOSES = ("tensor", "sequence", "data")
 
@@ -136,6 +136,40 @@ def _pinned_input_cuts(source: GraphInput, degree: int, demands: SplitDemands) -
     pattern = demands.pins.get(source.key[0], "")
     every = [Shard(dim, even_cuts(size, degree)) for dim, size in enumerate(source.value.shape)]
     return [shard for shard in every if str(shard) == pattern]
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def sample_dims(view: OperatorView) -> Mapping[TensorKey, frozenset[int]]:
+    """Return the dimensions of every tensor that grow with the number of samples."""
+    return {
+        key: frozenset(d for d, size in enumerate(tensor.shape) if is_dynamic(size))
+        for key, tensor in graph_tensors(view.graph.code.fx)
+    }
+
+
+def shards_samples(placement: Placement, dims: frozenset[int], samples: int) -> bool:
+    """Return whether a placement gives different samples to different ranks.
+
+    Args:
+        placement: the tensor's placement along one axis.
+        dims: dimensions of the tensor that grow with the samples.
+        samples: number of samples per worker.
+    """
+    # A dimension of [samples * heads] may be sharded if the cut is the same in every sample: by heads.
+    return (
+        isinstance(placement, Shard) and placement.dim in dims and not cuts_each_sample_alike(placement.cuts, samples)
+    )
+
+
+def cuts_each_sample_alike(cuts: Cuts, samples: int) -> bool:
+    """Return whether a dimension of ``samples`` equal blocks, one after the other, is cut equally in each of them."""
+    size = cuts[-1][-1]
+    if samples < 1 or size % samples or len(cuts) % samples:
+        return False
+    first = cuts[: len(cuts) // samples]
+    return first[-1][-1] == size // samples and join_cuts([first] * samples) == cuts
 
 
 # ---- pins ------------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from polylane.placement.operator_view import OperatorNode, OperatorView, TensorK
 from polylane.placement.placement import REPLICATE_PARTIAL_GRAD, Placement, Replicate, Shard, even_cuts, join_cuts
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
+from polylane.sharding.admissible import cuts_each_sample_alike
 from polylane.sharding.cost_model import CostSetting, value_bytes
-from polylane.sharding.sample_dims import cuts_each_sample_alike
 
 
 def carry_over_split(
@@ -85,7 +85,7 @@ def _strategy_distance(
     for key, placement in zip(step.input_keys, new.inputs, strict=True):
         # The producers of inputs have their new placements already; any difference costs a redistribution.
         if key in setting.values and (source := split.placement(key)) != placement:
-            moved += setting.price_redistribution(key, source, placement).seconds
+            moved += setting.redistribution_seconds(key, source, placement)
             size += value_bytes(setting.values[key])
     pairs = zip((*new.inputs, *new.outputs), (*old.inputs, *old.outputs), strict=True)
     return sum(_breaks_samples(a, b, samples, setting.view.samples) for a, b in pairs), moved, size

@@ -104,13 +104,13 @@ class ProgramBuilder:
         for step in setting.view.operators:
             if self.classes[step.name] not in self.variables:
                 offered = self.choices.strategies[step.name]
-                seconds = [setting.price_operator(step, s).seconds for s in offered]
+                seconds = [setting.operator_seconds(step, s) for s in offered]
                 held = None if limits_parameters else [setting.activation_bytes(step, s.outputs) for s in offered]
                 self._add_choice(step.name, seconds, held)
         for key, source in setting.view.sources.items():
             if self.classes[key[0]] not in self.variables:
                 placements = self.choices.source_placements[key]
-                seconds = [setting.price_source(source, p).seconds for p in placements]
+                seconds = [setting.source_seconds(source, p) for p in placements]
                 held = [setting.parameter_bytes(source, p) for p in placements] if limits_parameters else None
                 self._add_choice(key[0], seconds, held)
         # A variable fixed at 1 stands for the placement of graph outputs, which are always whole.
@@ -209,7 +209,7 @@ class ProgramBuilder:
                 # move.
                 start = next((p for p in placements if p != target), None)
                 if start is not None:
-                    cost = self.setting.price_redistribution(key, start, target).seconds * times
+                    cost = self.setting.redistribution_seconds(key, start, target) * times
                     size = self.setting.copied_bytes(key, start, target) * times if self._is_limited(key) else 0.0
                     flow = self._add_redistribution(cost, size, users[target], kind, target, paid)
                     leaving.append(flow)

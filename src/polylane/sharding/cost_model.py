@@ -40,20 +40,6 @@ class TensorUse:
         return self.step is not None and self.index in self.step.call.written_inputs
 
 
-@dataclass(frozen=True)
-class Price:
-    """Seconds, and the bytes that every rank sends in them."""
-
-    seconds: float = 0.0
-    sent: float = 0.0
-
-    def __add__(self, other: Price) -> Price:
-        return Price(self.seconds + other.seconds, self.sent + other.sent)
-
-
-FREE = Price()
-
-
 def value_bytes(value: TensorValue) -> int:
     """Return the bytes of a whole tensor."""
     return math.prod(value.shape) * value.dtype.itemsize
@@ -109,23 +95,21 @@ class CostSetting:
             tuple(split.placement(key) for split in self.other_axes.values())
         )
 
-    def price_redistribution(self, key: TensorKey, source: Placement, target: Placement) -> Price:
-        """Return the price of taking a tensor from one placement to another, and its gradient back."""
-        total = FREE
+    def redistribution_seconds(self, key: TensorKey, source: Placement, target: Placement) -> float:
+        """Return the seconds of taking a tensor from one placement to another, and its gradient back."""
         if source == target:
-            return total
-        size = self.tensor_bytes(key)
+            return 0.0
+        total, size = 0.0, self.tensor_bytes(key)
         # One entry for the forward pass and one for the gradient; without a collective it is a local copy or slice.
         for collective, copied in redistribute(size, source, target, self.values[key].gradient):
             if collective:
-                taken = communicate.collective_seconds(collective, size, self.degree, self.rates)
-                total += Price(taken, communicate.bytes_per_rank(collective, size, self.degree))
+                total += communicate.collective_seconds(collective, size, self.degree, self.rates)
             else:
-                total += Price(copied / self.rates.bytes)
+                total += copied / self.rates.bytes
         return total
 
-    def price_operator(self, step: OperatorNode, strategy: Strategy) -> Price:
-        """Return the price of an operator, forward and backward, by the roofline: arithmetic or memory traffic."""
+    def operator_seconds(self, step: OperatorNode, strategy: Strategy) -> float:
+        """Return the seconds of an operator, forward and backward, by the roofline: arithmetic or memory traffic."""
         chosen = [split.strategies[step.name] for split in self.other_axes.values()]
         # ``step.flops`` was counted on the batch that the graph was captured with.
         flops = step.flops * (self.view.samples / self.view.graph.samples)
@@ -143,15 +127,14 @@ class CostSetting:
         # Backward runs only if some output carries a gradient; the communication inside is priced for both directions.
         times = 1 + BACKWARD if any(v.gradient for v in step.call.outputs) else 1
         inside = communicate.exchange_seconds(strategy.sent, strategy.messages, self.rates)
-        return Price(once * times + inside, strategy.sent)
+        return once * times + inside
 
-    def price_source(self, source: GraphInput, placement: Placement) -> Price:
+    def source_seconds(self, source: GraphInput, placement: Placement) -> float:
+        """Return the seconds that the gradient of a graph input takes, which only parameters have."""
         # Partial gradients of a parameter are all-reduced once a step, in buckets that overlap with the backward pass.
         if placement != REPLICATE_PARTIAL_GRAD or not source.value.gradient:
-            return FREE
-        size = self.tensor_bytes(source.key)
-        taken = communicate.overlapped_seconds("all_reduce", size, self.degree, self.rates)
-        return Price(taken, communicate.bytes_per_rank("all_reduce", size, self.degree))
+            return 0.0
+        return communicate.overlapped_seconds("all_reduce", self.tensor_bytes(source.key), self.degree, self.rates)
 
     def activation_bytes(self, step: OperatorNode, outputs: tuple[Placement, ...]) -> float:
         """Return the bytes of an operator's outputs that a backward pass may need, on the busiest rank."""
@@ -209,41 +192,3 @@ def list_redistributions(setting: CostSetting, split: AxisSplit) -> Iterator[Pri
         for target, users in targets.items():
             if target != source:
                 yield PricedMove(key, source, target, tuple(users))
-
-
-@dataclass(frozen=True)
-class LayoutPrediction:
-    """What a split costs by the model.
-
-    Attributes:
-        seconds: duration of one forward and backward pass on the busiest rank.
-        sent: bytes that every rank sends in one forward and backward pass.
-        moves: number of redistributions of the forward pass.
-        parameters: bytes of parameters and of their redistributed copies on the busiest rank.
-        activations: bytes of outputs and redistributed copies that a backward pass may need, on the busiest rank.
-    """
-
-    seconds: float
-    sent: float
-    moves: int
-    parameters: float
-    activations: float
-
-
-def predict_split(setting: CostSetting, split: AxisSplit) -> LayoutPrediction:
-    """Return the predicted cost of a whole split."""
-    total, moved, parameters, activations = FREE, 0, 0.0, 0.0
-    for moving in list_redistributions(setting, split):
-        key, ends = moving.key, (moving.source, moving.target)
-        total, moved = total + setting.price_redistribution(key, *ends), moved + 1
-        if setting.is_parameter(key):
-            parameters += setting.copied_bytes(key, *ends)
-        elif setting.values[key].gradient:
-            activations += setting.copied_bytes(key, *ends)
-    for step in setting.view.operators:
-        total += setting.price_operator(step, split.strategies[step.name])
-        activations += setting.activation_bytes(step, split.strategies[step.name].outputs)
-    for key, source in setting.view.sources.items():
-        total += setting.price_source(source, split.source_placements[key])
-        parameters += setting.parameter_bytes(source, split.source_placements[key])
-    return LayoutPrediction(total.seconds, total.sent, moved, parameters, activations)

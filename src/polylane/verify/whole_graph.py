@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from polylane.graph.batch import sampled_leaves
 from polylane.graph.capture.assign_keys import draws_by_sample
 from polylane.graph.graph import Code
-from polylane.graph.operators.whole_batch_counts import BatchShare, WholeBatchStatistic
+from polylane.graph.interpreter import find_ancestors
+from polylane.graph.operators.whole_batch_counts import BatchShare, WholeBatchStatistic, statistics_of
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
 
@@ -43,7 +44,7 @@ def add_batch_counts(
         leaves: the batch leaves of each microbatch, in the order of ``parts``.
         sampled: for each leaf, whether it has a row for each sample; None: derived from the first part.
     """
-    counts = [node for node in code.fx.nodes if isinstance(node.target, WholeBatchStatistic)]
+    counts = statistics_of(code.fx)
     if not counts or len(parts) < 2:
         return list(parts)
     split = sampled or sampled_leaves(leaves[0])
@@ -56,19 +57,8 @@ def add_batch_counts(
         found[name] = value
 
     with torch.no_grad():
-        run_graph(code, tensors, joined, SampleSlice(samples, batch=samples), look, only=_find_ancestors(counts))
+        run_graph(code, tensors, joined, SampleSlice(samples, batch=samples), look, only=find_ancestors(counts))
     return [replace(part, whole=lambda key, own: found[key]) for part in parts]
-
-
-def _find_ancestors(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Return the nodes, and all nodes on which they depend."""
-    found, left = set[fx.Node](), list(nodes)
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes
-    return found
 
 
 def run_graph(

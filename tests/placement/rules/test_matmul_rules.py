@@ -56,7 +56,7 @@ def test_linear(rows: list[int], k: int, n: int, bias: str | None, degree: int) 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_linear_of_fused_and_empty_parts(bias: bool) -> None:
-    fused = join_cuts([even_cuts(4, 2, 2), even_cuts(2, 2), even_cuts(3, 2)])
+    fused = join_cuts([even_cuts(4, 2), even_cuts(2, 2), even_cuts(3, 2)])
     args = [tensor(2, 3, 6), tensor(9, 6, seed=1), tensor(9, seed=2) if bias else None]
     cuts = {
         ("in", 1, 0): [fused, ((0, 0, 9),), ((0, 9, 9),)],

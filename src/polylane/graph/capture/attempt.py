@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from polylane.errors import PolylaneError
 from polylane.graph.batch import clone_leaves, sample_count, take_first_samples
 from polylane.graph.capture import inline as rewrite
+from polylane.graph.capture import self_check
 from polylane.graph.capture.aliasing import functionalize_writes
 from polylane.graph.capture.export import (
     BadLoss,
@@ -36,14 +37,7 @@ from polylane.graph.capture.leaves import (
     source_line_of,
 )
 from polylane.graph.capture.python_operators import FunctionCall, forget_sites
-from polylane.graph.capture.self_check import (
-    FEW,
-    Difference,
-    first_difference,
-    other_batch,
-    resize_batch,
-    runs_without_gradients,
-)
+from polylane.graph.capture.self_check import Difference
 from polylane.graph.graph import is_inside
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
 from polylane.graph.python_state.random_generators import generator_states, states_equal
@@ -112,7 +106,7 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
         try:
             with torch.enable_grad(), NormalizationWatch() as normalizing, _watching_backward() as taken:
                 results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
-            if taken and not runs_without_gradients(whole, leaves):
+            if taken and not self_check.runs_without_gradients(whole, leaves):
                 raise BadLoss(
                     "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty "
                     "does), which cannot be captured: leave them out of the loss"
@@ -218,7 +212,7 @@ def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequenc
     noted = _watch_random(draft.graph)  # before settings are around the functions
     wrap_autocast(draft.graph)
     try:
-        return first_difference(whole, draft.graph, draft.constants, leaves, sizes)
+        return self_check.first_difference(whole, draft.graph, draft.constants, leaves, sizes)
     finally:
         unwrap_autocast(draft.graph)
         for node, target in noted.items():
@@ -272,11 +266,11 @@ def _observe_two_sizes(
     whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]
 ) -> list[tuple[int, ObservedCalls]]:
     """Return two batch sizes, each with the calls of ``modules`` at that size; one size twice if no other works."""
-    one = take_first_samples(leaves, FEW)  # small sizes first: they are cheaper
+    one = take_first_samples(leaves, self_check.FEW)  # small sizes first: they are cheaper
     samples = sample_count(one)
-    other = other_batch(one) if samples > 2 else resize_batch(one, 2 * samples)
+    other = self_check.other_batch(one) if samples > 2 else self_check.resize_batch(one, 2 * samples)
     seen: dict[int, ObservedCalls] = {}
-    for batch in (one, other, leaves, other_batch(leaves)):
+    for batch in (one, other, leaves, self_check.other_batch(leaves)):
         if len(seen) < 2 and sample_count(batch) not in seen:
             with suppress(NotCaptured):
                 seen[sample_count(batch)] = _observe_once(whole, modules, batch)
@@ -355,8 +349,7 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, wh
     call = opaque_call(whole, leaves, dry.results, dry)
     call.source, call.effects = source_line_of(whole.loss_function), dry.effects.found
     graph, inputs, tied, opened = fx.Graph(), list[fx.Node](), whole.tied, symbolic_inputs(leaves)
-    part = graph.placeholder("part")
-    part.meta["role"] = ("part", 0)
+    part = rewrite.add_slice_input(graph)
 
     def add_input(name: str, role: tuple[str, Any], val: Tensor) -> None:
         inputs.append(graph.placeholder(name))

@@ -45,7 +45,7 @@ def functional_name(node: fx.Node) -> str:
 def complete_arguments(node: fx.Node) -> tuple[Any, ...]:
     """Return a node's positional arguments, with the defaults that its functional version requires explicitly."""
     target: Any = node.target
-    twin, args = _operator(functional_name(node)), list(node.args)
+    twin, args = find_operator(functional_name(node)), list(node.args)
     if twin is None:
         return tuple(args)
     needed = sum(not a.kwarg_only and not a.has_default_value() for a in twin._schema.arguments)
@@ -65,7 +65,7 @@ def functionalize(node: fx.Node) -> list[fx.Node] | None:
         return None
     if str(node.target) == "aten.copy_.default":
         return _functionalize_copy(node)
-    twin = _operator(functional_name(node))
+    twin = find_operator(functional_name(node))
     if twin is None or not _accepts_same_arguments(node.target, twin):
         return None
     args, name = complete_arguments(node), twin._schema.name.removeprefix("aten::")
@@ -87,9 +87,12 @@ def functionalize(node: fx.Node) -> list[fx.Node] | None:
     return before
 
 
-def _operator(name: str) -> Any:
-    _, base, overload = (name or "..").split(".")
-    return getattr(getattr(torch.ops.aten, base, None), overload, None) if base else None
+def find_operator(name: str) -> Any:
+    """Return torch's operator of a name ("aten.linear.default"); None if there is none."""
+    if not name.startswith("aten."):
+        return None
+    _, base, overload = name.split(".")
+    return getattr(getattr(torch.ops.aten, base, None), overload, None)
 
 
 def _accepts_same_arguments(own: Any, twin: Any) -> bool:

@@ -120,7 +120,7 @@ def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 def add_slice_input(graph: fx.Graph) -> fx.Node:
     """Add the first placeholder of every graph, the sample slice, and return it."""
-    with graph.inserting_before(next(iter(graph.nodes))):
+    with graph.inserting_before():  # before all others
         part = graph.placeholder("part")
     part.meta["role"] = ("part", 0)
     return part

@@ -238,7 +238,7 @@ def leaves_kept(
             first, second = (calls[path][k] for _, calls in observed)
             output_at = [i for i, value in enumerate(first.result) if isinstance(value, Tensor)]
             shapes = [_infer_output(first.result[i], second.result[i], samples, path) for i in output_at]
-            call, tensors = _leaf_call(module, path, args, kwargs, shapes, output_at, first, samples[0])
+            call, tensors = _leaf_call(module, path, (args, kwargs), shapes, output_at, first, samples[0])
             call.samples = tracing.samples
             outputs = emit_call(call, tensors)
             call.samples = None  # a symbol of this export, no longer needed
@@ -252,16 +252,9 @@ def leaves_kept(
 
 
 def _leaf_call(
-    module: nn.Module,
-    path: str,
-    args: Any,
-    kwargs: Any,
-    outputs: list[LeafOutput],
-    output_at: list[int],
-    seen: Any,
-    samples: int,
+    module: nn.Module, path: str, given: Any, outputs: list[LeafOutput], output_at: list[int], seen: Any, samples: int
 ) -> tuple[LeafCall, list[Tensor]]:
-    flat, rebuild = flatten((args, kwargs))
+    flat, rebuild = flatten(given)
     tensor_at = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
     size_at = [i for i, value in enumerate(flat) if isinstance(value, torch.SymInt)]
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
@@ -290,7 +283,8 @@ def _leaf_call(
 def opaque_call(whole: nn.Module, leaves: Sequence[Any], results: Sequence[Tensor], seen: Any) -> LeafCall:
     """Return model and loss together as one leaf: the user's Python runs on every worker."""
     outputs = [LeafOutput((), (), value.dtype) for value in results]
-    call, _ = _leaf_call(whole, "", tuple(leaves), {}, outputs, list(range(len(results))), seen, sample_count(leaves))
+    every = list(range(len(results)))
+    call, _ = _leaf_call(whole, "", (tuple(leaves), {}), outputs, every, seen, sample_count(leaves))
     return call
 
 

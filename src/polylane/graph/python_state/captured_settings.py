@@ -253,8 +253,7 @@ class _WatchList:
             if values != before:
                 return name
         for place, value in self._cells:
-            now = place.get()
-            if now is not value and (now is MISSING or not bool(now == value)):
+            if _differs(place.get(), value):
                 return place.label
         for key, text in self._environment.items():
             if os.environ.get(key) != text:

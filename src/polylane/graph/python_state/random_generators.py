@@ -15,23 +15,34 @@ States = tuple[Any, ...]
 
 def generator_states() -> States:
     """Return the states of the global generators: torch's, Python's, and numpy's if it is imported."""
+    return torch.get_rng_state(), *_python_states()
+
+
+def _python_states() -> States:
     numpy = sys.modules.get("numpy")
-    own = (torch.get_rng_state(), random.getstate())
-    return own if numpy is None else (*own, numpy.random.get_state())
+    return (random.getstate(),) if numpy is None else (random.getstate(), numpy.random.get_state())
 
 
 def restore_generators(saved: States) -> None:
     """Restore states that :func:`generator_states` returned."""
     torch.set_rng_state(saved[0])
-    random.setstate(saved[1])
-    if len(saved) > 2:
-        sys.modules["numpy"].random.set_state(saved[2])
+    _restore_python(*saved[1:])
+
+
+def _restore_python(own: Any, numpy: Any = None) -> None:
+    random.setstate(own)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
 
 
 def seed_generators(*key: int) -> None:
     """Seed all global generators with a function of ``key``."""
     number = hash(key) & 0x7FFFFFFFFFFFFFFF  # of integers: the same in every process
     torch.default_generator.manual_seed(number)
+    _seed_python(number)
+
+
+def _seed_python(number: int) -> None:
     random.seed(number)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(number & 0xFFFFFFFF)
@@ -54,14 +65,9 @@ def generators_drawn_from(a: States, b: States) -> list[str]:
 @contextmanager
 def python_seeded(number: int) -> Iterator[None]:
     """Context manager: seed Python's and numpy's global generators inside, and restore the user's states afterwards."""
-    numpy = sys.modules.get("numpy")
-    own, arrays = random.getstate(), None if numpy is None else numpy.random.get_state()
-    random.seed(number)
-    if numpy is not None:
-        numpy.random.seed(number & 0xFFFFFFFF)
+    saved = _python_states()
+    _seed_python(number)
     try:
         yield
     finally:
-        random.setstate(own)
-        if numpy is not None:
-            numpy.random.set_state(arrays)
+        _restore_python(*saved)

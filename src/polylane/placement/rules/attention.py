@@ -102,7 +102,6 @@ def _group_strategies(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _attend_groups(edit: RankCall) -> None:
-    assert edit.strategy is not None
     cut = edit.output_shard()
     if cut.local_length(edit.index) == 0:
         edit["enable_gqa"] = False  # torch refuses grouped heads if there are none

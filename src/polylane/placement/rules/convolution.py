@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,15 +143,19 @@ def biased(spatial: int, x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def per_group(call: OperatorCall, groups: int, size: int, asked: Sequence[tuple[TensorValue, int]]) -> Iterator[Cuts]:
     """Yield cuts of the ``size`` channels of one group, from cuts of all groups that neighbours ask for."""
-    if size < 2:
-        return
-    found = {even_cuts(size, call.degree): None}
-    for value, dim in asked:
-        for cuts in call.common_cuts(value.at(dim)):
-            one = slice_cuts(cuts, 0, size)
-            if value.shape[dim] == size or repeat_cuts(one, size, groups) == cuts:
-                found[one] = None
-    yield from found
+
+    def of_one_group(value: TensorValue, dim: int, cuts: Cuts) -> Cuts | None:
+        one = slice_cuts(cuts, 0, size)
+        return one if value.shape[dim] == size or repeat_cuts(one, size, groups) == cuts else None
+
+    wishes = ((value, dim, cuts) for value, dim in asked for cuts in call.common_cuts(value.at(dim)))
+    return _even_and_asked_cuts(call, size, (of_one_group(*wish) for wish in wishes))
+
+
+def _even_and_asked_cuts(call: OperatorCall, size: int, asked: Iterable[Cuts | None]) -> Iterator[Cuts]:
+    """Yield the even cuts of ``size`` units, and those that neighbours ask for and that fit; none of a single unit."""
+    if size > 1:
+        yield from dict.fromkeys([even_cuts(size, call.degree), *(cuts for cuts in asked if cuts is not None)])
 
 
 def _by_groups(call: OperatorCall, form: ConvolutionShape) -> Iterator[Strategy]:
@@ -194,15 +198,8 @@ def in_units(call: OperatorCall, count: int, asked: Sequence[tuple[TensorValue, 
         count: number of units in the dimension.
         asked: a tensor, its dimension that consists of these units, and the length of a unit there.
     """
-    if count < 2:
-        return
-    found = {even_cuts(count, call.degree): None}
-    for value, dim, unit in asked:
-        for cuts in call.common_cuts(value.at(dim)):
-            reduced = divide_cuts(cuts, unit)
-            if reduced is not None:
-                found[reduced] = None
-    yield from found
+    reduced = (divide_cuts(cuts, unit) for value, dim, unit in asked for cuts in call.common_cuts(value.at(dim)))
+    return _even_and_asked_cuts(call, count, reduced)
 
 
 def set_local_groups(edit: RankCall) -> None:

@@ -101,7 +101,6 @@ def _by_rows(
 
 def _scale_local_mean(edit: RankCall) -> None:
     """Scale a mean over the local samples by their share of all; without local samples return a sum, which is 0."""
-    assert edit.strategy is not None
     shard = next(p for p in edit.strategy.inputs if isinstance(p, Shard))
     for name in ("input_lengths", "target_lengths"):  # of ctc_loss, where they are lists of numbers
         if name in edit.arguments and not isinstance(edit.call[name], TensorValue):

@@ -7,15 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from polylane.placement.kernels import normalization as kernels
 from polylane.placement.kernels.collective_op import all_reduce_bytes, call_along_axis, collective_strategy
 from polylane.placement.kernels.empty_shards import skip_empty_ranks
-from polylane.placement.kernels.normalization import (
-    ShardedBatchNorm,
-    ShardedGroupNorm,
-    ShardedInstanceNorm,
-    ShardedLayerNorm,
-    ShardedRmsNorm,
-)
 from polylane.placement.placement import Shard
 from polylane.placement.rules.by_dimension import Letters, label_dimensions, label_inputs, strategies_by_dimension
 from polylane.placement.rules.convolution import strategies_in_units
@@ -34,9 +28,10 @@ def _present_inputs(call: OperatorCall, *names: str) -> list[TensorValue]:
 def layer_norm(call: OperatorCall) -> Iterator[Strategy]:
     """All leading dimensions; normalized ones, and the weights with them."""
     yield from leading_dimensions(call)
-    x, weights, dtype = call["input"], _present_inputs(call, "weight", "bias"), call.outputs[0].dtype
+    x, weights = call["input"], _present_inputs(call, "weight", "bias")
     # Every row has two moments, the mean and the variance; in an RMS norm only the latter.
-    function, moments = (ShardedLayerNorm(dtype), 2) if call.base == "layer_norm" else (ShardedRmsNorm(dtype), 1)
+    kernel, moments = (kernels.ShardedLayerNorm, 2) if call.base == "layer_norm" else (kernels.ShardedRmsNorm, 1)
+    function = kernel(call.outputs[0].dtype)
     front = x.dim - len(call["normalized_shape"])
     rows = math.prod(x.shape[:front])
     for dim in range(front, x.dim):
@@ -72,7 +67,7 @@ def group_norm(call: OperatorCall) -> Iterator[Strategy]:
     unit = x.shape[1] // call["num_groups"]
     parts = [(x, 1, unit), (call.outputs[0], 1, unit), *((w, 0, unit) for w in weights)]
     yield from strategies_in_units(call, "channels", call["num_groups"] if unit else 0, parts, _set_local_groups)
-    function = ShardedGroupNorm(unit * math.prod(x.shape[2:]), call.outputs[0].dtype)
+    function = kernels.ShardedGroupNorm(unit * math.prod(x.shape[2:]), call.outputs[0].dtype)
     yield from _over_space(call, function, x.shape[0] * call["num_groups"])
 
 
@@ -103,7 +98,7 @@ def instance_norm(call: OperatorCall) -> Iterator[Strategy]:
     )
     if own:
         yield from _over_space(
-            call, ShardedInstanceNorm(math.prod(x.shape[2:]), call.outputs[0].dtype), math.prod(x.shape[:2])
+            call, kernels.ShardedInstanceNorm(math.prod(x.shape[2:]), call.outputs[0].dtype), math.prod(x.shape[:2])
         )
 
 
@@ -142,7 +137,7 @@ def batch_norm(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _over_parts(edit: RankCall) -> None:
-    call_along_axis(edit, ShardedBatchNorm(edit.target))
+    call_along_axis(edit, kernels.ShardedBatchNorm(edit.target))
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -7,16 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from string import ascii_letters
 from typing import Any
 
+from polylane.placement.kernels import reduction as kernels
 from polylane.placement.kernels.collective_op import collective_strategy
-from polylane.placement.kernels.reduction import (
-    LogSumExp,
-    PowerNorm,
-    ShardedExtreme,
-    ShardedMean,
-    ShardedReduction,
-    ShardedSoftmax,
-    ShardedVariance,
-)
 from polylane.placement.placement import PARTIAL, REPLICATE, Placement, Shard
 from polylane.placement.rules.by_dimension import (
     Letters,
@@ -101,7 +93,7 @@ def mean(call: OperatorCall) -> Iterator[Strategy]:
 
 def _divide_by_whole_count(edit: RankCall) -> None:
     shape = edit.call.inputs[0].shape
-    edit.target = ShardedMean(math.prod(shape[d] for d in _reduced_dims(edit.call)), edit.call.outputs[0].dtype)
+    edit.target = kernels.ShardedMean(math.prod(shape[d] for d in _reduced_dims(edit.call)), edit.call.outputs[0].dtype)
 
 
 @rule("max", "min", "amax", "amin", "any", "all", composes=True)
@@ -114,7 +106,7 @@ def extreme(call: OperatorCall) -> Iterator[Strategy]:
     if len(call.outputs) == 1:
         sign = 1 if call.base in ("max", "amax", "any") else -1
         dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
-        function = ShardedExtreme(dims, keepdim, call.outputs[0].dtype, sign, call.base in ("any", "all"))
+        function = kernels.ShardedExtreme(dims, keepdim, call.outputs[0].dtype, sign, call.base in ("any", "all"))
         # Two all-reduces for floating types: the extreme, and the number of equal ones for the gradient.
         yield from _cut_reduced_dim(call, function, REPLICATE, 2 if call.outputs[0].dtype.is_floating_point else 1)
 
@@ -123,7 +115,7 @@ def extreme(call: OperatorCall) -> Iterator[Strategy]:
 def logsumexp(call: OperatorCall) -> Iterator[Strategy]:
     """Any dimension."""
     yield from cut_kept_dims(call)
-    function = ShardedReduction(LogSumExp, _reduced_dims(call), call["keepdim"], call.outputs[0].dtype)
+    function = kernels.ShardedReduction(kernels.LogSumExp, _reduced_dims(call), call["keepdim"], call.outputs[0].dtype)
     yield from _cut_reduced_dim(call, function, REPLICATE, 2)
 
 
@@ -136,7 +128,7 @@ def variance(call: OperatorCall) -> Iterator[Strategy]:
     correction = float(call.arguments.get("unbiased", True) if given is None else given)
     count = math.prod(call.inputs[0].shape[d] for d in dims)
     root = call.base.startswith("std")
-    function = ShardedVariance(
+    function = kernels.ShardedVariance(
         dims, keepdim, count, correction, root, call.base.endswith("mean"), call.outputs[0].dtype
     )
     yield from _cut_reduced_dim(call, function, REPLICATE if root else PARTIAL, len(call.outputs) + root if root else 1)
@@ -153,7 +145,7 @@ def norm(call: OperatorCall) -> Iterator[Strategy]:
     yield from cut_kept_dims(call)
     if 0.0 < order < math.inf:
         dims, keepdim = _reduced_dims(call), bool(call.arguments.get("keepdim"))
-        function = ShardedReduction(PowerNorm, dims, keepdim, call.outputs[0].dtype, order)
+        function = kernels.ShardedReduction(kernels.PowerNorm, dims, keepdim, call.outputs[0].dtype, order)
         yield from _cut_reduced_dim(call, function, REPLICATE, 1)
 
 
@@ -165,7 +157,7 @@ def softmax(call: OperatorCall) -> Iterator[Strategy]:
     if not x.dim:
         return
     dim = call["dim"] % x.dim
-    function = ShardedSoftmax(dim, out.dtype, "log" in call.base, "safe" in call.base)
+    function = kernels.ShardedSoftmax(dim, out.dtype, "log" in call.base, "safe" in call.base)
     rows = math.prod(x.shape) // max(x.shape[dim], 1)
     for cuts in call.common_cuts(x.at(dim), out.at(dim)):
         name, shard = f"over dim {ascii_letters[dim]}", Shard(dim, cuts)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import torch
 
+from polylane.graph.capture.functionalize import find_operator
 from polylane.placement import rules
 from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, is_valid_placement
 from polylane.placement.strategy import OperatorCall, Strategy
@@ -67,8 +68,7 @@ def composable_operators() -> frozenset[str]:
 @cache
 def is_pointwise(op: str) -> bool:
     """Return whether torch tags an operator as pointwise."""
-    _, base, overload = op.split(".")
-    function = getattr(getattr(torch.ops.aten, base, None), overload, None)
+    function = find_operator(op)
     return function is not None and torch.Tag.pointwise in function.tags
 
 

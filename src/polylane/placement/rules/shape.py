@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from polylane.graph.capture.functionalize import find_operator
 from polylane.placement.placement import (
     PARTIAL,
     REPLICATE,
@@ -170,11 +171,10 @@ def complex_view(call: OperatorCall) -> Iterator[Strategy]:
 def permuted(call: OperatorCall) -> Iterator[Strategy]:
     """The same dimensions in another order."""
     x = call["self"]
-    _, base, overload = call.op.split(".")
     rest = {name: value for name, value in call.arguments.items() if name != "self"}
     # Distinct sizes identify the dimensions after torch has permuted a tensor without data.
     probe = torch.empty([d + 2 for d in range(x.dim)], device="meta")
-    moved = getattr(getattr(aten, base), overload)(probe, **rest).shape
+    moved = find_operator(call.op)(probe, **rest).shape
     yield from strategies_by_dimension(call, [label_dimensions(x)], [[ascii_letters[n - 2] for n in moved]])
     yield from partial_sums(call, x)
 

@@ -6,7 +6,7 @@ Tensors are fake and their number of samples is symbolic: a function that depend
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from polylane.graph.capture.aliasing import alias_groups, functionalize_writes, 
 from polylane.graph.capture.describe_nodes import label_nodes
 from polylane.graph.capture.inline import add_slice_input, drop_assertions, drop_dead_nodes
 from polylane.graph.capture.python_operators import FunctionCall
+from polylane.graph.interpreter import map_nested
 from polylane.graph.precision import InAutocast, InFloat64, Promoted, UnderSetting
 from polylane.graph.symbolic_sizes import compute_sizes_locally, size_function
 from polylane.placement.placement import Shard
@@ -212,9 +213,10 @@ def _graph_structure(graph: fx.Graph) -> list[Any]:
     """Return a graph's operators and arguments at one sample, for comparison with another trace."""
     numbers: dict[fx.Node, int] = {}
 
-    def settled(node: fx.Node) -> Any:
-        val = node.meta.get("val")
-        return ("node", numbers[node]) if node in numbers else size_function(val)(1)
+    def settled(value: Any) -> Any:
+        if not isinstance(value, fx.Node):
+            return value
+        return ("node", numbers[value]) if value in numbers else size_function(value.meta.get("val"))(1)
 
     result: list[Any] = []
     for node in graph.nodes:
@@ -225,16 +227,8 @@ def _graph_structure(graph: fx.Graph) -> list[Any]:
             continue
         numbers[node] = len(numbers)
         target = "" if node.op == "placeholder" else node.target
-        result.append((node.op, target, _settle_sizes(node.args, settled), _settle_sizes(node.kwargs, settled)))
+        result.append((node.op, target, map_nested(settled, node.args), map_nested(settled, node.kwargs)))
     return result
-
-
-def _settle_sizes(value: Any, settled: Callable[[fx.Node], Any]) -> Any:
-    if isinstance(value, fx.Node):
-        return settled(value)
-    if isinstance(value, Mapping):
-        return {key: _settle_sizes(each, settled) for key, each in value.items()}
-    return [_settle_sizes(each, settled) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _prepare_graph(graph: fx.Graph) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.aliasing import written_arguments
@@ -113,7 +114,7 @@ class AbstractInterpreter(KnownStates):
             return self._user_python_states(step)
         if any(key in self.gone for key in (*step.output_keys, *step.input_keys)):
             return None
-        if any(key not in self.states for key in step.input_keys) or _has_unknown_numbers(step.call.arguments):
+        if any(key not in self.states for key in step.input_keys) or _has_unknown_numbers(step.call):
             return None
         sizes = [each for each in node.all_input_nodes if isinstance(each.target, SymbolicSize)]
         if any(power_of_size(each) is None for each in sizes):
@@ -228,7 +229,7 @@ class AbstractInterpreter(KnownStates):
     ) -> OperatorCall:
         """Return a replica's call with sizes of the whole batch where these are wanted."""
         sizes = {w.value for w in wanted if w.combine is None}
-        named = bind_arguments(node, node.args, node.kwargs)[1]
+        named = bind_arguments(node)[1]
         whole = {name: step.call.arguments[name] for name, value in named.items() if value in sizes}
         return replace(own, arguments={**own.arguments, **whole})
 
@@ -259,10 +260,6 @@ class AbstractInterpreter(KnownStates):
         return rows and not any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
 
 
-def _has_unknown_numbers(value: Any) -> bool:
+def _has_unknown_numbers(call: OperatorCall) -> bool:
     """Return whether a call has a data-dependent number of unknown state among its arguments."""
-    if isinstance(value, Mapping):
-        return any(_has_unknown_numbers(v) for v in value.values())
-    if isinstance(value, (list, tuple)):
-        return any(_has_unknown_numbers(v) for v in value)
-    return isinstance(value, fx.Node)
+    return any(isinstance(value, fx.Node) for value in tree_leaves(call.arguments))

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from polylane.graph.capture.aliasing import alias_groups, written_arguments
 from polylane.graph.graph import Graph
@@ -15,7 +15,7 @@ from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.operators.whole_batch_counts import CombineParts, WholeBatchStatistic
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import SymbolicSize
-from polylane.placement.operator_view import OperatorNode, OperatorView, TensorKey, tensor_key
+from polylane.placement.operator_view import OperatorNode, OperatorView, TensorKey, graph_tensors, tensor_key
 from polylane.placement.placement import REPLICATE, Cuts, Placement, Replicate, Shard
 from polylane.samples.interpretation.additivity import State, sample_order_placement
 from polylane.samples.interpretation.ragged import find_masks
@@ -88,11 +88,7 @@ class KnownStates:
         self.nodes = {str(n.meta["name"]): n for n in code.nodes if n.op == "call_function"}
         self.masks = find_masks(code)
         self.buffers: dict[str, str] = {}  # buffer that would differ between replicas -> operator
-        for node in code.nodes:
-            vals = node.meta.get("val")
-            for number, val in enumerate(vals if isinstance(vals, (list, tuple)) else [vals]):
-                if isinstance(val, Tensor):
-                    self.placements[tensor_key(node)[0], tensor_key(node)[1] + number] = sample_order_placement(val)
+        self.placements |= {key: sample_order_placement(tensor) for key, tensor in graph_tensors(code)}
         sources = {key: self.given.get(key, self.placements[key]) for key in self.view.sources}
         self.states |= {key: state for key, state in sources.items() if state is not None}
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from polylane.graph.interpreter import find_ancestors
 from polylane.graph.symbolic_sizes import data_dependent_symbols
 from polylane.placement.operator_view import base_name, bind_arguments, operator_name
 
@@ -41,13 +42,7 @@ def _number_formula(node: fx.Node, numbers: dict[Any, int]) -> int:
         node: node whose formula is numbered.
         numbers: numbers of all nodes and formulas so far; is extended.
     """
-    order, left = list[fx.Node](), [node]
-    while left:
-        each = left.pop()
-        if each not in numbers and each not in order:
-            order.append(each)
-            left += each.all_input_nodes
-    for each in sorted(order):
+    for each in sorted(find_ancestors([node]) - numbers.keys()):
         inputs = fx.map_arg((each.args, each.kwargs), lambda n: _FormulaNumber(numbers[n]))
         formula = repr((str(each.target), inputs)) if each.op == "call_function" else each
         numbers[each] = numbers.setdefault(formula, len(numbers))
@@ -64,7 +59,7 @@ class _FormulaNumber(int):
 def _find_mask(node: fx.Node) -> fx.Node | None:
     """Return the boolean mask by which an operator selects rows or finds indices; None for other operators."""
     base = base_name(node)
-    arguments = bind_arguments(node, node.args, node.kwargs)[1]
+    arguments = bind_arguments(node)[1]
     if base == "masked_select":
         return arguments["mask"]  # type: ignore[no-any-return]
     if base in ("nonzero", "nonzero_numpy") or operator_name(node) == "aten.where.default":

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from polylane.graph.capture.assign_keys import DrawnPerSlice
+from polylane.graph.interpreter import map_nested
 from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.precision import unwrap_settings
 from polylane.placement.kernels.reduction import ShardedMean
@@ -44,13 +45,11 @@ def has_same_numbers(call: OperatorCall, own: OperatorCall) -> bool:
     """Return whether two calls have equal arguments besides tensors."""
 
     def plain(value: Any) -> Any:
-        if isinstance(value, TensorValue):
-            return None
-        if isinstance(value, (list, tuple)):
-            return [plain(v) for v in value]
-        return value
+        return None if isinstance(value, TensorValue) else value
 
-    return all(plain(call.arguments[name]) == plain(own.arguments[name]) for name in call.arguments)
+    return all(
+        map_nested(plain, call.arguments[name]) == map_nested(plain, own.arguments[name]) for name in call.arguments
+    )
 
 
 def selects_by_mask(call: OperatorCall) -> bool:
@@ -116,15 +115,14 @@ def compare_rank_calls(node: fx.Node, call: OperatorCall, own: OperatorCall, str
 def _compare_rank_call(
     node: fx.Node, call: OperatorCall, own: OperatorCall, strategy: Strategy, rank: int
 ) -> ReplicaCall:
-    graph, names = fx.Graph(), bind_arguments(node, node.args, node.kwargs)[2]
+    graph, names = fx.Graph(), bind_arguments(node)[2]
     tensors = [graph.placeholder(f"x{value.index}") for value in call.inputs]
     prefix = fx.map_arg(node.args[: call.prefix], lambda n: graph.placeholder(n.name))
 
     def edit(of: OperatorCall, outputs: Sequence[Placement]) -> RankCall:
         given = [{"": placement} for placement in outputs]
-        return RankCall(
-            of, graph, node.target, prefix, _substitute_tensors(tensors, of.arguments), names, given, {"": rank}
-        )
+        arguments = map_nested(lambda v: tensors[v.index] if isinstance(v, TensorValue) else v, of.arguments)
+        return RankCall(of, graph, node.target, prefix, arguments, names, given, {"": rank})
 
     # Emit the rank's call and the replica's into one scratch graph, on the same placeholders, and compare the
     # nodes.
@@ -161,17 +159,6 @@ def _is_same_call(
         made.target is aten.expand.default and call.base in EXPANDING
     )
     return in_general and bool(made.args == (tensors[0], list(own.outputs[0].shape)))
-
-
-def _substitute_tensors(tensors: Sequence[fx.Node], value: Any) -> Any:
-    """Return a call's arguments with placeholders of a graph for its tensors."""
-    if isinstance(value, TensorValue):
-        return tensors[value.index]
-    if isinstance(value, (list, tuple)):
-        return [_substitute_tensors(tensors, each) for each in value]
-    return (
-        {key: _substitute_tensors(tensors, each) for key, each in value.items()} if isinstance(value, dict) else value
-    )
 
 
 def _slice_range(call: OperatorCall) -> tuple[int, int, int, int]:

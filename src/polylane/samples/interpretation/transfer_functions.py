@@ -107,7 +107,7 @@ def _filled(step: OperatorNode, own: OperatorCall, node: fx.Node, in_order: Sequ
     if {**step.call.arguments, "size": ()} == {**own.arguments, "size": ()}:
         return in_order
     # full(size, n) with n a number of samples is proportional, provided that the tensor itself does not grow.
-    value = bind_arguments(node, node.args, node.kwargs)[1].get("fill_value")
+    value = bind_arguments(node)[1].get("fill_value")
     others = {**step.call.arguments, "size": (), "fill_value": 0} == {**own.arguments, "size": (), "fill_value": 0}
     power = power_of_size(value) if isinstance(value, fx.Node) and isinstance(value.target, SymbolicSize) else None
     return [proportional(power)] if power is not None and others and in_order == [REPLICATE] else None
@@ -210,7 +210,7 @@ def derive_sums(known: KnownStates, step: OperatorNode, own: OperatorCall, node:
     if any(placement is None or isinstance(placement, Shard) for placement in placements):
         return None
     if base in _ADDING | _MULTIPLYING | _DIVIDING and not written_arguments(node):
-        names = bind_arguments(node, node.args, node.kwargs)[1]
+        names = bind_arguments(node)[1]
         left, right = (_operand(known, names[name]) for name in ("self", "other"))
         if left is None or right is None or isinstance(left, Shard) or isinstance(right, Shard):
             return None
@@ -248,7 +248,7 @@ def _sum(
     if not known.counting:
         return None
     # A sum is added to a mean: rescale the operands that are not a mean.
-    arguments = bind_arguments(node, node.args, node.kwargs)[1]
+    arguments = bind_arguments(node)[1]
     for name, power in zip(("self", "other"), powers, strict=True):
         if power != 1:
             value = arguments[name]
@@ -292,7 +292,7 @@ def derive_scaled(known: KnownStates, step: OperatorNode, own: OperatorCall, nod
     """Return the states of an operator that is linear in its scaled operands: as unscaled, times all scales."""
     if known.counting or written_arguments(node) or any(key in known.size_cuts for key in step.input_keys):
         return None  # whole-batch counts make scales unnecessary
-    names = bind_arguments(node, node.args, node.kwargs)[1]
+    names = bind_arguments(node)[1]
     power = _scale_of(known, step.call, {name: v for name, v in names.items() if isinstance(v, fx.Node)})
     if power is None:
         return None
