@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.compile.cache import CompileCache
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
+from polylane.runtime.compile_cache import CompileCache
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.full_tensors import FullTensors
@@ -82,7 +82,7 @@ class TrainingRole:
         self._full_tensors = FullTensors(self._holding)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
-        self._cache = CompileCache[BoundProgram](prepared, self._binding, example)
+        self._cache = CompileCache(prepared, self._binding, example)
         # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if local else [False])
         self._rule = choose_sync(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)

@@ -94,7 +94,6 @@ class Channel(Protocol):
 
     def put(self, head: MessageHead, rows: Sequence[Tensor] = ()) -> None:
         """Send a message; its rows must not be written to any more."""
-        ...
 
     def get(self, sizes: Callable[[MessageHead], Sizes]) -> Message:
         """Wait for the next message.
@@ -105,7 +104,6 @@ class Channel(Protocol):
         Raises:
             PeerLost: the other end has closed its connection, or a server has failed.
         """
-        ...
 
 
 class RemoteChannel:
