@@ -14,18 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from polylane.plan.sync import OuterOptimizer
+from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.sync.gradient_sync import GradientSync
 from polylane.runtime.sync.replica_mean import average_over_replicas, averaged_buffers, copy_values, restore_values
-
-if TYPE_CHECKING:
-    from polylane.runtime.parameters.local_model import LocalModel
-    from polylane.runtime.parameters.update import ObjectiveUpdate
 
 # Upper bound on steps in flight, however rarely replicas synchronize: a step's loss is known that many steps later.
 MOST_APART = 32

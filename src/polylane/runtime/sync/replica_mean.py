@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.sync.flat_packing import FlatPacking, PackedTensor
 from polylane.runtime.transport.protocol import Transport
-
-if TYPE_CHECKING:
-    from polylane.runtime.parameters.local_model import LocalModel
 
 
 def averaged_buffers(holding: LocalModel) -> dict[str, Tensor]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.pipeline.connections import replica_ranks
 from polylane.runtime.sync.flat_packing import FlatPacking
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
@@ -27,10 +29,6 @@ from polylane.runtime.sync.parameter_server.weights import encode_options
 from polylane.runtime.sync.replica_mean import average_over_replicas, averaged_buffers, copy_values, restore_values
 from polylane.runtime.tensor_parallel import CollectiveWaits
 from polylane.runtime.transport.protocol import TransportCounters
-
-if TYPE_CHECKING:
-    from polylane.runtime.parameters.local_model import LocalModel
-    from polylane.runtime.parameters.update import ObjectiveUpdate
 
 
 class ParameterServerSync(GradientSync):

@@ -53,10 +53,7 @@ class ServerShard:
 
 
 def plan_server_shards(
-    prepared: CompiledTraining,
-    share: Collection[str],
-    holders: Mapping[str, Collection[int]],
-    parameters: Mapping[str, nn.Parameter],
+    prepared: CompiledTraining, share: Collection[str], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[ServerShard, ...]:
     """Return what a server and every worker exchange, without workers that have no part of the server's parameters.
 
@@ -65,10 +62,9 @@ def plan_server_shards(
     Args:
         prepared: the compiled training, equal on every worker.
         share: canonical names of the parameters on this server.
-        holders: the stages that use each parameter, by canonical name.
         parameters: all parameters of the model by name, in its order.
     """
-    plan = prepared.plan
+    plan, holders = prepared.plan, prepared.owning_stages
     trained = {name: differentiable_parameters(each.graph) & set(share) for name, each in prepared.partitions.items()}
     order = [name for name in parameters if name in share]
     found = []
