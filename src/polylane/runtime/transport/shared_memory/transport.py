@@ -12,20 +12,9 @@ from torch import Tensor
 from polylane.runtime.transport import protocol
 from polylane.runtime.transport.protocol import Deferred, FinishedTransfer, PendingResult, PendingTransfer
 from polylane.runtime.transport.serialization import decode, encode
+from polylane.runtime.transport.shared_memory import message as messages
 from polylane.runtime.transport.shared_memory.hub import MessageHub
-from polylane.runtime.transport.shared_memory.message import (
-    BROADCAST,
-    EXCHANGE,
-    GATHER,
-    INLINE,
-    NAMES,
-    OBJECT,
-    SCATTER,
-    SEND,
-    Message,
-    encode_description,
-    memory_of,
-)
+from polylane.runtime.transport.shared_memory.message import Message
 from polylane.runtime.transport.shared_memory.pending import (
     RankGroup,
     receive_from_members,
@@ -41,7 +30,7 @@ MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; from GROUPS on 
 
 IN_TURNS = 8 << 20  # bytes above which two ranks sum chunk by chunk
 
-_OBJECT = encode_description(OBJECT, torch.uint8, ())
+_OBJECT = messages.encode_description(messages.OBJECT, torch.uint8, ())
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # the values of a barrier's messages
 
 
@@ -97,7 +86,7 @@ class SharedMemoryTransport:
             return FinishedTransfer(tensor)
         wire = protocol.make_contiguous(tensor)
         self._sends[peer] = key = self._sends[peer] + 2
-        self._post_values(SEND, (peer,), key, wire, tuple(wire.shape))
+        self._post_values(messages.SEND, (peer,), key, wire, tuple(wire.shape))
         return FinishedTransfer(tensor)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
@@ -121,7 +110,7 @@ class SharedMemoryTransport:
             return FinishedTransfer(tensor)
         several = len(group.peers) > 1
         pending: PendingSum
-        if tensor.nbytes <= (INLINE if several else IN_TURNS):
+        if tensor.nbytes <= (messages.INLINE if several else IN_TURNS):
             pending, sent = DirectSum(self._hub, group, tensor), tensor.nbytes * len(group.peers)
         else:
             pending = (TwoStepSum if several else ChunkedSum)(self._hub, group, tensor)
@@ -138,10 +127,10 @@ class SharedMemoryTransport:
         key = group.next_key()
         # Empty parts are not sent: every rank knows the sizes of all parts, so nobody waits for them.
         if own.numel():
-            self._post_values(GATHER, group.peers, key, own, (own.numel(),))
+            self._post_values(messages.GATHER, group.peers, key, own, (own.numel(),))
         places = dict(zip(ranks, parts_of(sizes), strict=True))
         expected = {
-            peer: encode_description(GATHER, own.dtype, (slice_length(places[peer]),))
+            peer: messages.encode_description(messages.GATHER, own.dtype, (slice_length(places[peer]),))
             for peer in group.peers
             if slice_length(places[peer])
         }
@@ -171,7 +160,7 @@ class SharedMemoryTransport:
             self._send_parts(group, key, wire, places, sizes)
         if own.numel() == 0:
             return FinishedTransfer(own.clone())
-        description = encode_description(SCATTER, wire.dtype, sizes)
+        description = messages.encode_description(messages.SCATTER, wire.dtype, sizes)
 
         def total(messages: dict[int, Message]) -> Tensor:
             parts = [own if rank == self.rank else messages[rank].as_tensor(own.dtype) for rank in group.members]
@@ -186,9 +175,9 @@ class SharedMemoryTransport:
     ) -> None:
         """Send every peer its part of a vector, to be summed there."""
         hub, item = self._hub, wire.element_size()
-        description = encode_description(SCATTER, wire.dtype, sizes)
+        description = messages.encode_description(messages.SCATTER, wire.dtype, sizes)
         given = {peer: places[peer] for peer in group.peers if slice_length(places[peer])}
-        large = {peer: place for peer, place in given.items() if slice_length(place) * item > INLINE}
+        large = {peer: place for peer, place in given.items() if slice_length(place) * item > messages.INLINE}
         headers = 0
         # Large parts share one block of this rank, each at its place in the vector; small ones go inside messages.
         with hub.lock:
@@ -200,7 +189,7 @@ class SharedMemoryTransport:
                     block.view(wire.dtype, slice_length(place), place.start).copy_(wire[place])
                     headers += hub.send_block((peer,), key, description, block, place.start * item, nbytes)
                 else:
-                    headers += hub.send_inline((peer,), key, description, memory_of(wire[place]))
+                    headers += hub.send_inline((peer,), key, description, messages.memory_of(wire[place]))
         sent = sum(slice_length(place) for place in given.values()) * item
         self.counters.count_sent("reduce_scatter", wire, sent, headers)
 
@@ -212,7 +201,7 @@ class SharedMemoryTransport:
         key = group.next_key()
         shape = tuple(tensor.shape)
         if source == self.rank:
-            self._post_values(BROADCAST, group.peers, key, protocol.make_contiguous(tensor), shape)
+            self._post_values(messages.BROADCAST, group.peers, key, protocol.make_contiguous(tensor), shape)
             return FinishedTransfer(tensor)
         target = tensor.detach()
 
@@ -220,7 +209,7 @@ class SharedMemoryTransport:
             return target.copy_(messages[source].as_tensor(target.dtype).view(shape))
 
         self.counters.messages["broadcast"] += 1
-        expected = {source: encode_description(BROADCAST, target.dtype, shape)}
+        expected = {source: messages.encode_description(messages.BROADCAST, target.dtype, shape)}
         return receive_from_members(self._hub, group.members, key, expected, overwrite)
 
     def all_to_all(
@@ -234,7 +223,7 @@ class SharedMemoryTransport:
         key = group.next_key()
         for peer, piece in zip(ranks, pieces, strict=True):
             if peer != self.rank and piece.numel():
-                self._post_values(EXCHANGE, (peer,), key, protocol.make_contiguous(piece), tuple(piece.shape))
+                self._post_values(messages.EXCHANGE, (peer,), key, protocol.make_contiguous(piece), tuple(piece.shape))
         parts: list[PendingTransfer] = []
         for peer, shape in zip(ranks, map(tuple, shapes), strict=True):
             if peer == self.rank:
@@ -242,12 +231,12 @@ class SharedMemoryTransport:
             elif 0 in shape:
                 parts.append(FinishedTransfer(torch.empty(shape, dtype=own.dtype)))
             else:
-                parts.append(receive_tensor(self._hub, peer, key, own.dtype, shape, EXCHANGE))
+                parts.append(receive_tensor(self._hub, peer, key, own.dtype, shape, messages.EXCHANGE))
         return Deferred(lambda: [part.wait() for part in parts])
 
     def _post_values(self, kind: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]) -> None:
-        headers = self._hub.send_values(peers, key, encode_description(kind, wire.dtype, shape), wire)
-        self.counters.count_sent(NAMES[kind], wire, wire.nbytes * len(peers), headers)
+        headers = self._hub.send_values(peers, key, messages.encode_description(kind, wire.dtype, shape), wire)
+        self.counters.count_sent(messages.NAMES[kind], wire, wire.nbytes * len(peers), headers)
 
     # --------------------------------------------------------------------------------------------------------- objects
 
