@@ -29,8 +29,7 @@ from polylane.runtime.parameters.update import trainers_of
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
-from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, align_clocks, gather_result
-from polylane.runtime.pipeline.step_state import StepState
+from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.program_binder import BoundProgram, ProgramBinder
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer

@@ -70,10 +70,10 @@ def plan_server_shards(
     found = []
     for rank in range(plan.workers):
         stage, replica = plan.stage_and_replica(rank)
-        pieces = ShardSpec(prepared, stage, plan.coordinates(rank))
+        pieces = ShardSpec(prepared, rank)
         # Both ends build these packings from the same plan: no names or shapes are sent.
         held = {n: PackedTensor(n, pieces.local_shape(n), parameters[n].dtype) for n in order if stage in holders[n]}
-        speaks = [n for n in held if stage == min(holders[n]) and pieces.is_counted(n)]
+        speaks = list(filter(pieces.speaks_for, held))
         if not held:
             continue
         gives = {o: FlatPacking(held[n] for n in speaks if n in names) for o, names in trained.items()}
