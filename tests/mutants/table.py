@@ -158,8 +158,8 @@ REDUCTION = [
     Mutant(
         "clip-norm-counts-tied-twice", "a weight that two stages hold counts twice in the norm",
         "runtime.parameters.update:_counted_names",
-        "[n for n in held if holding.stage == min(holding.owning_stages[n])]",
-        "list(held)",
+        "filter(holding.shard_spec.speaks_for, held)",
+        "filter(holding.shard_spec.is_counted, held)",
         "tests/runtime/parameters/test_optimizer.py -k counts_once", gpt="pipeline=2,microbatches=2 clip=0.1",
     ),
     Mutant(

@@ -178,12 +178,9 @@ class ParameterServerSync(GradientSync):
             for trade, line in lines:
                 packing = trade.weight_packings[objective]
                 head, rows = line.get(lambda head, sizes=packing.sizes: sizes)  # type: ignore[misc]
-                found = packing.unpack(rows, self._transport_device())
+                found = packing.unpack(rows, next(iter(self._parameters.values())).device)
                 for name, flag in zip(packing.names, head.flags, strict=False):
                     self._parameters[name].grad = found[name] if flag else None
-
-    def _transport_device(self) -> torch.device:
-        return next(iter(self._parameters.values())).device
 
     def stepping_optimizers(self) -> list[LocalOptimizer]:
         return self._host.stepping_optimizers()
