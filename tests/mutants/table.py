@@ -508,8 +508,8 @@ SERVERS = [
     ),
     Mutant(
         "replicas-averaged-alike", "in the mean of replicas' weights each counts alike, however many samples it saw",
-        "runtime.sync.local_sgd:LocalSgd._average_tensors",
-        "seen[self._replica_index] / sum(seen)",
+        "runtime.sync.replica_mean:average_over_replicas",
+        "seen[members.index(transport.rank)] / sum(seen)",
         "1 / len(seen)",
         "tests/runtime/sync/test_local_sgd.py", gpt="data=2,every=2", network="data=2,every=2",
     ),

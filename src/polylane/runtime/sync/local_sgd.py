@@ -61,7 +61,6 @@ class LocalSgd(GradientSync):
         super().__init__(holding.transport)
         self._sync = holding.prepared.plan.sync
         self._members = holding.prepared.plan.group(holding.world.rank, ("data",))
-        self._replica_index = self._members.index(holding.world.rank)
         self._buffers = averaged_buffers(holding)
         self._progress = {
             name: _start_progress(trainer.local_parameters, self._sync.outer) for name, trainer in trainers.items()
@@ -94,7 +93,7 @@ class LocalSgd(GradientSync):
 
     def _synchronize(self, course: _ObjectiveProgress) -> None:
         tensors: dict[str, Tensor] = {**course.parameters, **self._buffers}
-        found = self._average_tensors(tensors, course.samples_seen)
+        found = average_over_replicas(tensors, course.samples_seen, self._members, self._transport)
         if course.outer_optimizer is not None:
             # DiLoCo: the outer gradient is anchor - mean, so that a step of rate 1 without momentum yields the mean.
             for name, anchor in course.anchor.items():
@@ -103,10 +102,6 @@ class LocalSgd(GradientSync):
             found |= {name: anchor.detach() for name, anchor in course.anchor.items()}
         copy_values(tensors, found)
         course.samples_seen = []
-
-    def _average_tensors(self, tensors: Mapping[str, Tensor], seen: Sequence[int]) -> dict[str, Tensor]:
-        """Return the mean of every tensor over the replicas, weighted by samples."""
-        return average_over_replicas(tensors, seen[self._replica_index] / sum(seen), self._members, self._transport)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -118,7 +113,8 @@ class LocalSgd(GradientSync):
         with restore_values(tensors.values()):
             for course in courses:
                 own = {**course.parameters, **self._buffers}
-                copy_values(tensors, self._average_tensors(own, course.samples_seen))
+                means = average_over_replicas(own, course.samples_seen, self._members, self._transport)
+                copy_values(tensors, means)
             yield
 
 

@@ -199,8 +199,7 @@ class ParameterServerSync(GradientSync):
                     copy_values(self._parameters, self._receive_answer(trade, line)[1])
             # Servers have no buffers: running statistics are averaged over replicas, weighted by samples.
             if any(self._samples_seen):
-                share = self._samples_seen[self._members.index(self._transport.rank)] / sum(self._samples_seen)
-                means = average_over_replicas(self._buffers, share, self._members, self._transport)
+                means = average_over_replicas(self._buffers, self._samples_seen, self._members, self._transport)
                 copy_values(self._buffers, means)
             yield
 
