@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from benchmarks.harness import make_parser
-from polylane.compile import cache as compile_cache
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.recipe import load
+from polylane.runtime import compile_cache
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline import anomalies as finite
 from polylane.runtime.pipeline import executor as worker

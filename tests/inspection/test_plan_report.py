@@ -202,7 +202,7 @@ def test_parameters_are_those_that_a_rank_has(line: str) -> None:
         names = prepared.main_partition.parameters(stage)
         most = 0
         for rank in prepared.plan.stages[stage].devices:
-            cuts = ShardSpec(prepared, stage, prepared.plan.coordinates(rank)).local_shards(parameters)
+            cuts = ShardSpec(prepared, rank).local_shards(parameters)
             most = max(most, sum((cuts.get(name, parameters[name])).nbytes for name in names))
         assert told["parameter_bytes"] == told["gradient_bytes"] == most
 

@@ -158,8 +158,8 @@ REDUCTION = [
     Mutant(
         "clip-norm-counts-tied-twice", "a weight that two stages hold counts twice in the norm",
         "runtime.parameters.update:_counted_names",
-        "[n for n in held if holding.stage == min(holding.owning_stages[n])]",
-        "list(held)",
+        "filter(holding.shard_spec.speaks_for, held)",
+        "filter(holding.shard_spec.is_counted, held)",
         "tests/runtime/parameters/test_optimizer.py -k counts_once", gpt="pipeline=2,microbatches=2 clip=0.1",
     ),
     Mutant(
@@ -508,8 +508,8 @@ SERVERS = [
     ),
     Mutant(
         "replicas-averaged-alike", "in the mean of replicas' weights each counts alike, however many samples it saw",
-        "runtime.sync.local_sgd:LocalSgd._average_tensors",
-        "seen[self._replica_index] / sum(seen)",
+        "runtime.sync.replica_mean:average_over_replicas",
+        "seen[members.index(transport.rank)] / sum(seen)",
         "1 / len(seen)",
         "tests/runtime/sync/test_local_sgd.py", gpt="data=2,every=2", network="data=2,every=2",
     ),

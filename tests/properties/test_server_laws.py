@@ -38,7 +38,7 @@ class Workers:
     def __init__(self, staleness: int | str) -> None:
         given, (share,) = prepared(), assign_parameters(prepared().partitions, prepared().plan)
         self.model = dict(named_parameters(given.model, []))
-        own = plan_server_shards(given, share, given.owning_stages, self.model)
+        own = plan_server_shards(given, share, self.model)
         ends = {trade.rank: open_local_channel(0, "", "") for trade in own}
         clients = {trade.rank: ServedWorker(trade, ends[trade.rank][1]) for trade in own}
         begin = partial(build_weights, given, None, CPU)

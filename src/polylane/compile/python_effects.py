@@ -25,11 +25,6 @@ def collect_effects(graph: Graph) -> dict[str, tuple[SideEffect, ...]]:
     return {name: call.own.effects for name, call in calls if isinstance(call, PythonOnSlice) and call.own.effects}
 
 
-def leaf_paths(graph: Graph) -> set[str]:
-    """Return the paths of the modules that run the user's own Python; "" stands for model and loss."""
-    return {node.module for node in graph.nodes if node.op == "leaf"}
-
-
 def keeps_python_state(graphs: Iterable[Graph]) -> bool:
     """Return whether anything in the graphs keeps state in Python."""
     return any(e.kind == "state" for graph in graphs for effects in collect_effects(graph).values() for e in effects)

@@ -138,7 +138,7 @@ def ranges_length(ranges: Ranges) -> int:
 
 def relative_box(outer: IndexBox, inner: IndexBox) -> IndexBox:
     """Return the positions of a box in the tensor that holds an outer box; it must be inside of that."""
-    return tuple(_to_local(a, b) for a, b in zip(outer, inner, strict=True))
+    return tuple(_translate(_positions(a), b) for a, b in zip(outer, inner, strict=True))
 
 
 def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -163,11 +163,6 @@ def _to_global(ranges: Ranges, positions: Iterable[tuple[int, int]]) -> Ranges:
     ((2, 5), (8, 10)) and position range (1, 4) give ((3, 5), (8, 9)).
     """
     return _translate([(at, start, length) for start, at, length in _positions(ranges)], positions)
-
-
-def _to_local(outer: Ranges, inner: Ranges) -> Ranges:
-    """Convert indices of the whole value to positions in the tensor that holds ``outer``: the inverse of the above."""
-    return _translate(_positions(outer), inner)
 
 
 def _positions(ranges: Ranges) -> list[tuple[int, int, int]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from polylane.compile.cache import CacheKey
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.python_effects import collect_effects, refuse_effects
 from polylane.compile.sample_shares import count_replica_samples
@@ -25,6 +24,24 @@ from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.samples.batch_division import refuse_coupled_samples
 from polylane.samples.batch_layout import hash_crossing_layouts
+
+
+class CacheKey(NamedTuple):
+    """The guards of a compiled graph: what it was compiled for.
+
+    Attributes:
+        objective: name of the loss that it computes.
+        training: whether in training mode; else in evaluation mode, forward only.
+        structure: how the batch is nested, see :func:`polylane.graph.batch.batch_structure`.
+        signature: dtypes and sizes of the batch's leaves, see :func:`polylane.graph.batch.batch_signature`.
+        settings: version number of the user's settings that the graph was captured with; 0 is the version at the start.
+    """
+
+    objective: str
+    training: bool
+    structure: Any
+    signature: tuple[Any, ...]
+    settings: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +69,7 @@ class BoundProgram:
 
 
 class ProgramBinder:
-    """Compiles and binds graphs on this worker; implements :class:`polylane.compile.cache.Compiler`.
+    """Compiles and binds graphs on this worker: the slow path of its compile cache.
 
     Args:
         holding: this worker's part of the model.

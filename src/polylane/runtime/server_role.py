@@ -59,7 +59,7 @@ class ServingRole:
         self.world, self._plan, self._step, self._closed = world, prepared.plan, 0, False
         # A collective over the whole world, in which the training role is too.
         world.first_workers(prepared.plan.workers)
-        self._host = open_server_host(world, prepared, prepared.owning_stages, clip_norm)
+        self._host = open_server_host(world, prepared, clip_norm)
         self._stale = track_server_weights(prepared, world.rank)
         self._server = self._host.servers[0]
         _ = self._server.weights  # waits for the initial weights: an error in the user's optimizer is raised here

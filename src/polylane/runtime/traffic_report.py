@@ -69,16 +69,14 @@ def _trained_tensors(holding: LocalModel, program: Program, hosts: Mapping[str, 
         program: program of the worker whose parameters are listed.
         hosts: by parameter, the rank whose process runs its server.
     """
-    plan, parameters = holding.prepared.plan, holding.tensors.parameters()
-    stage, replicas, found = plan.stage_and_replica(program.rank)[0], set(program.replicas), list[TrainedTensor]()
-    pieces = ShardSpec(holding.prepared, stage, plan.coordinates(program.rank))
+    parameters, replicas, found = holding.tensors.parameters(), set(program.replicas), list[TrainedTensor]()
+    pieces = ShardSpec(holding.prepared, program.rank)
     for bucket in program.buckets:
         for name in bucket.parameters:
             shape = pieces.local_shape(name)
             # A tied or replicated parameter is sent by one of the ranks that have it. Bytes to a server in the sender's
             # own process do not leave it.
-            speaks = stage == min(holding.owning_stages[name]) and pieces.is_counted(name)
-            leaves = hosts.get(name) != holding.world.rank and speaks
+            leaves = hosts.get(name) != holding.world.rank and pieces.speaks_for(name)
             alike = set(bucket.ranks) == replicas
             found.append(TrainedTensor(shape, parameters[name].itemsize, len(bucket.ranks), alike, leaves))
     return found

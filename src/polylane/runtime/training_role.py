@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.compile.cache import CompileCache
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span
 from polylane.program.program import Program
+from polylane.runtime.compile_cache import CompileCache
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.full_tensors import FullTensors
@@ -29,12 +29,13 @@ from polylane.runtime.parameters.update import trainers_of
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
-from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, align_clocks, gather_result
-from polylane.runtime.pipeline.step_state import StepState
+from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.program_binder import BoundProgram, ProgramBinder
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
-from polylane.runtime.sync.choose import choose_sync
-from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
+from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
+from polylane.runtime.sync.local_sgd import LocalSgd
+from polylane.runtime.sync.parameter_server.client import ParameterServerSync
+from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.traffic_report import count_traffic
 from polylane.runtime.transport import clock
@@ -82,14 +83,23 @@ class TrainingRole:
         self._full_tensors = FullTensors(self._holding)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
-        self._cache = CompileCache[BoundProgram](prepared, self._binding, example)
+        self._cache = CompileCache(prepared, self._binding, example)
         # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if local else [False])
-        self._rule = choose_sync(self._holding, self._trainers, everyone, clip_norm, self._connections.mesh.waits)
+        self._rule = self._choose_sync(everyone, clip_norm)
         self._stale = track_stale_weights(self._holding)
         # Results whose all-reduce may be under way, and the spans of the last steps.
         self._in_flight, self._spans = deque[StepResult](), deque[tuple[Span, ...]](maxlen=STEPS_KEPT)
         self._traffic = count_traffic(self._connections, self._rule, self._holding, self._programs)
+
+    def _choose_sync(self, everyone: World, clip_norm: float | None) -> GradientSync:
+        """Build this worker's gradient synchronization; a collective of ``everyone``, dedicated servers among them."""
+        if self.plan.sync.has_servers:
+            host = open_server_host(everyone, self._prepared, clip_norm)
+            return ParameterServerSync(self._holding, host, self._trainers, self._connections.mesh.waits)
+        if self.plan.sync.every > 1:
+            return LocalSgd(self._holding, self._trainers)
+        return GradientSync(self._transport)
 
     @property
     def slack(self) -> int:

@@ -167,7 +167,7 @@ def find_differing_nodes(training: ComparedTraining, step: int, backward: bool) 
                 continue  # an operator returned its own input: the gradient is kept for the node before
             replicas = _assemble_replicas(parts, layouts[stage_of[node.name]], microbatch, node.name, backward)
             scale = error_scale(0.0, floors[node.name], tolerance)
-            if not _matches_reference(node, seen[node.name], replicas, microbatch, tolerance, scale):
+            if not _matches_reference(node, seen[node.name], replicas, tolerance, scale):
                 yield microbatch, node
 
 
@@ -243,19 +243,17 @@ def _assemble_value(
 
 def _assemble_replicas(
     traces: Sequence[ValueTrace], layout: Layout | None, microbatch: int, name: str, is_gradient: bool
-) -> list[ValueTrace]:
-    """Return one trace for each replica that computed something, with the node's value assembled from its mesh."""
+) -> list[tuple[Tensor, int]]:
+    """Return for each replica that computed something the node's value, assembled from its mesh, and its samples."""
     meshes: dict[int, dict[tuple[int, ...], ValueTrace]] = {}
     for each in traces:
         if each.weights[microbatch]:
             meshes.setdefault(each.replica, {})[tuple(each.coordinates.values())] = each
     result = []
-    for replica in sorted(meshes):
-        mesh = meshes[replica]
-        one = next(iter(mesh.values()))
+    for _, mesh in sorted(meshes.items()):
         values = {at: each.values[microbatch, name] for at, each in mesh.items()}
-        own = {(microbatch, name): _assemble_value(layout, name, values, one.samples[microbatch], is_gradient)}
-        result.append(ValueTrace(one.stage, replica, {}, own, one.weights, one.samples))
+        samples = next(iter(mesh.values())).samples[microbatch]
+        result.append((_assemble_value(layout, name, values, samples, is_gradient), samples))
     return result
 
 
@@ -264,24 +262,18 @@ def _sort_values(value: Tensor) -> Tensor:
 
 
 def _matches_reference(
-    node: Node,
-    expected: Tensor,
-    replicas: Sequence[ValueTrace],
-    microbatch: int,
-    tolerance: float,
-    scale: float,
+    node: Node, expected: Tensor, replicas: Sequence[tuple[Tensor, int]], tolerance: float, scale: float
 ) -> bool:
     """Return whether the replicas' values make up the whole: as rows, as equal values, or as parts of a sum or mean.
 
     Args:
         node: node of the graph whose value it is.
         expected: the reference's value, of the whole microbatch.
-        replicas: one trace for each replica that computed something, with the value assembled from its mesh.
-        microbatch: number of the microbatch that was traced.
+        replicas: for each replica that computed something its value, and the number of its samples.
         tolerance: largest relative error that counts as rounding.
         scale: least denominator of the error, from the rounding floor.
     """
-    values = [t.values[microbatch, node.name] for t in replicas]
+    values = [value for value, _ in replicas]
     if node.batch_dim is not None:
         together = torch.cat(values, node.batch_dim) if expected.dim() else values[0]
         if together.shape != expected.shape:
@@ -296,7 +288,6 @@ def _matches_reference(
     # is wrong, a later node shows it.
     if any(v.shape != expected.shape or not v.is_floating_point() for v in values):
         return len(values) > 1
-    samples = [t.samples[microbatch] for t in replicas]
-    mean = sum(v * n for v, n in zip(values, samples, strict=True)) / sum(samples)
+    mean = sum(value * samples for value, samples in replicas) / sum(samples for _, samples in replicas)
     total = torch.stack(list(values)).sum(0)
     return any(relative_error(expected, torch.as_tensor(each), scale) <= tolerance for each in (mean, total))

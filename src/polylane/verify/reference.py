@@ -88,11 +88,10 @@ class ReferenceModel:
         # In the warm-up steps of local SGD replicas still share gradients: these steps take whole batches.
         self.whole_loop = ReferenceLoop(training, self.trained_parameters) if replicas > 1 else self.loop
         self._names = {id(p): name for name, p in named}
-        self._model = ModelTensors(prepared.model, [objective.loss], torch.device("cpu"))
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers by name, not copied."""
-        return {**self._model.parameters(), **self._model.buffers()}
+        return {**self.loop.tensors.parameters(), **self.loop.tensors.buffers()}
 
     def copy_state(self) -> TrainingState:
         """Return a copy of the state with which the next step begins."""
@@ -132,7 +131,7 @@ class ReferenceModel:
 
     def _build_pass(self, total: float, count: float, loop: ReferenceLoop) -> MeasuredPass:
         gradients = {name: gradient.clone() for name, gradient in loop.named_gradients().items()}
-        buffers = {name: buffer.detach().clone() for name, buffer in self._model.buffers().items()}
+        buffers = {name: buffer.detach().clone() for name, buffer in self.loop.tensors.buffers().items()}
         return MeasuredPass(total / count if count else 0.0, gradients, buffers)
 
     def update_weights(self, samples: bool = True) -> None:
@@ -158,6 +157,7 @@ class ReferenceLoop:
     Attributes:
         modules: the model and a loss module: all that a step may change.
         loss: the user's loss function or module.
+        tensors: weights and buffers of both, by name.
         is_eager: whether the model itself is run, and not its captured graph.
         can_permute: whether samples may be permuted: no random number depends on a sample's place.
     """
@@ -173,7 +173,7 @@ class ReferenceLoop:
         self._sampled = sampled_leaves(flatten(example)[0])
         self.loss = loss = next(iter(prepared.objectives.values())).loss
         self.modules = nn.ModuleList([prepared.model, *([loss] if isinstance(loss, nn.Module) else [])])
-        self._tensors = ModelTensors(prepared.model, [loss], torch.device("cpu"))
+        self.tensors = ModelTensors(prepared.model, [loss], torch.device("cpu"))
         self._compute_loss, self.is_eager = self._choose_loss(prepared.model, loss, example)
         self.can_permute = not self._graph.code.random
 
@@ -183,7 +183,7 @@ class ReferenceLoop:
         whole = ModelWithLoss(model, loss, rebuild)
 
         def by_graph(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
-            return run_graph(self._graph.code, self._tensors, leaves, part)
+            return run_graph(self._graph.code, self.tensors, leaves, part)
 
         def by_model(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
             with Promoted():
@@ -246,7 +246,7 @@ class ReferenceLoop:
             SampleSlice(stop - start, start, samples, i, step, self._training.seed, loss_samples=own)
             for i, start, stop in shares
         ]
-        parts = add_batch_counts(self._graph.code, self._tensors, parts, each, sampled)
+        parts = add_batch_counts(self._graph.code, self.tensors, parts, each, sampled)
         for (microbatch, start, stop), part, given in zip(shares, parts, each, strict=True):
             try:
                 result = self._compute_loss(given, part)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.objectives import named_parameters
 from polylane.compile.server_assignment import assign_parameters
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.verify.local_sgd_reference import ReferenceReplica
@@ -42,7 +40,7 @@ def replay_updates(training: ComparedTraining, orders: Sequence[Sequence[ServerU
     shares = assign_parameters(prepared.partitions, prepared.plan)
     reads = _versions_read(orders)
     servers = [
-        _ReplayedServer(prepared, share, order, {read[number] for read in reads.values()})
+        _ReplayedServer(training, share, order, {read[number] for read in reads.values()})
         for number, (share, order) in enumerate(zip(shares, orders, strict=True))
     ]
     losses: dict[_Step, tuple[float, float]] = {}
@@ -83,14 +81,10 @@ class _ReplayedServer:
     """
 
     def __init__(
-        self, prepared: CompiledTraining, share: Sequence[str], order: Sequence[ServerUpdate], read: set[int]
+        self, training: ComparedTraining, share: Sequence[str], order: Sequence[ServerUpdate], read: set[int]
     ) -> None:
-        objective = next(iter(prepared.objectives.values()))
-        model, loss = copy.deepcopy((prepared.model, objective.loss))
-        named = named_parameters(model, [loss])
-        self.trained_parameters = {name: parameter for name, parameter in named if name in share}
-        self._optimizer = objective.optimizer(list(named))
-        self._scheduler = objective.scheduler(self._optimizer) if objective.scheduler else None
+        self._copy = ReferenceReplica(training, 0, 1)
+        self.trained_parameters = {n: p for n, p in self._copy.trained_parameters.items() if n in share}
         self._updates, self._versions_read, self.version = order, read, 0
         self.kept_versions: dict[int, dict[str, Tensor]] = {}
         self._keep_version()
@@ -108,9 +102,7 @@ class _ReplayedServer:
         """
         for name, parameter in self.trained_parameters.items():
             parameter.grad = gradients.get(name)
-        self._optimizer.step()
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._copy.update_weights()
         self.version += 1
         if update.version != self.version:
             raise ValueError(f"update {self.version} of a server is recorded as {update.version}")

@@ -81,8 +81,7 @@ class WorkerParts:
         plan, rank = prepared.plan, job.world.rank
         self._job, self._is_server = job, plan.sync.has_servers
         self._keeps_only_shards = plan.sync.shard == "parameters"
-        stage = plan.stage_and_replica(rank)[0] if rank < plan.workers else 0
-        self._shard_spec = ShardSpec(prepared, stage, plan.coordinates(rank)) if rank < plan.workers else None
+        self._shard_spec = ShardSpec(prepared, rank) if rank < plan.workers else None
 
     def local_part(self, name: str, whole: Tensor) -> Tensor | None:
         """Return the part of a weight or buffer that this worker keeps up to date, None for none of it."""

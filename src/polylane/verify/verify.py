@@ -10,6 +10,7 @@ Both sides run in forked processes, so that the caller's model stays as it is. T
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -21,17 +22,19 @@ from polylane.compile.compiled_training import CompiledTraining, compile_trainin
 from polylane.compile.objectives import Init, Objective
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten, sample_count
+from polylane.graph.batch import cast_leaves, clone_leaves, flatten, sample_count
+from polylane.graph.capture.export import model_restored
 from polylane.graph.precision import to_float64
 from polylane.graph.rounding_noise import nudge_values
+from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, threads_per_worker
 from polylane.runtime.workers.world import World
 from polylane.verify.first_difference import StepDifference, describe_later_difference, find_first_difference
-from polylane.verify.float64_copies import batch_in_float64, check_it_runs, copied_module, objective_in_float64
 from polylane.verify.free_run import as_pass, compare_freely, compare_runs, train_freely
 from polylane.verify.judgement import Judgement, find_wrong_steps, judge_differences
 from polylane.verify.local_sgd_reference import train_local_sgd
@@ -42,7 +45,7 @@ from polylane.verify.server_replay import replay_updates
 from polylane.verify.stepwise import ComparedKind, train_stepwise
 from polylane.verify.training_state import write_tensors
 from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation, Verdict
-from polylane.verify.whole_graph import depends_on_split
+from polylane.verify.whole_graph import depends_on_split, run_graph
 
 __all__ = ["TOLERANCE", "Deviation", "FreeRunDeviation", "Verdict", "batch_in_float64", "verify", "verify_compiled"]
 
@@ -285,3 +288,53 @@ def _differing_bits(held: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the names of tensor parts of which two workers hold different bits."""
     seen: dict[str, str] = {}
     return [name for worker in held for name, bits in worker.items() if seen.setdefault(name, bits) != bits]
+
+
+# ---- copies in float64 of what is compared ---------------------------------------------------------------------------
+
+
+def objective_in_float64(objective: Objective) -> Objective:
+    """Return the objective with a copy of its loss in float64, where the loss is a module."""
+    if not isinstance(objective.loss, nn.Module):
+        return objective
+    return replace(objective, loss=to_float64(copied_module(objective.loss)))
+
+
+def copied_module(module: nn.Module) -> nn.Module:
+    """Return a deep copy of a module.
+
+    Raises:
+        PolylaneError: copy.deepcopy failed; the message says what to do.
+    """
+    try:
+        return copy.deepcopy(module)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PolylaneError(
+            f"the model cannot be copied for a proof, copy.deepcopy says: {reason} (torch.nn.utils.weight_norm does "
+            "this; torch.nn.utils.parametrizations.weight_norm does not)"
+        ) from error
+
+
+def batch_in_float64(batch: Any) -> Any:
+    """Return a copy of a batch with its floating-point numbers in float64."""
+    leaves, rebuild = flatten(batch)
+    return rebuild(clone_leaves(cast_leaves(leaves, torch.float64)))
+
+
+def check_it_runs(prepared: CompiledTraining, batch: Any) -> None:
+    """Run a batch through the model's graph, since some kernels have no float64: this fails before any worker starts.
+
+    Raises:
+        PolylaneError: an operator of the graph raised.
+    """
+    leaves, _ = flatten(batch_in_float64(batch))
+    tensors = ModelTensors(prepared.model, prepared.losses, torch.device("cpu"))
+    samples = sample_count(leaves)
+    # The run writes buffers such as running statistics.
+    try:
+        with model_restored(prepared.model, *prepared.losses), torch.no_grad():
+            run_graph(prepared.main_partition.graph.code, tensors, leaves, SampleSlice(samples, batch=samples))
+    except Exception as error:
+        why = str(error).strip().partition("\n")[0]
+        raise PolylaneError(f"the model does not run in float64, which a proof needs: {why}") from error

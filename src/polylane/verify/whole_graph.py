@@ -97,18 +97,13 @@ def run_graph(
             values[node] = table[kind][key]
         elif node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = (
-                _whole_batch_number(node, part, *args) if _needs_whole_batch(node) else node.target(*args, **kwargs)
-            )
+            of_batch = isinstance(node.target, (WholeBatchStatistic, BatchShare))
+            values[node] = _whole_batch_number(node, part, *args) if of_batch else node.target(*args, **kwargs)
             if look is not None and isinstance(values[node], Tensor):
                 look(node.meta["name"], values[node])
         else:
             result = tuple(fx.map_arg(node.args[0], values.__getitem__))
     return result
-
-
-def _needs_whole_batch(node: fx.Node) -> bool:
-    return isinstance(node.target, (WholeBatchStatistic, BatchShare))
 
 
 def _whole_batch_number(node: fx.Node, part: SampleSlice, _: SampleSlice, own: Any = None) -> Any:

@@ -17,8 +17,8 @@ from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.pipeline.stage_runner import StageRunner, extract_stage, find_failing_node
-from polylane.runtime.pipeline.step_state import StepState
+from polylane.runtime.pipeline.stage_runner import StageHooks, StageRunner, extract_stage, find_failing_node
+from polylane.runtime.pipeline.step_result import StepState
 from polylane.schedule.action import Action, ActionKind
 from training import batch_of, classify, mlp, workers
 
@@ -54,7 +54,7 @@ def runners(model: nn.Module, partition: Partition) -> list[StageRunner]:
     result = []
     for stage in range(partition.stages):
         incoming = {c.value for c in partition.crossings if stage in c.consumers and c.requires_grad}
-        result.append(StageRunner(extract_stage(partition, stage, CPU), table, frozenset(incoming), CPU))
+        result.append(StageRunner(extract_stage(partition, stage, CPU, StageHooks()), table, frozenset(incoming), CPU))
     return result
 
 

@@ -86,7 +86,7 @@ class LocalModel:
         self.prepared, self.world, self.owning_stages = prepared, world, prepared.owning_stages
         self.stage, replica = plan.stage_and_replica(world.rank)
         self.tensors = ModelTensors(prepared.model, prepared.losses, world.device)
-        self.shard_spec = ShardSpec(prepared, self.stage, plan.coordinates(world.rank))
+        self.shard_spec = ShardSpec(prepared, world.rank)
         self.buffers = SharedBuffers(
             self.stage,
             plan.pipeline,

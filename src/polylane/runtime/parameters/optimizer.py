@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from polylane.compile.objectives import Objective, SchedulerFactory
 from polylane.errors import PolylaneError
+from polylane.runtime.sync.zero.optimizer_parts import replace_parameters
 
 
 def build_optimizer(
@@ -29,13 +30,7 @@ def build_optimizer(
     """
     optimizer = objective.optimizer(list(every))
     mine = {id(parameter) for _, parameter in held}
-    for group in optimizer.param_groups:
-        keep = [i for i, parameter in enumerate(group["params"]) if id(parameter) in mine]
-        if "param_names" in group:
-            group["param_names"] = [group["param_names"][i] for i in keep]
-        group["params"] = [group["params"][i] for i in keep]
-    for parameter in [p for p in optimizer.state if id(p) not in mine]:
-        del optimizer.state[parameter]  # some optimizers allocate states in their constructor
+    replace_parameters(optimizer, {parameter: None for _, parameter in every if id(parameter) not in mine})
     return optimizer
 
 

@@ -17,20 +17,20 @@ class ShardSpec:
 
     Args:
         prepared: the compiled training, with the sharding layouts of all graphs.
-        stage: index of the worker's pipeline stage, from 0.
-        coordinates: the worker's index on each operator axis of the stage's mesh.
+        rank: rank of the worker, one of those that train.
 
     Attributes:
         shapes: full shapes of parameters and buffers, by canonical name.
     """
 
-    def __init__(self, prepared: CompiledTraining, stage: int, coordinates: Mapping[str, int]) -> None:
-        self._coordinates = coordinates
+    def __init__(self, prepared: CompiledTraining, rank: int) -> None:
+        self._coordinates, self._owning_stages = prepared.plan.coordinates(rank), prepared.owning_stages
+        self._stage = prepared.plan.stage_and_replica(rank)[0]
         self.shapes: dict[str, tuple[int, ...]] = {}
         # By name, the axes along which the tensor is cut; a replicated one has none.
         self._cuts: dict[str, dict[str, Shard]] = {}
         for compiled in prepared.graphs.values():
-            graph, layout = compiled.partition.graph, compiled.layouts[stage]
+            graph, layout = compiled.partition.graph, compiled.layouts[self._stage]
             for kind, table in (("parameter", graph.parameters), ("buffer", graph.buffers)):
                 for name, info in table.items():
                     self.shapes[name] = info.shape
@@ -82,6 +82,13 @@ class ShardSpec:
         cuts = self._cuts.get(name, {})
         # Along an axis that does not cut the tensor all workers hold the same shard: only index 0 counts.
         return not any(index for axis, index in self._coordinates.items() if axis not in cuts)
+
+    def speaks_for(self, name: str) -> bool:
+        """Return whether this worker sends its shard of a parameter: no other of its replica has the same one to send.
+
+        Of the stages that hold a tied parameter the lowest one sends it.
+        """
+        return self._stage == min(self._owning_stages[name]) and self.is_counted(name)
 
     def pad_to_full(self, name: str, part: Tensor) -> Tensor:
         """Return this worker's shard padded with zeros to the full shape; all zeros if the shard is not counted."""

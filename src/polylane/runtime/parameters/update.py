@@ -140,10 +140,8 @@ def _counted_names(holding: LocalModel, held: Iterable[str]) -> list[str]:
     first = plan.stage_and_replica(holding.world.rank)[1] == 0
     if not (plan.resplits_batch or holding.shard_units.units):
         first = True  # the sum is over one replica; otherwise it is over all, and only replica 0 counts
-    mine = [n for n in held if holding.stage == min(holding.owning_stages[n])]
-    return [
-        n for n in mine if holding.shard_spec.is_counted(n) and (shards.is_counted if n in shards.buffer_of else first)
-    ]
+    mine = filter(holding.shard_spec.speaks_for, held)
+    return [n for n in mine if (shards.is_counted if n in shards.buffer_of else first)]
 
 
 def _make_replica_sum(holding: LocalModel) -> Callable[[Tensor], Tensor]:

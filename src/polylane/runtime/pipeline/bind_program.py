@@ -17,14 +17,7 @@ from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.pipeline.stage_runner import (
-    OWN_PYTHON,
-    LocalStageCode,
-    StageHooks,
-    StageRunner,
-    extract_stage,
-    no_gates,
-)
+from polylane.runtime.pipeline.stage_runner import OWN_PYTHON, LocalStageCode, StageHooks, StageRunner, extract_stage
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.zero.flat_shards import Shards
@@ -99,16 +92,16 @@ def bind_program(
     cut = None
     if shards.flat_buffers:
         cut = build_sharded_program(program, plan, shards, held, optional, transport, mesh.waits)
-    gates = no_gates if cut is None else cut.gates
-    code, layout = extract_stage(partition, stage, tensors.device, gates), compiled.layouts[stage]
+    hooks = StageHooks() if cut is None else cut
+    code, layout = extract_stage(partition, stage, tensors.device, hooks), compiled.layouts[stage]
     runner = StageRunner(
         code=code,
         tensors=_bind_tensors(program, tensors, mesh, shards, counts),
         differentiable_inputs=frozenset(c.value for c in program.receives if c.requires_grad),
         device=tensors.device,
         autocast=autocast,
-        local_code=None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, gates),
-        hooks=StageHooks() if cut is None else cut,
+        local_code=None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks),
+        hooks=hooks,
     )
     travelling = value_specs(partition, dtypes, layout, mesh.coordinates)
     return Executor(

@@ -23,7 +23,7 @@ from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, count_microbatches
 from polylane.runtime.pipeline.sample_witness import check_calls, is_witnessed_step
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
-from polylane.runtime.pipeline.step_state import StepState
+from polylane.runtime.pipeline.step_result import StepState
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport

@@ -134,17 +134,24 @@ class StageCode:
     watch: PythonCallWatch
 
 
-# Context manager during which a graph has further calls (all-gathers of sharded parameters); none is there afterwards.
-Gates = Callable[[fx.Graph], AbstractContextManager[None]]
+class StageHooks:
+    """Context managers around a stage's passes, and around the writing of its code; these do nothing, ZeRO's do."""
+
+    def insert_gates(self, graph: fx.Graph) -> AbstractContextManager[None]:
+        """Return a context manager in which a graph has further calls (all-gathers of sharded parameters)."""
+        return nullcontext()
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Return the context manager for a forward pass."""
+        return nullcontext()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context manager for a backward pass."""
+        return nullcontext()
 
 
-def no_gates(graph: fx.Graph) -> AbstractContextManager[None]:
-    """Leave the graph as it is."""
-    return nullcontext()
-
-
-def extract_stage(partition: Partition, stage: int, device: torch.device, gates: Gates = no_gates) -> StageCode:
-    """Extract the part of the graph that a stage runs, for ``device``, and compile it; ``gates`` add further calls."""
+def extract_stage(partition: Partition, stage: int, device: torch.device, hooks: StageHooks) -> StageCode:
+    """Extract the part of the graph that a stage runs, for ``device``, and compile it with the gates of ``hooks``."""
     chosen = {node.name: node for node in partition.nodes(stage)}
     outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -175,42 +182,47 @@ def extract_stage(partition: Partition, stage: int, device: torch.device, gates:
             copied.target = WatchedCall(node.target, described, watch)
         by_name[node.meta["name"]] = copied
     graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
-    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, gates)
+    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, hooks)
     return StageCode(run, tuple(roles), outputs, bool(loss), lines, file, graph, watch)
 
 
+@dataclass(frozen=True)
 class LocalStageCode:
-    """A stage's code with sharded operators, as one rank of the mesh runs it: rewritten for a number of samples."""
+    """A stage's code with sharded operators, as one rank of the mesh runs it: rewritten for a number of samples.
 
-    def __init__(
-        self,
-        whole: StageCode,
-        partition: Partition,
-        layout: Layout,
-        coordinates: Mapping[str, int],
-        dtypes: Mapping[str, torch.dtype],
-        gates: Gates = no_gates,
-    ) -> None:
-        self._dtypes, self._gates = dtypes, gates
-        self.whole, self._layout, self._coordinates = whole, layout, coordinates
-        self._nodes = {node.name: node for node in partition.graph.nodes}
+    Attributes:
+        whole: the stage's code with operators that are not split.
+        partition: the captured graph and its cuts into stages.
+        layout: the strategies chosen for the operators of the stage.
+        coordinates: this rank's index along each axis of the mesh.
+        dtypes: results of operators whose dtype autocast changes, by name.
+        hooks: insert their gates into the code.
+    """
+
+    whole: StageCode
+    partition: Partition
+    layout: Layout
+    coordinates: Mapping[str, int]
+    dtypes: Mapping[str, torch.dtype]
+    hooks: StageHooks
 
     def rewrite_for(self, samples: int) -> StageCode:
         """Rewrite the code for a part with that number of samples."""
-        calls, splits = self._layout.at(samples)
+        calls, splits = self.layout.at(samples)
         graph = rewrite(
             self.whole.graph,
             calls,
             splits,
             samples,
-            self._coordinates,
-            aliases=self._layout.view.aliases,
+            self.coordinates,
+            aliases=self.layout.view.aliases,
             leaving=self.whole.outputs,
-            dtypes=self._dtypes,
+            dtypes=self.dtypes,
         )
         overlap_redistributions(graph)
         roles = tuple(n.meta["role"] for n in graph.nodes if n.op == "placeholder")
-        run, lines, file = _compile_graph(graph, f"{samples} samples of {self.whole.file}", self._nodes, self._gates)
+        nodes = {node.name: node for node in self.partition.graph.nodes}
+        run, lines, file = _compile_graph(graph, f"{samples} samples of {self.whole.file}", nodes, self.hooks)
         return replace(self.whole, run=run, roles=roles, nodes_by_line=lines, file=file, graph=graph)
 
 
@@ -226,10 +238,10 @@ def _move_devices(value: Any, device: torch.device) -> Any:
 
 
 def _compile_graph(
-    graph: fx.Graph, label: str, chosen: Mapping[str, Node], gates: Gates
+    graph: fx.Graph, label: str, chosen: Mapping[str, Node], hooks: StageHooks
 ) -> tuple[Callable[..., Any], dict[int, Node], str]:
     """Compile a graph's Python source under a unique file name, so that an error's line identifies the node."""
-    with gates(graph):
+    with hooks.insert_gates(graph):
         code = graph.python_code("self")
     file = f"<{label} ({next(_NUMBERS)})>"
     scope: dict[str, Any] = dict(code.globals)
@@ -262,18 +274,6 @@ class LiveMicrobatch:
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     loss: tuple[Tensor, ...]
-
-
-class StageHooks:
-    """Context managers around a stage's passes; these do nothing, ZeRO overrides them."""
-
-    def forward(self) -> AbstractContextManager[None]:
-        """Return the context manager for a forward pass."""
-        return nullcontext()
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Return the context manager for a backward pass."""
-        return nullcontext()
 
 
 @dataclass

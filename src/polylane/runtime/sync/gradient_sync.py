@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from polylane.runtime.parameters.update import ObjectiveUpdate
+from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
+from polylane.runtime.transport.protocol import Transport, TransportCounters
 from polylane.runtime.transport.serialization import serializable
-
-if TYPE_CHECKING:
-    from polylane.runtime.parameters.update import ObjectiveUpdate
-    from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
-    from polylane.runtime.transport.protocol import Transport, TransportCounters
 
 
 @serializable

@@ -14,18 +14,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from polylane.plan.sync import OuterOptimizer
+from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.sync.gradient_sync import GradientSync
 from polylane.runtime.sync.replica_mean import average_over_replicas, averaged_buffers, copy_values, restore_values
-
-if TYPE_CHECKING:
-    from polylane.runtime.parameters.local_model import LocalModel
-    from polylane.runtime.parameters.update import ObjectiveUpdate
 
 # Upper bound on steps in flight, however rarely replicas synchronize: a step's loss is known that many steps later.
 MOST_APART = 32
@@ -64,7 +61,6 @@ class LocalSgd(GradientSync):
         super().__init__(holding.transport)
         self._sync = holding.prepared.plan.sync
         self._members = holding.prepared.plan.group(holding.world.rank, ("data",))
-        self._replica_index = self._members.index(holding.world.rank)
         self._buffers = averaged_buffers(holding)
         self._progress = {
             name: _start_progress(trainer.local_parameters, self._sync.outer) for name, trainer in trainers.items()
@@ -97,7 +93,7 @@ class LocalSgd(GradientSync):
 
     def _synchronize(self, course: _ObjectiveProgress) -> None:
         tensors: dict[str, Tensor] = {**course.parameters, **self._buffers}
-        found = self._average_tensors(tensors, course.samples_seen)
+        found = average_over_replicas(tensors, course.samples_seen, self._members, self._transport)
         if course.outer_optimizer is not None:
             # DiLoCo: the outer gradient is anchor - mean, so that a step of rate 1 without momentum yields the mean.
             for name, anchor in course.anchor.items():
@@ -106,10 +102,6 @@ class LocalSgd(GradientSync):
             found |= {name: anchor.detach() for name, anchor in course.anchor.items()}
         copy_values(tensors, found)
         course.samples_seen = []
-
-    def _average_tensors(self, tensors: Mapping[str, Tensor], seen: Sequence[int]) -> dict[str, Tensor]:
-        """Return the mean of every tensor over the replicas, weighted by samples."""
-        return average_over_replicas(tensors, seen[self._replica_index] / sum(seen), self._members, self._transport)
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
@@ -121,7 +113,8 @@ class LocalSgd(GradientSync):
         with restore_values(tensors.values()):
             for course in courses:
                 own = {**course.parameters, **self._buffers}
-                copy_values(tensors, self._average_tensors(own, course.samples_seen))
+                means = average_over_replicas(own, course.samples_seen, self._members, self._transport)
+                copy_values(tensors, means)
             yield
 
 

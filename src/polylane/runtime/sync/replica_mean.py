@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.sync.flat_packing import FlatPacking, PackedTensor
 from polylane.runtime.transport.protocol import Transport
-
-if TYPE_CHECKING:
-    from polylane.runtime.parameters.local_model import LocalModel
 
 
 def averaged_buffers(holding: LocalModel) -> dict[str, Tensor]:
@@ -26,17 +23,18 @@ def averaged_buffers(holding: LocalModel) -> dict[str, Tensor]:
 
 
 def average_over_replicas(
-    tensors: Mapping[str, Tensor], share: float, members: Sequence[int], transport: Transport
+    tensors: Mapping[str, Tensor], seen: Sequence[int], members: Sequence[int], transport: Transport
 ) -> dict[str, Tensor]:
     """Return the weighted mean of every tensor over the replicas of a stage, with one all-reduce for each dtype.
 
     Args:
         tensors: floating-point tensors on one device, by name; the same names at all members.
-        share: this worker's weight in the mean; the weights of all members add up to 1.
+        seen: the number of samples that each member weighs by in the mean.
         members: ranks of the replicas that hold the same shards of the model.
         transport: connects the workers; ``members`` is one of its groups.
     """
     packing = FlatPacking(PackedTensor(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    share = seen[members.index(transport.rank)] / sum(seen)
     # Rows are copies, so scaling them in place leaves the tensors as they are; all sums are pending at once.
     sums = [transport.all_reduce(row.mul_(share), members) for row in packing.pack(tensors)]
     return packing.unpack([each.wait() for each in sums])

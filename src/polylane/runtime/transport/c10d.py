@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from polylane.errors import PeerLost
 from polylane.runtime.transport import plain_objects as objects
-from polylane.runtime.transport.c10d_work import BlamePeer, view_as_bytes, view_as_real, wait_for_work
-from polylane.runtime.transport.protocol import (
-    Channel,
-    Deferred,
-    FinishedTransfer,
-    PendingResult,
-    PendingTransfer,
-    TransportCounters,
-    all_reduce_bytes,
-    copy_back,
-    gathered_sizes,
-    make_contiguous,
-    normalize_group,
-    part_sizes,
-    require_channel,
-    require_flat,
-    require_pieces,
-    require_source,
-    require_summable,
-    undeclared,
-)
+from polylane.runtime.transport import protocol
+from polylane.runtime.transport.protocol import Deferred, FinishedTransfer, PendingResult, PendingTransfer, R
+from polylane.runtime.workers.failure import looks_like_peer_loss
 from polylane.runtime.workers.world import TIMEOUT, World
 
 
@@ -50,7 +34,7 @@ class _ProcessGroups:
     """
 
     world: World
-    channels: dict[Channel, tuple[dist.ProcessGroup, int]] = field(default_factory=dict)
+    channels: dict[protocol.Channel, tuple[dist.ProcessGroup, int]] = field(default_factory=dict)
     sums: dict[tuple[int, ...], dist.ProcessGroup] = field(default_factory=dict)
     control: dist.ProcessGroup | None = None
     made: list[dist.ProcessGroup] = field(default_factory=list)
@@ -114,14 +98,14 @@ class C10dTransport:
     def __init__(
         self,
         world: World,
-        channels: Iterable[Channel] = (),
+        channels: Iterable[protocol.Channel] = (),
         groups: Iterable[Iterable[int]] = (),
         tag: int = 0,
         own_groups: bool = False,
     ) -> None:
         self.rank = world.rank
         self.size = world.size
-        self.counters = TransportCounters()
+        self.counters = protocol.TransportCounters()
         self._device = world.device
         self._tag = tag
         # Sends that were not waited for yet: gloo loses a message whose handle is freed before it has been sent.
@@ -141,17 +125,17 @@ class C10dTransport:
         if not has_tags:
             self._connect()
 
-    def _open_channels(self, channels: Iterable[Channel], shared: bool) -> None:
+    def _open_channels(self, channels: Iterable[protocol.Channel], shared: bool) -> None:
         """Store the group of each of this rank's channels, and the peer's rank in that group."""
         for sender, receiver in dict.fromkeys(channels):
-            require_channel(sender, receiver, self.size)
+            protocol.require_channel(sender, receiver, self.size)
             group = self._groups.everyone if shared else self._groups.make_group((sender, receiver))
             if self.rank in (sender, receiver):
                 peer = receiver if self.rank == sender else sender
                 self._groups.channels[sender, receiver] = group, dist.get_group_rank(group, peer)
 
     def _open_groups(self, groups: Iterable[Iterable[int]], own: bool) -> None:
-        for ranks in dict.fromkeys(normalize_group(group, self.size) for group in groups):
+        for ranks in dict.fromkeys(protocol.normalize_group(group, self.size) for group in groups):
             if len(ranks) == 1:
                 continue
             group = self._groups.everyone if len(ranks) == self.size and not own else self._groups.make_group(ranks)
@@ -174,7 +158,7 @@ class C10dTransport:
         group, there = self._channel(self.rank, peer)
         if tensor.numel() == 0:
             return FinishedTransfer(tensor)
-        wire = make_contiguous(tensor)
+        wire = protocol.make_contiguous(tensor)
         self.counters.count_sent("send", wire, wire.nbytes)
         with (blame := BlamePeer(peer, "sending", wire)):
             # The group's own method: dist.isend repeats checks, which take 5 to 10 us.
@@ -202,22 +186,22 @@ class C10dTransport:
         return wait_for_work(work, blame, lambda: wire)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
-        require_summable(tensor)
+        protocol.require_summable(tensor)
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return FinishedTransfer(tensor)
         # Strided tensors are summed in a contiguous copy, which the wait copies back into the caller's.
-        wire = make_contiguous(tensor)
-        self.counters.count_sent("all_reduce", wire, all_reduce_bytes(wire, len(members)))
+        wire = protocol.make_contiguous(tensor)
+        self.counters.count_sent("all_reduce", wire, protocol.all_reduce_bytes(wire, len(members)))
         with (blame := BlamePeer(None, f"summing over ranks {members}", wire)):
             work = group.allreduce([view_as_real(wire)])
         target = tensor.detach()
-        return wait_for_work(work, blame, lambda: copy_back(wire, target))
+        return wait_for_work(work, blame, lambda: protocol.copy_back(wire, target))
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         group, members = self._group(ranks)
-        sizes = gathered_sizes(tensor, tuple(ranks).index(self.rank), ranks, sizes)
-        own = make_contiguous(tensor)
+        sizes = protocol.gathered_sizes(tensor, tuple(ranks).index(self.rank), ranks, sizes)
+        own = protocol.make_contiguous(tensor)
         if group is None or max(sizes) == 0:
             return FinishedTransfer(own.clone())  # a new tensor by contract, also for one rank
         # The backend gathers equal parts in the order of the group: shorter ones are padded, and trimmed by join.
@@ -241,11 +225,11 @@ class C10dTransport:
     def reduce_scatter(
         self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
     ) -> PendingTransfer:
-        require_summable(tensor)
-        require_flat(tensor)
+        protocol.require_summable(tensor)
+        protocol.require_flat(tensor)
         group, members = self._group(ranks)
-        sizes = part_sizes(tensor.numel(), ranks, sizes)
-        wire = make_contiguous(tensor)
+        sizes = protocol.part_sizes(tensor.numel(), ranks, sizes)
+        wire = protocol.make_contiguous(tensor)
         if group is None or wire.numel() == 0:
             return FinishedTransfer(wire.clone())
         # Parts of different sizes are padded to the longest one, as in all_gather.
@@ -264,8 +248,8 @@ class C10dTransport:
         group, members = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return FinishedTransfer(tensor)
-        require_source(source, members)
-        wire = make_contiguous(tensor)
+        protocol.require_source(source, members)
+        wire = protocol.make_contiguous(tensor)
         if source == self.rank:
             self.counters.count_sent("broadcast", wire, wire.nbytes * (len(members) - 1))
         else:
@@ -275,13 +259,13 @@ class C10dTransport:
         with (blame := BlamePeer(None, f"broadcasting from rank {source}", wire)):
             work = group.broadcast([view_as_bytes(wire)], options)
         target = tensor.detach()
-        return wait_for_work(work, blame, lambda: copy_back(wire, target))
+        return wait_for_work(work, blame, lambda: protocol.copy_back(wire, target))
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> PendingResult[list[Tensor]]:
         group, members = self._group(ranks)
-        require_pieces(pieces, shapes, ranks)
+        protocol.require_pieces(pieces, shapes, ranks)
         ranks = tuple(ranks)
         own, others = pieces[ranks.index(self.rank)], [rank for rank in members if rank != self.rank]
         if group is None:
@@ -290,7 +274,7 @@ class C10dTransport:
             own if rank == self.rank else own.new_empty(tuple(shape)) for rank, shape in zip(ranks, shapes, strict=True)
         ]
         # One all-to-all of bytes for all pieces; this rank's own piece is not part of it.
-        leaving = {rank: view_as_bytes(make_contiguous(pieces[ranks.index(rank)])) for rank in others}
+        leaving = {rank: view_as_bytes(protocol.make_contiguous(pieces[ranks.index(rank)])) for rank in others}
         coming = {rank: view_as_bytes(result[ranks.index(rank)]).numel() for rank in others}
         for rank in others:
             if leaving[rank].numel():
@@ -329,15 +313,71 @@ class C10dTransport:
 
     def _group(self, ranks: Iterable[int]) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
         """Return the process group of ranks (None for this rank alone), and the ranks in ascending order."""
-        members = normalize_group(ranks, self.size)
+        members = protocol.normalize_group(ranks, self.size)
         if members == (self.rank,):
             return None, members
         if members not in self._groups.sums:
-            raise undeclared(self.rank, f"group {members}")
+            raise protocol.undeclared(self.rank, f"group {members}")
         return self._groups.sums[members], members
 
     def _channel(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup, int]:
         try:
             return self._groups.channels[sender, receiver]
         except KeyError:
-            raise undeclared(self.rank, f"channel from {sender} to {receiver}") from None
+            raise protocol.undeclared(self.rank, f"channel from {sender} to {receiver}") from None
+
+
+# ---- pending operations of torch.distributed -------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class BlamePeer:
+    """Context manager that turns a backend's "connection closed" into a PeerLost.
+
+    Attributes:
+        peer: rank of the peer to name, or None if any member may be the lost one.
+        doing: what this worker was doing, in words, as ``"sending"``.
+        tensor: tensor of the operation, whose dtype and shape the error names; or None.
+    """
+
+    peer: int | None
+    doing: str
+    tensor: Tensor | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, frames: object) -> None:
+        if error is None or not looks_like_peer_loss(error):
+            return
+        what = "" if self.tensor is None else f" {self.tensor.dtype} {tuple(self.tensor.shape)}"
+        raise PeerLost(self.peer, self.doing + what, str(error)) from error
+
+
+def wait_for_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], kept: object = None) -> Deferred[R]:
+    """Return a pending operation of the backend, whose result is built from the buffers that it wrote.
+
+    Args:
+        work: the backend's handle of the operation.
+        blame: turns the end of a connection into an error that names the peer.
+        make: builds the result, once the operation is complete.
+        kept: buffers that the backend reads or writes beside those of ``make``; alive until the result is built.
+    """
+
+    return Deferred(partial(_finish_work, work, blame, make, kept))
+
+
+def _finish_work(work: dist.Work, blame: BlamePeer, make: Callable[[], R], kept: object) -> R:
+    with blame:
+        work.wait()
+    return make()
+
+
+def view_as_bytes(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as uint8 vector, which a backend carries for any dtype."""
+    return view_as_real(tensor).view(-1).view(torch.uint8)
+
+
+def view_as_real(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as real numbers, which a backend sums: complex ones get a dimension of 2."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -25,19 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.runtime.transport import c10d
-from polylane.runtime.transport.protocol import (
-    Channel,
-    Deferred,
-    FinishedTransfer,
-    PendingResult,
-    PendingTransfer,
-    TransportCounters,
-    copy_back,
-    make_contiguous,
-    normalize_group,
-    require_summable,
-)
+from polylane.runtime.transport import c10d, protocol
+from polylane.runtime.transport.protocol import Deferred, FinishedTransfer, PendingResult, PendingTransfer
 from polylane.runtime.transport.shared_memory import transport as shared_memory
 from polylane.runtime.transport.shared_memory.hub import MessageHub
 from polylane.runtime.transport.shared_memory.rendezvous import reconnect_hub
@@ -117,15 +106,15 @@ class HierarchicalTransport:
         hub: MessageHub,
         hosts: Sequence[Hashable],
         world: World,
-        channels: Iterable[Channel] = (),
+        channels: Iterable[protocol.Channel] = (),
         groups: Iterable[Iterable[int]] = (),
         tag: int = 0,
         own_groups: bool = False,
     ) -> None:
         self.rank, self.size = world.rank, world.size
-        self.counters = TransportCounters()
+        self.counters = protocol.TransportCounters()
         channels = list(dict.fromkeys(channels))
-        named = list(dict.fromkeys(normalize_group(group, world.size) for group in groups))
+        named = list(dict.fromkeys(protocol.normalize_group(group, world.size) for group in groups))
         parts = {members: group_by_host(members, hosts) for members in named}
         inside = [members for members in named if len(parts[members]) == 1]
         beyond = [members for members in named if len(parts[members]) > 1]
@@ -153,20 +142,20 @@ class HierarchicalTransport:
         return (self._inside_host if peer in self._peers else self._between_hosts).receive(shape, dtype, peer)
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
-        members = normalize_group(ranks, self.size)
+        members = protocol.normalize_group(ranks, self.size)
         climb = self._host_trees.get(members)
         if climb is None:
             return self._transport_of(members).all_reduce(tensor, members)
-        require_summable(tensor)
+        protocol.require_summable(tensor)
         if tensor.numel() == 0:
             return FinishedTransfer(tensor)
-        wire = make_contiguous(tensor)
+        wire = protocol.make_contiguous(tensor)
         self.counters.count_sent("all_reduce", wire, climb.bytes_sent(wire.numel(), wire.element_size()))
         future, target = self._thread.submit(self._sum_over_hosts, wire.view(-1), climb), tensor.detach()
 
         def finish() -> Tensor:
             future.result()
-            return copy_back(wire, target)
+            return protocol.copy_back(wire, target)
 
         return Deferred(finish)
 
@@ -209,7 +198,8 @@ class HierarchicalTransport:
 
     def _transport_of(self, ranks: Iterable[int]) -> shared_memory.SharedMemoryTransport | c10d.C10dTransport:
         """Return the transport of a group's collectives: between hosts if it has members on several."""
-        return self._between_hosts if normalize_group(ranks, self.size) in self._host_trees else self._inside_host
+        spans_hosts = protocol.normalize_group(ranks, self.size) in self._host_trees
+        return self._between_hosts if spans_hosts else self._inside_host
 
 
 class HierarchicalConnections:
@@ -227,7 +217,7 @@ class HierarchicalConnections:
     def __call__(
         self,
         world: World,
-        channels: Iterable[Channel] = (),
+        channels: Iterable[protocol.Channel] = (),
         groups: Iterable[Iterable[int]] = (),
         tag: int = 0,
         own_groups: bool = False,

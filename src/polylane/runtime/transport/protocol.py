@@ -23,7 +23,6 @@ class PendingResult(Protocol[R_co]):
         Raises:
             PeerLost: a worker of the operation has closed its connection, or did not answer in time.
         """
-        ...
 
 
 # A pending transfer of a tensor: the received, the summed, or the sent one. Until its wait a sent tensor must not be
@@ -57,15 +56,12 @@ class Transport(Protocol):
 
     def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
         """Start to send a tensor of any dtype, strides and size to a peer; it is kept alive until it was sent."""
-        ...
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
         """Start to receive a peer's next tensor into a new contiguous tensor on this worker's device."""
-        ...
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
         """Start to sum a tensor over the ranks of a declared group, in place; it is undefined until the wait."""
-        ...
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         """Start to concatenate every rank's part in a new tensor, in the order of ``ranks``.
@@ -75,7 +71,6 @@ class Transport(Protocol):
             ranks: all ranks of a declared group, in any order.
             sizes: number of elements of each rank's part, if they differ; some may be 0.
         """
-        ...
 
     def reduce_scatter(
         self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
@@ -87,11 +82,9 @@ class Transport(Protocol):
             ranks: all ranks of a declared group; the parts are consecutive in this order.
             sizes: number of elements of each rank's part; default: equal parts.
         """
-        ...
 
     def broadcast(self, tensor: Tensor, source: int, ranks: Iterable[int]) -> PendingTransfer:
         """Start to overwrite a tensor of any dtype in place by the source's, at all ranks of a declared group."""
-        ...
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
@@ -106,19 +99,15 @@ class Transport(Protocol):
         Returns:
             One tensor from each of ``ranks``; this rank's own piece is returned itself.
         """
-        ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every rank's plain value, by rank; ``transport.serialization`` defines what is plain."""
-        ...
 
     def barrier(self) -> None:
         """Wait until every rank has called this method."""
-        ...
 
     def close(self) -> None:
         """Wait for pending sends, and close this worker's side; the world's own process group stays."""
-        ...
 
 
 @dataclass(slots=True)

@@ -13,19 +13,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from polylane.runtime.sync.compression.compressor import (
-    BucketGradients,
-    ErrorFeedback,
-    GradientCompressor,
-    PendingReduction,
-    ReducedBucket,
-    sum_dtype,
-)
+from polylane.runtime.sync.compression import compressor
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
 
-class PowerSGDCompressor(GradientCompressor):
+class PowerSGDCompressor(compressor.GradientCompressor):
     """Sums every matrix M = sum of M_k of a bucket by its projection on r directions that are equal at all ranks.
 
     For a gradient G_k (n x m) of rank k, its residual E_k, and Q (m x r) of the last step:
@@ -63,13 +56,13 @@ class PowerSGDCompressor(GradientCompressor):
     def __init__(self, rank: int, start: int = 0) -> None:
         self.rank, self.start = rank, start
         self._steps = 0  # number of begin_step calls
-        self.error_feedback = ErrorFeedback()
+        self.error_feedback = compressor.ErrorFeedback()
         self._directions: dict[str, Tensor] = {}  # Q^T (r x m): products with few rows are several times as fast
 
     def begin_step(self) -> None:
         self._steps += 1
 
-    def launch_sum(self, shares: BucketGradients, transport: Transport) -> PendingReduction:
+    def launch_sum(self, shares: compressor.BucketGradients, transport: Transport) -> compressor.PendingReduction:
         low = frozenset(
             name
             for name, g in zip(shares.names, shares.gradients, strict=True)
@@ -88,7 +81,7 @@ class PowerSGDCompressor(GradientCompressor):
             # Python's own hash of strings differs between processes.
             random = torch.Generator().manual_seed(zlib.crc32(f"0 {name}".encode()))
             found = torch.randn(self.rank, columns, generator=random, dtype=torch.float64)
-        return found.to(like.device, sum_dtype(like.dtype))
+        return found.to(like.device, compressor.sum_dtype(like.dtype))
 
     def keep_directions(self, name: str, directions: Tensor) -> None:
         """Store Q^T for the next step; if it is not finite, drop the parameter's state so that it starts anew."""
@@ -102,7 +95,7 @@ class PowerSGDCompressor(GradientCompressor):
 def saves_bytes(shape: torch.Size, dtype: torch.dtype, rank: int) -> bool:
     """Return whether the two factors of a gradient take fewer bytes than the gradient itself."""
     rows, columns = shape[0] if shape else 1, prod(shape[1:])
-    return rank * (rows + columns) * sum_dtype(dtype).itemsize < rows * columns * dtype.itemsize
+    return rank * (rows + columns) * compressor.sum_dtype(dtype).itemsize < rows * columns * dtype.itemsize
 
 
 def orthonormalize_rows(rows: Tensor) -> Tensor:
@@ -134,11 +127,11 @@ class _CompressedMatrix:
         return torch.mm(self.left.T, self.right).view(gradient.shape).to(gradient.dtype)
 
 
-class _PendingPowerSGD(PendingReduction):
+class _PendingPowerSGD(compressor.PendingReduction):
     """The two all-reduces of a bucket: P and uncompressed gradients with flags; then Q."""
 
     def __init__(
-        self, codec: PowerSGDCompressor, shares: BucketGradients, low: frozenset[str], transport: Transport
+        self, codec: PowerSGDCompressor, shares: compressor.BucketGradients, low: frozenset[str], transport: Transport
     ) -> None:
         self._compressor, self._bucket_gradients, self._transport = codec, shares, transport
         self._dropped: frozenset[str] = frozenset()
@@ -147,7 +140,7 @@ class _PendingPowerSGD(PendingReduction):
             for name, gradient in zip(shares.names, shares.gradients, strict=True)
             if name in low
         }
-        dtype = sum_dtype(shares.gradients[0].dtype)
+        dtype = compressor.sum_dtype(shares.gradients[0].dtype)
         self._uncompressed = {n: g for n, g in zip(shares.names, shares.gradients, strict=True) if n not in low}
         plain = [*self._uncompressed.values(), shares.flags]
         lefts = [matrix.left.reshape(-1) for matrix in self._matrices.values()]
@@ -177,11 +170,11 @@ class _PendingPowerSGD(PendingReduction):
             if matrix.name not in self._dropped:  # the sum of a dropped gradient is discarded: keep all of M_k
                 matrix.error_matrix.addmm_(matrix.left.T, matrix.right, alpha=-1)
 
-    def wait(self) -> ReducedBucket:
+    def wait(self) -> compressor.ReducedBucket:
         summed = split_views(self._pending.wait(), [matrix.right.shape for matrix in self._matrices.values()])
         found = dict(self._uncompressed)
         for matrix, total in zip(self._matrices.values(), summed, strict=True):
             matrix.right = total
             self._compressor.keep_directions(matrix.name, total)
             found[matrix.name] = matrix.reconstruct_gradient()
-        return ReducedBucket(tuple(found[name] for name in self._bucket_gradients.names), self._dropped)
+        return compressor.ReducedBucket(tuple(found[name] for name in self._bucket_gradients.names), self._dropped)

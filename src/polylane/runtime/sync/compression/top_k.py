@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from polylane.cost.network.sync_volume import count_top_k_entries
-from polylane.runtime.sync.compression.compressor import (
-    BucketGradients,
-    ErrorFeedback,
-    GradientCompressor,
-    PendingReduction,
-    ReducedBucket,
-    sum_dtype,
-)
+from polylane.runtime.sync.compression import compressor
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
@@ -30,7 +23,7 @@ SAMPLED = 1 << 16
 _SAMPLE = 1 << 13
 
 
-class TopKCompressor(GradientCompressor):
+class TopKCompressor(compressor.GradientCompressor):
     """Sums the entries of every parameter that each rank selects as its own largest.
 
     Each rank adds its residual to its gradient, M_k = G_k + E_k. Of each parameter it sends the ceil(fraction x
@@ -54,9 +47,9 @@ class TopKCompressor(GradientCompressor):
 
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
-        self.error_feedback = ErrorFeedback()
+        self.error_feedback = compressor.ErrorFeedback()
 
-    def launch_sum(self, shares: BucketGradients, transport: Transport) -> PendingReduction:
+    def launch_sum(self, shares: compressor.BucketGradients, transport: Transport) -> compressor.PendingReduction:
         picks = list[_SelectedEntries]()
         for name, gradient in zip(shares.names, shares.gradients, strict=True):
             count = count_top_k_entries(self.fraction, gradient.numel())
@@ -123,7 +116,7 @@ def _find_candidates(sizes: Tensor, count: int) -> Tensor | None:
     return pool if len(pool) >= count else None
 
 
-def pack_message(shares: BucketGradients, picks: Sequence[_SelectedEntries]) -> Tensor:
+def pack_message(shares: compressor.BucketGradients, picks: Sequence[_SelectedEntries]) -> Tensor:
     """Return one rank's message as bytes: values, flags, positions in the bucket."""
     starts, total = list[int](), 0
     for gradient in shares.gradients:
@@ -139,17 +132,17 @@ def _index_dtype(elements: int) -> torch.dtype:
 
 
 @dataclass
-class _PendingTopK(PendingReduction):
+class _PendingTopK(compressor.PendingReduction):
     """Pending all-gather of a bucket's messages."""
 
-    bucket_gradients: BucketGradients
+    bucket_gradients: compressor.BucketGradients
     selected: list[_SelectedEntries]
     pending: PendingTransfer
 
-    def wait(self) -> ReducedBucket:
+    def wait(self) -> compressor.ReducedBucket:
         shapes = [gradient.shape for gradient in self.bucket_gradients.gradients]
         flags = self.bucket_gradients.flags
-        total = torch.zeros(sum(map(prod, shapes)), dtype=sum_dtype(flags.dtype), device=flags.device)
+        total = torch.zeros(sum(map(prod, shapes)), dtype=compressor.sum_dtype(flags.dtype), device=flags.device)
         numbers, places = self._unpack_messages(len(total))
         count = places.shape[1]
         for own, where in zip(numbers, places, strict=True):  # in the order of ranks: the same bits everywhere
@@ -158,7 +151,7 @@ class _PendingTopK(PendingReduction):
         for name, pick in zip(self.bucket_gradients.names, self.selected, strict=True):
             if name in dropped:  # the optimizer skips it: its entries must not be lost
                 pick.restore_residual()
-        return ReducedBucket(tuple(split_views(total.to(flags.dtype), shapes)), dropped)
+        return compressor.ReducedBucket(tuple(split_views(total.to(flags.dtype), shapes)), dropped)
 
     def _unpack_messages(self, elements: int) -> tuple[Tensor, Tensor]:
         """Return (values then flags, positions) of all ranks: a row for each rank."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.pipeline.connections import replica_ranks
 from polylane.runtime.sync.flat_packing import FlatPacking
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
@@ -27,10 +29,6 @@ from polylane.runtime.sync.parameter_server.weights import encode_options
 from polylane.runtime.sync.replica_mean import average_over_replicas, averaged_buffers, copy_values, restore_values
 from polylane.runtime.tensor_parallel import CollectiveWaits
 from polylane.runtime.transport.protocol import TransportCounters
-
-if TYPE_CHECKING:
-    from polylane.runtime.parameters.local_model import LocalModel
-    from polylane.runtime.parameters.update import ObjectiveUpdate
 
 
 class ParameterServerSync(GradientSync):
@@ -180,12 +178,9 @@ class ParameterServerSync(GradientSync):
             for trade, line in lines:
                 packing = trade.weight_packings[objective]
                 head, rows = line.get(lambda head, sizes=packing.sizes: sizes)  # type: ignore[misc]
-                found = packing.unpack(rows, self._transport_device())
+                found = packing.unpack(rows, next(iter(self._parameters.values())).device)
                 for name, flag in zip(packing.names, head.flags, strict=False):
                     self._parameters[name].grad = found[name] if flag else None
-
-    def _transport_device(self) -> torch.device:
-        return next(iter(self._parameters.values())).device
 
     def stepping_optimizers(self) -> list[LocalOptimizer]:
         return self._host.stepping_optimizers()
@@ -204,8 +199,7 @@ class ParameterServerSync(GradientSync):
                     copy_values(self._parameters, self._receive_answer(trade, line)[1])
             # Servers have no buffers: running statistics are averaged over replicas, weighted by samples.
             if any(self._samples_seen):
-                share = self._samples_seen[self._members.index(self._transport.rank)] / sum(self._samples_seen)
-                means = average_over_replicas(self._buffers, share, self._members, self._transport)
+                means = average_over_replicas(self._buffers, self._samples_seen, self._members, self._transport)
                 copy_values(self._buffers, means)
             yield
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -134,9 +134,7 @@ class ServerHost:
             dist.destroy_process_group(self.world.group)
 
 
-def open_server_host(
-    world: World, prepared: CompiledTraining, holders: Mapping[str, Collection[int]], clip_norm: float | None
-) -> ServerHost:
+def open_server_host(world: World, prepared: CompiledTraining, clip_norm: float | None) -> ServerHost:
     """Open the channels between workers and servers, and start the servers of this process.
 
     A collective of all processes.
@@ -144,7 +142,6 @@ def open_server_host(
     Args:
         world: all processes of the training, dedicated servers last.
         prepared: the compiled training, equal on every worker.
-        holders: the stages that use each parameter, by canonical name.
         clip_norm: upper bound on the 2-norm of summed gradients, or None.
     """
     plan = prepared.plan
@@ -157,11 +154,11 @@ def open_server_host(
     dedicated = range(plan.workers, world.size)
     transport = c10d.C10dTransport(every, [(0, rank) for rank in dedicated])
     host = ServerHost(every, transport, dedicated, clock.measure_clock_offset(transport) if world.size > 1 else 0.0)
-    model = dict(named_parameters(prepared.model, [o.loss for o in prepared.objectives.values()]))
+    model = dict(named_parameters(prepared.model, prepared.losses))
     fellows = _open_server_channels(every, [server_rank(plan, q) for q in range(plan.sync.server_count)], host)
     # Every process goes through all servers in the same order: opening a transport is a collective.
     for number, share in enumerate(assign_parameters(prepared.partitions, plan)):
-        own, at = plan_server_shards(prepared, share, holders, model), server_rank(plan, number)
+        own, at = plan_server_shards(prepared, share, model), server_rank(plan, number)
         # Transports over one gloo group differ by their tags: 0 for collective calls, 2 + number for a server's
         # channels, tags from 2 + servers on between servers.
         pairs = [(trade.rank, at, trade.max_flags) for trade in own]

@@ -18,7 +18,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,27 +89,8 @@ class MessageHead(NamedTuple):
 Message = tuple[MessageHead, list[Tensor]]
 
 
-class Channel(Protocol):
-    """One end of a channel; at any time at most one thread puts and one gets."""
-
-    def put(self, head: MessageHead, rows: Sequence[Tensor] = ()) -> None:
-        """Send a message; its rows must not be written to any more."""
-        ...
-
-    def get(self, sizes: Callable[[MessageHead], Sizes]) -> Message:
-        """Wait for the next message.
-
-        Args:
-            sizes: maps a head to (number of elements, dtype) of each row that follows it.
-
-        Raises:
-            PeerLost: the other end has closed its connection, or a server has failed.
-        """
-        ...
-
-
 class RemoteChannel:
-    """One end of a channel between two processes.
+    """One end of a channel between two processes; at any time at most one thread puts and one gets.
 
     Args:
         transport: carries both directions; several threads share it for channels to several peers.
@@ -125,6 +106,7 @@ class RemoteChannel:
         self._pending_sends: list[PendingTransfer] = []
 
     def put(self, head: MessageHead, rows: Sequence[Tensor] = ()) -> None:
+        """Send a message; its rows must not be written to any more."""
         # The transport keeps sent tensors alive until they are waited for: at most one message's rows are.
         for pending in self._pending_sends:
             pending.wait()
@@ -134,6 +116,14 @@ class RemoteChannel:
             ]
 
     def get(self, sizes: Callable[[MessageHead], Sizes]) -> Message:
+        """Wait for the next message.
+
+        Args:
+            sizes: maps a head to (number of elements, dtype) of each row that follows it.
+
+        Raises:
+            PeerLost: the other end has closed its connection, or a server has failed.
+        """
         # The head first: it decides how many rows follow, and of which sizes.
         head = MessageHead.of_tensor(self._receive_rows([(_NUMBERS.size + self._flags, torch.uint8)])[0])
         _raise_if_failed(head, self._peer, self._doing)
@@ -146,7 +136,7 @@ class RemoteChannel:
 
 
 class LocalChannel:
-    """One end of a channel inside a process.
+    """One end of a channel inside a process; calls are those of :class:`RemoteChannel`.
 
     Args:
         going: queue of messages to the other end.
@@ -167,6 +157,9 @@ class LocalChannel:
         head, rows = self._inbox.get()
         _raise_if_failed(head, self._rank, self._doing)
         return head, rows
+
+
+Channel = RemoteChannel | LocalChannel
 
 
 def open_local_channel(rank: int, there: str, back: str) -> tuple[LocalChannel, LocalChannel]:

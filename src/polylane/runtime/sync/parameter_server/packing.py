@@ -53,10 +53,7 @@ class ServerShard:
 
 
 def plan_server_shards(
-    prepared: CompiledTraining,
-    share: Collection[str],
-    holders: Mapping[str, Collection[int]],
-    parameters: Mapping[str, nn.Parameter],
+    prepared: CompiledTraining, share: Collection[str], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[ServerShard, ...]:
     """Return what a server and every worker exchange, without workers that have no part of the server's parameters.
 
@@ -65,19 +62,18 @@ def plan_server_shards(
     Args:
         prepared: the compiled training, equal on every worker.
         share: canonical names of the parameters on this server.
-        holders: the stages that use each parameter, by canonical name.
         parameters: all parameters of the model by name, in its order.
     """
-    plan = prepared.plan
+    plan, holders = prepared.plan, prepared.owning_stages
     trained = {name: differentiable_parameters(each.graph) & set(share) for name, each in prepared.partitions.items()}
     order = [name for name in parameters if name in share]
     found = []
     for rank in range(plan.workers):
         stage, replica = plan.stage_and_replica(rank)
-        pieces = ShardSpec(prepared, stage, plan.coordinates(rank))
+        pieces = ShardSpec(prepared, rank)
         # Both ends build these packings from the same plan: no names or shapes are sent.
         held = {n: PackedTensor(n, pieces.local_shape(n), parameters[n].dtype) for n in order if stage in holders[n]}
-        speaks = [n for n in held if stage == min(holders[n]) and pieces.is_counted(n)]
+        speaks = list(filter(pieces.speaks_for, held))
         if not held:
             continue
         gives = {o: FlatPacking(held[n] for n in speaks if n in names) for o, names in trained.items()}

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.runtime.pipeline.stage_runner import WatchedCall
+from polylane.runtime.pipeline.stage_runner import StageHooks, WatchedCall
 from polylane.runtime.sync.zero.flat_shards import FlatBuffer, Shards
 from polylane.runtime.tensor_parallel import CollectiveWaits
 from polylane.runtime.transport.protocol import PendingTransfer
@@ -52,7 +52,7 @@ class _UnitUse:
     is_opaque: bool
 
 
-class GatheredPasses:
+class GatheredPasses(StageHooks):
     """Keeps the units of one stage's code full while they are used.
 
     Args:

@@ -42,11 +42,12 @@ def replace_parameters(optimizer: torch.optim.Optimizer, pieces: Mapping[nn.Para
         optimizer: optimizer that was built on full parameters.
         pieces: part of each full parameter; None where this worker updates nothing of it.
     """
+    replaced = {parameter: None if piece is None else piece.parameter for parameter, piece in pieces.items()}
     for group in optimizer.param_groups:
-        kept = [i for i, p in enumerate(group["params"]) if pieces.get(p, p) is not None]
+        own = [replaced.get(parameter, parameter) for parameter in group["params"]]
         if "param_names" in group:
-            group["param_names"] = [group["param_names"][i] for i in kept]
-        group["params"] = [_replacement_for(group["params"][i], pieces) for i in kept]
+            group["param_names"] = [n for n, p in zip(group["param_names"], own, strict=True) if p is not None]
+        group["params"] = [parameter for parameter in own if parameter is not None]
     for parameter, piece in pieces.items():
         state = optimizer.state.pop(parameter, {})
         if piece is not None and state:
@@ -56,11 +57,6 @@ def replace_parameters(optimizer: torch.optim.Optimizer, pieces: Mapping[nn.Para
                 else value
                 for key, value in state.items()
             }
-
-
-def _replacement_for(parameter: nn.Parameter, pieces: Mapping[nn.Parameter, OptimizerPart | None]) -> nn.Parameter:
-    piece = pieces.get(parameter)
-    return parameter if piece is None else piece.parameter
 
 
 def find_unshardable(
@@ -113,15 +109,11 @@ def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Opt
             nothing, every = (0, 0), {n: (0, v.numel()) for n, v in values.items()}
             shares = [{n: every[n] if i % 2 == k else nothing for i, n in enumerate(every)} for k in (0, 1)]
             if _find_unlike(whole, [_train_values(factory, values, steps, share, False) for share in shares], every):
-                raise _coupled_optimizer_error(type(built).__name__)
+                raise PolylaneError(
+                    f"shard: {type(built).__name__} looks at several parameters at once, so that no replica can update "
+                    "a share of them: take shard out of the plan, or another optimizer"
+                )
     return different
-
-
-def _coupled_optimizer_error(kind: str) -> PolylaneError:
-    return PolylaneError(
-        f"shard: {kind} looks at several parameters at once, so that no replica can update a share of them: take shard "
-        "out of the plan, or another optimizer"
-    )
 
 
 def _find_unlike(whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> set[str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
-from torch import nn
+from torch import fx, nn
 
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
-from polylane.runtime.pipeline.stage_runner import Gates, StageHooks, no_gates
+from polylane.runtime.pipeline.stage_runner import StageHooks
 from polylane.runtime.sync.zero.all_gather_passes import GatheredPasses
 from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.reduce_scatter import BucketShard, ReduceScatterer
@@ -25,25 +25,21 @@ class ShardedStageHooks(StageHooks):
 
     Attributes:
         reducer: reduces the gradients of the program's parameters.
-        gathered_passes: gathers and releases the program's units; None where parameters stay full.
+        gathers: gather and release the program's units; they do nothing where parameters stay full.
     """
 
     reducer: ReduceScatterer
-    gathered_passes: GatheredPasses | None
+    gathers: StageHooks
 
-    @property
-    def gates(self) -> Gates:
-        """What inserts gathers and releases into the graph of the program's stage."""
-        return no_gates if self.gathered_passes is None else self.gathered_passes.insert_gates
+    def insert_gates(self, graph: fx.Graph) -> AbstractContextManager[None]:
+        return self.gathers.insert_gates(graph)
 
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        with nullcontext() if self.gathered_passes is None else self.gathered_passes.forward():
-            yield
+    def forward(self) -> AbstractContextManager[None]:
+        return self.gathers.forward()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        with nullcontext() if self.gathered_passes is None else self.gathered_passes.backward():
+        with self.gathers.backward():
             # Inside the gathers: the reducer releases units whose gradients it has sent.
             self.reducer.begin_backward()
             yield
@@ -94,4 +90,4 @@ def build_sharded_program(
         each_pass=plan.sync.shard != "optimizer",
         passes=passes,
     )
-    return ShardedStageHooks(reducer, passes)
+    return ShardedStageHooks(reducer, passes or StageHooks())

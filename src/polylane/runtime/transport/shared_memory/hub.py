@@ -44,6 +44,7 @@ from polylane.runtime.transport.shared_memory.message import (
     HEADER,
     IN_BLOCK,
     INLINE,
+    LONGEST,
     NO_BLOCK,
     PRESSED,
     WITHIN,
@@ -51,7 +52,7 @@ from polylane.runtime.transport.shared_memory.message import (
     format_description,
     memory_of,
 )
-from polylane.runtime.transport.shared_memory.socket_link import Buffer, SocketLink, allocate_read_buffer
+from polylane.runtime.transport.shared_memory.socket_link import Buffer, SocketLink
 
 SPIN_SECONDS = 50e-6  # polling time before sleeping, if every worker has a core of its own
 ANSWERS_HELD = 8  # number of small blocks that are answered in one message
@@ -89,7 +90,7 @@ class MessageHub:
         self._blocks = SharedBlocks(bound)
         self.links = {peer: SocketLink(peer, each, self._blocks.release_block) for peer, each in connections.items()}
         self._timeout, self._spin = timeout, SPIN_SECONDS if spins else 0.0
-        self._buffer = allocate_read_buffer()
+        self._buffer = bytearray(LONGEST)
         self._unanswered: deque[tuple[int, int]] = deque()  # (peer, block): read, but not answered yet
         self._answers_due = False  # send answers at the next chance: a peer may be waiting for the memory
         self._changed = threading.Condition(self.lock)

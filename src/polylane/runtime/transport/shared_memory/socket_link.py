@@ -13,7 +13,6 @@ from polylane.runtime.transport.shared_memory.blocks import SharedFile, open_are
 from polylane.runtime.transport.shared_memory.message import (
     ANSWERS,
     HEADER,
-    LONGEST,
     NO_BLOCK,
     PRESSED,
     WITHIN,
@@ -147,8 +146,3 @@ class SocketLink:
         if self.expected and (call := self.expected.pop(key, None)) is not None:
             call()
         return True
-
-
-def allocate_read_buffer() -> bytearray:
-    """Return a buffer for the longest message."""
-    return bytearray(LONGEST)

@@ -9,40 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.runtime.transport.protocol import (
-    Channel,
-    Deferred,
-    FinishedTransfer,
-    PendingResult,
-    PendingTransfer,
-    TransportCounters,
-    all_reduce_bytes,
-    gathered_sizes,
-    make_contiguous,
-    normalize_group,
-    part_sizes,
-    require_channel,
-    require_flat,
-    require_pieces,
-    require_source,
-    require_summable,
-    undeclared,
-)
+from polylane.runtime.transport import protocol
+from polylane.runtime.transport.protocol import Deferred, FinishedTransfer, PendingResult, PendingTransfer
 from polylane.runtime.transport.serialization import decode, encode
+from polylane.runtime.transport.shared_memory import message as messages
 from polylane.runtime.transport.shared_memory.hub import MessageHub
-from polylane.runtime.transport.shared_memory.message import (
-    BROADCAST,
-    EXCHANGE,
-    GATHER,
-    INLINE,
-    NAMES,
-    OBJECT,
-    SCATTER,
-    SEND,
-    Message,
-    encode_description,
-    memory_of,
-)
+from polylane.runtime.transport.shared_memory.message import Message
 from polylane.runtime.transport.shared_memory.pending import (
     RankGroup,
     receive_from_members,
@@ -58,7 +30,7 @@ MESSAGES, OBJECTS, GROUPS = 0, 1, 2  # streams of one transport; from GROUPS on 
 
 IN_TURNS = 8 << 20  # bytes above which two ranks sum chunk by chunk
 
-_OBJECT = encode_description(OBJECT, torch.uint8, ())
+_OBJECT = messages.encode_description(messages.OBJECT, torch.uint8, ())
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # the values of a barrier's messages
 
 
@@ -80,25 +52,25 @@ class SharedMemoryTransport:
     """
 
     def __init__(
-        self, hub: MessageHub, world: World, channels: Iterable[Channel], groups: Iterable[Iterable[int]]
+        self, hub: MessageHub, world: World, channels: Iterable[protocol.Channel], groups: Iterable[Iterable[int]]
     ) -> None:
         self.rank = world.rank
         self.size = world.size
-        self.counters = TransportCounters()
+        self.counters = protocol.TransportCounters()
         self._hub = hub
         self._first_key = hub.add_user() << 52
         self._is_open = True
         self._sends: dict[int, int] = {}
         self._receives: dict[int, int] = {}
         for sender, receiver in channels:
-            require_channel(sender, receiver, self.size)
+            protocol.require_channel(sender, receiver, self.size)
             if self.rank == sender:
                 self._sends[receiver] = self._first_key
             elif self.rank == receiver:
                 self._receives[sender] = self._first_key
         self._objects = self._first_key + (OBJECTS << 40)
         self._groups: dict[tuple[int, ...], RankGroup] = {}
-        for number, members in enumerate(dict.fromkeys(normalize_group(group, self.size) for group in groups)):
+        for number, members in enumerate(dict.fromkeys(protocol.normalize_group(group, self.size) for group in groups)):
             if self.rank in members:
                 peers = tuple(rank for rank in members if rank != self.rank)
                 key = self._first_key + (GROUPS + number << 40)
@@ -109,17 +81,17 @@ class SharedMemoryTransport:
 
     def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
         if peer not in self._sends:
-            raise undeclared(self.rank, f"channel from {self.rank} to {peer}")
+            raise protocol.undeclared(self.rank, f"channel from {self.rank} to {peer}")
         if tensor.numel() == 0:
             return FinishedTransfer(tensor)
-        wire = make_contiguous(tensor)
+        wire = protocol.make_contiguous(tensor)
         self._sends[peer] = key = self._sends[peer] + 2
-        self._post_values(SEND, (peer,), key, wire, tuple(wire.shape))
+        self._post_values(messages.SEND, (peer,), key, wire, tuple(wire.shape))
         return FinishedTransfer(tensor)
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, peer: int) -> PendingTransfer:
         if peer not in self._receives:
-            raise undeclared(self.rank, f"channel from {peer} to {self.rank}")
+            raise protocol.undeclared(self.rank, f"channel from {peer} to {self.rank}")
         shape = tuple(shape)
         elements = math.prod(shape)
         if elements == 0:
@@ -132,33 +104,33 @@ class SharedMemoryTransport:
     # ----------------------------------------------------------------------------------------------------- collectives
 
     def all_reduce(self, tensor: Tensor, ranks: Iterable[int]) -> PendingTransfer:
-        require_summable(tensor)
+        protocol.require_summable(tensor)
         group = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return FinishedTransfer(tensor)
         several = len(group.peers) > 1
         pending: PendingSum
-        if tensor.nbytes <= (INLINE if several else IN_TURNS):
+        if tensor.nbytes <= (messages.INLINE if several else IN_TURNS):
             pending, sent = DirectSum(self._hub, group, tensor), tensor.nbytes * len(group.peers)
         else:
             pending = (TwoStepSum if several else ChunkedSum)(self._hub, group, tensor)
-            sent = all_reduce_bytes(tensor, len(group.members))
+            sent = protocol.all_reduce_bytes(tensor, len(group.members))
         self.counters.count_sent("all_reduce", tensor, sent, pending.start_sum())
         return pending
 
     def all_gather(self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None) -> PendingTransfer:
         ranks, group = tuple(ranks), self._group(ranks)
-        sizes = gathered_sizes(tensor, ranks.index(self.rank), ranks, sizes)
-        own = make_contiguous(tensor)
+        sizes = protocol.gathered_sizes(tensor, ranks.index(self.rank), ranks, sizes)
+        own = protocol.make_contiguous(tensor)
         if group is None:
             return FinishedTransfer(own.clone())
         key = group.next_key()
         # Empty parts are not sent: every rank knows the sizes of all parts, so nobody waits for them.
         if own.numel():
-            self._post_values(GATHER, group.peers, key, own, (own.numel(),))
+            self._post_values(messages.GATHER, group.peers, key, own, (own.numel(),))
         places = dict(zip(ranks, parts_of(sizes), strict=True))
         expected = {
-            peer: encode_description(GATHER, own.dtype, (slice_length(places[peer]),))
+            peer: messages.encode_description(messages.GATHER, own.dtype, (slice_length(places[peer]),))
             for peer in group.peers
             if slice_length(places[peer])
         }
@@ -175,12 +147,12 @@ class SharedMemoryTransport:
     def reduce_scatter(
         self, tensor: Tensor, ranks: Sequence[int], sizes: Sequence[int] | None = None
     ) -> PendingTransfer:
-        require_summable(tensor)
-        require_flat(tensor)
+        protocol.require_summable(tensor)
+        protocol.require_flat(tensor)
         ranks, group = tuple(ranks), self._group(ranks)
-        sizes = part_sizes(tensor.numel(), ranks, sizes)
+        sizes = protocol.part_sizes(tensor.numel(), ranks, sizes)
         places = dict(zip(ranks, parts_of(sizes), strict=True))
-        wire = make_contiguous(tensor)
+        wire = protocol.make_contiguous(tensor)
         if group is None:
             return FinishedTransfer(wire.clone())
         key, own = group.next_key(), wire[places[self.rank]]
@@ -188,7 +160,7 @@ class SharedMemoryTransport:
             self._send_parts(group, key, wire, places, sizes)
         if own.numel() == 0:
             return FinishedTransfer(own.clone())
-        description = encode_description(SCATTER, wire.dtype, sizes)
+        description = messages.encode_description(messages.SCATTER, wire.dtype, sizes)
 
         def total(messages: dict[int, Message]) -> Tensor:
             parts = [own if rank == self.rank else messages[rank].as_tensor(own.dtype) for rank in group.members]
@@ -203,9 +175,9 @@ class SharedMemoryTransport:
     ) -> None:
         """Send every peer its part of a vector, to be summed there."""
         hub, item = self._hub, wire.element_size()
-        description = encode_description(SCATTER, wire.dtype, sizes)
+        description = messages.encode_description(messages.SCATTER, wire.dtype, sizes)
         given = {peer: places[peer] for peer in group.peers if slice_length(places[peer])}
-        large = {peer: place for peer, place in given.items() if slice_length(place) * item > INLINE}
+        large = {peer: place for peer, place in given.items() if slice_length(place) * item > messages.INLINE}
         headers = 0
         # Large parts share one block of this rank, each at its place in the vector; small ones go inside messages.
         with hub.lock:
@@ -217,7 +189,7 @@ class SharedMemoryTransport:
                     block.view(wire.dtype, slice_length(place), place.start).copy_(wire[place])
                     headers += hub.send_block((peer,), key, description, block, place.start * item, nbytes)
                 else:
-                    headers += hub.send_inline((peer,), key, description, memory_of(wire[place]))
+                    headers += hub.send_inline((peer,), key, description, messages.memory_of(wire[place]))
         sent = sum(slice_length(place) for place in given.values()) * item
         self.counters.count_sent("reduce_scatter", wire, sent, headers)
 
@@ -225,11 +197,11 @@ class SharedMemoryTransport:
         group = self._group(ranks)
         if group is None or tensor.numel() == 0:
             return FinishedTransfer(tensor)
-        require_source(source, group.members)
+        protocol.require_source(source, group.members)
         key = group.next_key()
         shape = tuple(tensor.shape)
         if source == self.rank:
-            self._post_values(BROADCAST, group.peers, key, make_contiguous(tensor), shape)
+            self._post_values(messages.BROADCAST, group.peers, key, protocol.make_contiguous(tensor), shape)
             return FinishedTransfer(tensor)
         target = tensor.detach()
 
@@ -237,21 +209,21 @@ class SharedMemoryTransport:
             return target.copy_(messages[source].as_tensor(target.dtype).view(shape))
 
         self.counters.messages["broadcast"] += 1
-        expected = {source: encode_description(BROADCAST, target.dtype, shape)}
+        expected = {source: messages.encode_description(messages.BROADCAST, target.dtype, shape)}
         return receive_from_members(self._hub, group.members, key, expected, overwrite)
 
     def all_to_all(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], ranks: Sequence[int]
     ) -> PendingResult[list[Tensor]]:
         ranks, group = tuple(ranks), self._group(ranks)
-        require_pieces(pieces, shapes, ranks)
+        protocol.require_pieces(pieces, shapes, ranks)
         own = pieces[ranks.index(self.rank)]
         if group is None:
             return FinishedTransfer([own])
         key = group.next_key()
         for peer, piece in zip(ranks, pieces, strict=True):
             if peer != self.rank and piece.numel():
-                self._post_values(EXCHANGE, (peer,), key, make_contiguous(piece), tuple(piece.shape))
+                self._post_values(messages.EXCHANGE, (peer,), key, protocol.make_contiguous(piece), tuple(piece.shape))
         parts: list[PendingTransfer] = []
         for peer, shape in zip(ranks, map(tuple, shapes), strict=True):
             if peer == self.rank:
@@ -259,12 +231,12 @@ class SharedMemoryTransport:
             elif 0 in shape:
                 parts.append(FinishedTransfer(torch.empty(shape, dtype=own.dtype)))
             else:
-                parts.append(receive_tensor(self._hub, peer, key, own.dtype, shape, EXCHANGE))
+                parts.append(receive_tensor(self._hub, peer, key, own.dtype, shape, messages.EXCHANGE))
         return Deferred(lambda: [part.wait() for part in parts])
 
     def _post_values(self, kind: int, peers: Sequence[int], key: int, wire: Tensor, shape: tuple[int, ...]) -> None:
-        headers = self._hub.send_values(peers, key, encode_description(kind, wire.dtype, shape), wire)
-        self.counters.count_sent(NAMES[kind], wire, wire.nbytes * len(peers), headers)
+        headers = self._hub.send_values(peers, key, messages.encode_description(kind, wire.dtype, shape), wire)
+        self.counters.count_sent(messages.NAMES[kind], wire, wire.nbytes * len(peers), headers)
 
     # --------------------------------------------------------------------------------------------------------- objects
 
@@ -302,11 +274,11 @@ class SharedMemoryTransport:
         """Return the declared group of ranks; None for this rank alone."""
         named = ranks if type(ranks) is tuple else tuple(ranks)
         if (group := self._named.get(named)) is None:
-            members = normalize_group(named, self.size)
+            members = protocol.normalize_group(named, self.size)
             if members == (self.rank,):
                 return None
             if members not in self._groups:
-                raise undeclared(self.rank, f"group {members}")
+                raise protocol.undeclared(self.rank, f"group {members}")
             group = self._named[named] = self._groups[members]
         return group if group.peers else None
 

@@ -18,12 +18,11 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any
 
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters, optimized_names
-from polylane.compile.python_effects import leaf_paths
 from polylane.compile.sample_shares import Batch, BatchForm
 from polylane.errors import PolylaneError
 from polylane.graph.batch import batch_signature, take_first_samples
@@ -31,6 +30,7 @@ from polylane.graph.partition import Partition
 from polylane.graph.python_state.captured_settings import CapturedSettings
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.program.program import Program
+from polylane.runtime.program_binder import BoundProgram, CacheKey, ProgramBinder
 
 FORMS_KEPT = 32  # compiled graphs kept at once, least recently used evicted; those compiled ahead do not count
 SIZES_KEPT = 64  # batch sizes for which one graph's programs are kept at once
@@ -38,51 +38,9 @@ SETTINGS_KEPT = 8  # versions of the settings kept at once, for each objective a
 MANY_FORMS = 8  # further forms of batches after which the user is warned
 MANY_SETTINGS = 4  # captures with other settings after which the user is warned
 
-Bound = TypeVar("Bound")
-
-
-class CacheKey(NamedTuple):
-    """The guards of a compiled graph: what it was compiled for.
-
-    Attributes:
-        objective: name of the loss that it computes.
-        training: whether in training mode; else in evaluation mode, forward only.
-        structure: how the batch is nested, see :func:`polylane.graph.batch.batch_structure`.
-        signature: dtypes and sizes of the batch's leaves, see :func:`polylane.graph.batch.batch_signature`.
-        settings: version number of the user's settings that the graph was captured with; 0 is the version at the start.
-    """
-
-    objective: str
-    training: bool
-    structure: Any
-    signature: tuple[Any, ...]
-    settings: int
-
-
-class Compiler(Protocol[Bound]):
-    """The slow path: how a worker compiles for a form of batch that is not in the cache."""
-
-    def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
-        """Capture and compile an objective's graph from a small batch; ``which`` names that batch in error messages."""
-        ...
-
-    def lower(self, key: CacheKey, graph: CompiledGraph, replica_local: bool) -> tuple[Program, ...]:
-        """Lower a graph to every worker's program; ``replica_local``: without gradient sums between replicas."""
-        ...
-
-    def bind(
-        self, key: CacheKey, graph: CompiledGraph, programs: tuple[Program, ...], microbatches: int, replica_local: bool
-    ) -> Bound:
-        """Bind the first microbatches of the programs to this worker's tensors and connections."""
-        ...
-
-    def fit_to_samples(self, bound: Bound, samples: int) -> Bound:
-        """Fit bound programs to batches of one size."""
-        ...
-
 
 @dataclass
-class _Entry(Generic[Bound]):
+class _Entry:
     """One graph, with what was made of it so far.
 
     Attributes:
@@ -95,11 +53,11 @@ class _Entry(Generic[Bound]):
 
     graph: CompiledGraph
     programs: dict[bool, tuple[Program, ...]] = field(default_factory=dict)
-    bound: dict[tuple[int, bool], Bound] = field(default_factory=dict)
-    fitted: OrderedDict[tuple[int, bool], Bound] = field(default_factory=OrderedDict)
+    bound: dict[tuple[int, bool], BoundProgram] = field(default_factory=dict)
+    fitted: OrderedDict[tuple[int, bool], BoundProgram] = field(default_factory=OrderedDict)
 
 
-class CompileCache(Generic[Bound]):
+class CompileCache:
     """All that one worker compiled for the batches of a training.
 
     Args:
@@ -111,12 +69,12 @@ class CompileCache(Generic[Bound]):
         sampled: for every leaf of the example, whether it is split with the samples.
     """
 
-    def __init__(self, training: CompiledTraining, compiler: Compiler[Bound], example: Any) -> None:
+    def __init__(self, training: CompiledTraining, compiler: ProgramBinder, example: Any) -> None:
         whole = Batch.whole(example)
         self._training, self._compiler, self._example = training, compiler, BatchForm.of_batch(example)
         self.sampled = whole.sampled
         self._example_key = self._example.structure, batch_signature(whole.leaves, self.sampled)
-        self._entries: OrderedDict[CacheKey, _Entry[Bound]] = OrderedDict()
+        self._entries: OrderedDict[CacheKey, _Entry] = OrderedDict()
         self._versions: dict[tuple[str, bool], SettingsVersions] = {}
         self._further: set[tuple[Any, ...]] = set()  # other forms than the example's, counted for one warning
         # What was compiled ahead has settings number 0. An objective whose evaluation was not compiled ahead has no
@@ -131,7 +89,9 @@ class CompileCache(Generic[Bound]):
                     self._entries[CacheKey(name, in_training, *self._example_key, 0)] = _Entry(graph)
         self._ahead = frozenset(self._entries)
 
-    def compiled_for(self, objective: str, batch: Batch, training: bool = True, replica_local: bool = False) -> Bound:
+    def compiled_for(
+        self, objective: str, batch: Batch, training: bool = True, replica_local: bool = False
+    ) -> BoundProgram:
         """Return the programs for a batch, bound to this worker: looked up by the batch's form and size, or compiled.
 
         Where operators are split this is collective on a miss: every worker must ask for the same form at the same
@@ -171,7 +131,7 @@ class CompileCache(Generic[Bound]):
         """Return the number of graphs in the cache."""
         return len(self._entries)
 
-    def _compile(self, key: CacheKey, batch: Batch, replica_local: bool) -> Bound:
+    def _compile(self, key: CacheKey, batch: Batch, replica_local: bool) -> BoundProgram:
         """Compile what is missing for a batch; graph, programs and bindings that exist already are used again."""
         if key not in self._entries:
             graph = self._captured(key, batch)
@@ -205,7 +165,7 @@ class CompileCache(Generic[Bound]):
                 )
         return graph
 
-    def _bound(self, key: CacheKey, entry: _Entry[Bound], microbatches: int, replica_local: bool) -> Bound:
+    def _bound(self, key: CacheKey, entry: _Entry, microbatches: int, replica_local: bool) -> BoundProgram:
         if replica_local not in entry.programs:
             entry.programs[replica_local] = self._compiler.lower(key, entry.graph, replica_local)
         if (microbatches, replica_local) not in entry.bound:
@@ -256,7 +216,8 @@ class SettingsVersions:
     def __init__(self, training: CompiledTraining, objective: str, in_training: bool, ahead: Partition | None) -> None:
         self._training, self._objective, self._in_training = training, objective, in_training
         self._losses = training.losses
-        self._leaves = {path for each in training.partitions.values() for path in leaf_paths(each.graph)}
+        nodes = [node for each in training.partitions.values() for node in each.graph.nodes]
+        self._leaves = {node.module for node in nodes if node.op == "leaf"}
         self._known: list[_Version] = []  # most recently used first
         self._next = 0
         self._first = None if ahead is None else self.add(0, ahead)

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 import polylane
 from compiling import compile_training
-from polylane.compile.cache import FORMS_KEPT, MANY_FORMS, CacheKey, CompileCache
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.compile.sample_shares import Batch
 from polylane.program.program import Program
+from polylane.runtime.compile_cache import FORMS_KEPT, MANY_FORMS, CompileCache
 from polylane.runtime.job import Job
+from polylane.runtime.program_binder import CacheKey
 from training import batch_of, classify, mlp, sgd, workers
 
 PACKAGE = str(Path(polylane.__file__).parent)
@@ -130,10 +131,10 @@ class Counting:
         return f"{samples} samples, {bound}"
 
 
-def counting() -> tuple[CompileCache[str], Counting]:
+def counting() -> tuple[CompileCache, Counting]:
     made = training()
     compiler = Counting(made.graphs["loss"])
-    return CompileCache[str](made, compiler, batch_of(8)), compiler
+    return CompileCache(made, compiler, batch_of(8)), compiler
 
 
 def of_width(features: int, samples: int = 8) -> Batch:
