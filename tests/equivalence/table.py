@@ -66,7 +66,7 @@ vit             | 8 3   | sequence=2          | naive 3 adamw
 densenet        | 7 4   | tensor=3            | afab 2 sgd
 moe             | 5 3   | data=2,tensor=2     | afab 2 own
 custom_function | 8 2   | pipeline=2,tensor=2 | 1f1b 5 adamw
-encoder         | 8 3   | sequence=2,tensor=2 | naive 3 own
+encoder         | 8 3   | sequence=2,tensor=2 | afab 3 own
 lstm            | 8 3   | tensor=3            | 1f1b 2 adamw
 in_place        | 8 3   | pipeline=2,tensor=2 | naive 1 own
 nested          | 9 2   | data=2,tensor=2     | naive 2 sgd
