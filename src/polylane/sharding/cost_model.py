@@ -146,12 +146,12 @@ class CostSetting:
         return Price(once * times + inside, strategy.sent)
 
     def price_source(self, source: GraphInput, placement: Placement) -> Price:
-        # Partial gradients of a parameter are all-reduced once a step, in buckets that overlap with the backward pass.
+        # Partial gradients of a parameter are all-reduced once a step, in buckets that overlap with the backward pass:
+        # without latency.
         if placement != REPLICATE_PARTIAL_GRAD or not source.value.gradient:
             return FREE
-        size = self.tensor_bytes(source.key)
-        taken = communicate.overlapped_seconds("all_reduce", size, self.degree, self.rates)
-        return Price(taken, communicate.bytes_per_rank("all_reduce", size, self.degree))
+        sent = communicate.bytes_per_rank("all_reduce", self.tensor_bytes(source.key), self.degree)
+        return Price(sent / self.rates.bandwidth, sent)
 
     def activation_bytes(self, step: OperatorNode, outputs: tuple[Placement, ...]) -> float:
         """Return the bytes of an operator's outputs that a backward pass may need, on the busiest rank."""
