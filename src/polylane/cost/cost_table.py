@@ -305,7 +305,8 @@ class ShardedGraphCost:
                     traffic[positions] += strategy.sent * scale
         # Redistributions are charged to their first reader; way 0 is the tensor, way 1 its gradient.
         for moved, positions, counts in self._distinct_redistributions:
-            whole = self._redistributed_bytes(moved, samples)
+            # Bytes of the tensor, sharded on all axes but the one of the redistribution.
+            whole = self.busiest_bytes(moved.key, samples, self._other_placements(moved))
             for way, (collective, copied) in enumerate(
                 redistribute(whole, moved.source, moved.target, moved.has_gradient)
             ):
@@ -333,10 +334,6 @@ class ShardedGraphCost:
         told = any(s.work is not None for s in strategies)
         share = math.prod(s.share for s in strategies) if told else None
         return OperatorWork(step, samples, inputs, outputs, whole_in, whole_out, share)
-
-    def _redistributed_bytes(self, moved: PricedRedistribution, samples: int) -> float:
-        """Return the bytes of a redistributed tensor, sharded on all axes but the one of the redistribution."""
-        return self.busiest_bytes(moved.key, samples, self._other_placements(moved))
 
     def _other_placements(self, moved: PricedRedistribution) -> tuple[Placement, ...]:
         """Return the tensor's placements on the other axes."""

@@ -116,15 +116,16 @@ class SavedTensorTrace(GraphInterpreter):
     # ---- operators ---------------------------------------------------------------------------------------------------
 
     def _operator(self, node: fx.Node) -> tuple[Any, SavedByOperator]:
-        reads = list[Key]()
+        indices = dict[Key, int]()
 
         # Arguments with tensors replaced by their index: equal arguments then mean an equal call, whatever
         # the node names.
         def numbered(used: fx.Node) -> Any:
             value = self.env[used]
-            return _map_keys(value, lambda key: _TensorArgument(_argument_index(reads, key)))
+            return _map_keys(value, lambda key: _TensorArgument(indices.setdefault(key, len(indices))))
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), numbered)
+        reads = tuple(indices)
         forms = [self._forms[key] for key in reads]
         found = self._cached_trial(node, map_aggregate(args, _on_cpu), map_aggregate(kwargs, _on_cpu), forms)
         name = self._name(node)
@@ -132,7 +133,7 @@ class SavedTensorTrace(GraphInterpreter):
             if given.form is not None:
                 self._record_output((name, j), given, reads, name)
         keys = [(name, j) if given.form is not None else None for j, given in enumerate(found.outputs)]
-        saved = SavedByOperator(self._position(node), tuple(reads), tuple((name, j) for j in range(len(keys))), found)
+        saved = SavedByOperator(self._position(node), reads, tuple((name, j) for j in range(len(keys))), found)
         return keys if found.returns_list else keys[0], saved
 
     def _cached_trial(self, node: fx.Node, args: Any, kwargs: Any, forms: Sequence[TensorForm]) -> OperatorTrial:
@@ -236,12 +237,6 @@ def _torch_flags() -> tuple[Any, ...]:
         attention.mem_efficient_sdp_enabled(),
         attention.math_sdp_enabled(),
     )
-
-
-def _argument_index(reads: list[Key], key: Key) -> int:
-    if key not in reads:
-        reads.append(key)
-    return reads.index(key)
 
 
 def _is_key(value: Any) -> bool:
