@@ -25,7 +25,7 @@ from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.graph.batch import take_samples
-from polylane.inspection.plan_report import by_rank, price_stages, step_at_best
+from polylane.inspection.plan_report import lanes_by_rank, price_stages, step_at_best
 from polylane.observe.timeline import Timeline
 from polylane.plan.fit_to_graph import assign_ranks
 from polylane.plan.plan import Plan
@@ -129,7 +129,7 @@ def by_stage_times(prepared: CompiledTraining, timelines: list[Timeline]) -> flo
         for stage in range(plan.pipeline)
     }
     spans = tuple(replace(span, waited=waits[span.action.kind, span.action.stage]) for span in played.spans)
-    return by_rank(replace(played, spans=spans), plan).utilization()
+    return lanes_by_rank(replace(played, spans=spans), plan).utilization()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -25,6 +25,7 @@ from polylane.cli import app
 from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import format_ranges
 from polylane.commands.requests import RecipeRequest
+from polylane.compile.compiled_training import compile_training
 from polylane.plan import plan as plans
 from polylane.sharding.integer_program import IntegerProgram
 from polylane.verify import verify as verification
@@ -431,7 +432,7 @@ def test_inspect_explains_how_operators_are_split(here: Path) -> None:
 def test_inspect_holds_to_a_plans_placements(here: Path) -> None:
     request = RecipeRequest(recipe="tiny.py", batch=64)
     problem, _ = inputs.open_problem(inputs.open_recipe(request), request)
-    made = replace(problem, batch_size=None).prepare("tensor=2").plan
+    made = compile_training(replace(problem, batch_size=None), "tensor=2").plan
     pins = {"layers.1.0.weight": {"tensor": "replicate"}}
     written = made.model_copy(update={"stages": (made.stages[0].model_copy(update={"placements": pins}),)})
     Path("pinned.yaml").write_text(plans.dump(written))

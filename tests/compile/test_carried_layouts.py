@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from polylane.compile.compiled_training import compile_training
+from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers

@@ -119,9 +119,14 @@ def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[Both]) -
         graph=order,
     )
     title, notes = f"{plan.spec} · at best", {"stages": str(plan.pipeline)}
-    # The ranks of a stage all do the same.
-    spans = tuple(replace(span, rank=rank) for span in played.spans for rank in plan.stages[span.action.stage].devices)
-    return Timeline(spans, plan.workers, "seconds", title, notes)
+    return replace(lanes_by_rank(played, plan), unit="seconds", title=title, notes=notes)
+
+
+def lanes_by_rank(timeline: Timeline, plan: Plan) -> Timeline:
+    """Return a timeline with a lane for every rank, from one with a lane for every stage: its ranks all do the same."""
+    devices = [stage.devices for stage in plan.stages]
+    spans = tuple(replace(span, rank=rank) for span in timeline.spans for rank in devices[span.action.stage])
+    return replace(timeline, spans=spans, ranks=plan.workers)
 
 
 def _share(prepared: CompiledTraining, batch: int) -> str:

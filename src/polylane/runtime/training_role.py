@@ -165,13 +165,15 @@ class TrainingRole:
     def _refuse_short(self, batch: Batch) -> None:
         """Refuse a batch if it, or a later one of its epoch, has fewer samples than the model can be trained on."""
         fewest = self._prepared.min_samples
+        if batch.shortest >= fewest.samples:
+            return
         what = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
         remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
         fewest.check(batch.shortest, what, remedy)
 
     def _apply_update(self, name: str, lane: BoundProgram, state: StepState) -> None:
         trainer = self._trainers[name]
-        if not lane.partition.graph.loss_is_mean:
+        if not lane.executor.program.partition.graph.loss_is_mean:
             # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
             together = (
                 replica_ranks(self.plan, self.world.rank) if lane.executor.is_replica_local else range(self.world.size)

@@ -86,7 +86,7 @@ def view(local: LocalCall) -> Operation:
     return local.operation("view", NOTHING, NOTHING)
 
 
-def break_down_collective(local: LocalCall) -> Operation:
+def split(local: LocalCall) -> Operation:
     """Return the demand of split and chunk: adjoining views, whose gradients are concatenated."""
     return local.operation("view", NOTHING, PassDemand(bytes=2 * local.input_gradient_bytes, kernels=1))
 

@@ -75,9 +75,7 @@ _RULES: dict[str, Callable[[LocalCall], Operation | None]] = {
         ),
         moved.view,
     ),
-    **dict.fromkeys(
-        ("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "tensor_split"), moved.break_down_collective
-    ),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "tensor_split"), moved.split),
     **dict.fromkeys(("slice", "select", "narrow", "diagonal", "unfold"), moved.slice_view),
     **dict.fromkeys(("expand", "expand_as", "broadcast_to"), moved.expand_view),
     **dict.fromkeys(

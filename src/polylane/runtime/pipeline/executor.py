@@ -71,6 +71,7 @@ class Executor:
         self._receive_horizon = _receive_horizons(self.program.actions)
         self.microbatches = count_microbatches(self.program)
         self._reduces = any(len(bucket.ranks) > 1 for bucket in self.program.buckets)
+        self._reports_loss = self.mesh.is_first
         self._tables: BatchTables | None = None
 
     def fit_to_samples(self, samples: int) -> Executor:
@@ -269,7 +270,7 @@ class Executor:
             self.anomalies.check_forward(self.runner, self.program, values, leaves, part, live)
         state.output_values[i] = live.outputs
         # Padding samples are excluded from the loss, even if it is NaN.
-        if live.loss and share.weight and self.mesh.is_first:
+        if live.loss and share.weight and self._reports_loss:
             total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
             # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
             mean = len(live.loss) == 1
