@@ -130,7 +130,8 @@ def predict(
         doing = TaskBuilder(scene, lanes)
     by_rank = _lower_programs(scene, partition, None if single else lanes)
     programs = [without_replica_sync(by_rank[rank], plan) if alone else by_rank[rank] for rank in lanes]
-    tasks, hosts = list(map(doing.build_tasks, programs)), doing.build_hosts() if single else ()
+    tasks = [doing.build_tasks(program) for program in programs]
+    hosts = doing.build_hosts() if single else ()
     timeline, between = simulate_tasks(tasks, hosts), None
     # The step with averaging is the local step plus the all-reduce of parameters; both timelines are kept.
     if alone:

@@ -88,9 +88,11 @@ def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: s
                 if kind not in kinds:
                     kinds[kind] = _written(node, values, wait) if _writes_memory(node) else _timed(node, values, wait)
                 seconds[node.name] = kinds[kind]
-            if node not in values and written_arguments(node):
+            if node in values:
+                pass  # the node was run to be timed
+            elif written_arguments(node):
                 _written(node, values, wait)
-            elif node not in values:
+            else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _leaf(values[used]))
                 values[node] = _detached(node.target(*args, **kwargs))
             for done in [used for used in node.all_input_nodes if last_use[used] is node]:
