@@ -8,21 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+import pydantic
 import yaml
+from pydantic_core import ErrorDetails
 
 from polylane.errors import PolylaneError, format_value, suggest_name
-
-if TYPE_CHECKING:
-    import pydantic
-    from pydantic_core import ErrorDetails
 
 # libyaml's parser is ten times as fast; not every build of PyYAML has it.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _MAPPING = "a mapping of keys and values"
 _KEY = "[key]"  # in a pydantic location: the error is in a mapping's key, not in its value
+
+# A positive integer. Strict: neither true nor "2" is accepted for a number.
+Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
+
+
+class StrictMapping(pydantic.BaseModel):
+    """Base of every mapping of a file: it does not change, and unknown keys are errors."""
+
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

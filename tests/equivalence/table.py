@@ -58,7 +58,7 @@ model           | sizes | plan                | proof
 digits          | 8 5   | pipeline=2,tensor=2 | afab 3 sgd
 gpt             | 8 3   | tensor=3            | naive 3 own
 gpt             | 8 3   | sequence=2          | 1f1b 2 own
-unet            | 6 3   | data=2,tensor=2     | 1f1b 1 adamw
+unet            | 6 3   | tensor=4            | afab 2 sgd
 inception       | 5 3   | tensor=4            | naive 1 own
 two_devices     | 9 2   | tensor=3            | 1f1b 4 adamw
 hf_gpt2         | 5 3   | sequence=2          | afab 2 sgd
@@ -74,7 +74,7 @@ towers          | 8 5   | sequence=2,tensor=2 | naive 1 sgd
 towers          | 8 5   | data=2              | naive 1 own
 routed          | 7 3   | tensor=2            | 1f1b 2 adamw
 separable       | 8 3   | tensor=2            | afab 4 sgd
-latents         | 8 3   | tensor=4            | 1f1b 3 sgd
+latents         | 8 3   | sequence=2,tensor=2 | 1f1b 3 sgd
 """
 
 # An opaque model has no graph to cut.

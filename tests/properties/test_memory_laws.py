@@ -144,7 +144,6 @@ def test_pieces_side_by_side_are_one(name: str, data: Any) -> None:
     a, b, c = sorted(data.draw(st.lists(st.sampled_from([0, *positions, len(graph.nodes)]), min_size=3, max_size=3)))
     assume(a < b < c)
     assert found.microbatch_memory([(a, b), (b, c)]) == found.microbatch_memory([(a, c)])
-    assert found.parameter_bytes([(a, b), (b, c)]) == found.parameter_bytes([(a, c)])
 
 
 @settings(max_examples=covering.examples(60), deadline=None)

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import training
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.runtime.job import Job
-from training import adamw, batch_of, mlp, sgd, workers
+from training import adamw, batch_of, classify, mlp, sgd, workers
 
 Pairs = Iterable[tuple[str, nn.Parameter]]
 PLANS = ["tensor=2", "tensor=3", "data=2,tensor=2", "pipeline=2,tensor=2,microbatches=2"]
@@ -186,3 +187,16 @@ def test_samples_that_meet_are_trained_together() -> None:
         for losses, state in workers(work, mlp(6, 8, 4), plan, loss=loss):
             assert losses == pytest.approx(expected, rel=1e-9, abs=1e-12)
             same([state], weights)
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "data=2,shard=parameters", "pipeline=2,microbatches=2"])
+def test_a_loss_that_the_script_still_has(plan: str) -> None:
+    """Its graph refers to the whole parameters, of which a worker then has parts."""
+    model = mlp(6, 8, 8, 4)
+    alive = classify(model, batch_of(8))
+    (expected,) = {
+        worker.losses[-1] for worker in training.trained(mlp(6, 8, 8, 4), "data=1", [batch_of(8), batch_of(8)])
+    }
+    for worker in training.trained(model, plan, [batch_of(8), batch_of(8)]):
+        assert worker.losses[-1] == pytest.approx(expected, rel=1e-9)
+    assert alive.requires_grad

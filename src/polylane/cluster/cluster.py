@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import pydantic
 
@@ -13,18 +12,13 @@ from polylane.cluster.device import Device
 from polylane.cluster.link import Link, Natural, Positive, Share
 from polylane.cluster.rank_span import HostBlock, Level, Ranks, RankSpan, count_ranks_between, span_of
 from polylane.errors import PolylaneError
-
-_Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
+from polylane.yaml_file import Count, StrictMapping
 
 # Most spans that are cached; then the cache is emptied.
 _REMEMBERED = 2**16
 
 
-class _Strict(pydantic.BaseModel):
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
-
-class Hosts(_Strict):
+class Hosts(StrictMapping):
     """Identical hosts in one rack.
 
     Attributes:
@@ -40,19 +34,19 @@ class Hosts(_Strict):
         price: price per device and hour, instead of the device's own.
     """
 
-    count: _Count = 1
-    devices: _Count = 1
+    count: Count = 1
+    devices: Count = 1
     device: Device
     link: Link | None = None
     rack: str = ""
     site: str = ""
-    cores: _Count | None = None
-    contention: dict[_Count, Share] = {}
+    cores: Count | None = None
+    contention: dict[Count, Share] = pydantic.Field(default={})
     speed: Positive = 1.0
     price: Natural | None = None
 
 
-class Links(_Strict):
+class Links(StrictMapping):
     """The links between hosts of a rack, racks of a site, and sites.
 
     A site has one connection to the others, which its devices share: where the link between sites does not give their

@@ -15,18 +15,16 @@ from polylane.cluster.device import Device
 from polylane.cluster.figures import expected_figure, resolve_figures
 from polylane.cluster.link import Link, Positive
 from polylane.errors import PolylaneError
-from polylane.yaml_file import FileForm, error_sentence, first_error, read
+from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error, read
 
 
-class _File(pydantic.BaseModel):
+class _File(StrictMapping):
     """The keys of a cluster file."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     polylane: Literal[1] = 1
     hosts: tuple[Hosts, ...]
     links: Links = Links()
-    speeds: dict[int, Positive] = {}
+    speeds: dict[int, Positive] = pydantic.Field(default={})
 
 
 def load(path: str | Path) -> Cluster:

@@ -10,14 +10,13 @@ import pydantic
 
 from polylane.cluster.link import Natural, Positive, Share
 from polylane.errors import PolylaneError
-
-_Count = Annotated[int, pydantic.Field(strict=True, gt=0)]
+from polylane.yaml_file import Count, StrictMapping
 
 # Share of the peak that dense matmuls reach where nothing was measured: that of an A100, 271 of 312 TFLOP/s.
 ACHIEVED = 0.87
 
 
-class Device(pydantic.BaseModel):
+class Device(StrictMapping):
     """One device, or one worker of a CPU host.
 
     A matmul is cut into tiles, of which every compute unit works on one at a time; the module
@@ -53,25 +52,23 @@ class Device(pydantic.BaseModel):
         turn: host seconds from one pass of a microbatch to the next, beyond its operators.
     """
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
     kind: str = "device"
     type: Literal["cpu", "cuda"] = "cuda"
-    memory: _Count
+    memory: Count
     flops: dict[str, Positive]
-    achieved: dict[str, Positive] = {}
+    achieved: dict[str, Positive] = pydantic.Field(default={})
     bandwidth: Positive
     overhead: Natural = 0.0
     price: Natural = 0.0
     speed: Positive = 1.0
     sustained: Share = 1.0
     streaming: Share = 1.0
-    units: _Count = 1
-    tiles: tuple[tuple[_Count, _Count], ...] = ((1, 1),)
+    units: Count = 1
+    tiles: tuple[tuple[Count, Count], ...] = ((1, 1),)
     edge: Natural = 0.0
     depth: Natural = 0.0
     waves: Annotated[float, pydantic.Field(ge=0, le=1, strict=True)] = 0.0
-    aligned: _Count = 1
+    aligned: Count = 1
     misaligned: Natural = 0.0
     attention: Share = 0.5
     attention_length: Natural = 0.0

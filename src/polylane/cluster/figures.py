@@ -26,7 +26,6 @@ DIMENSIONS: dict[str, Dimension] = {
     "hop": "time",
     "overhead": "time",
     "dispatch": "time",
-    "dispatch_backward": "time",
     "flops": "flops",
     "achieved": "flops",
 }

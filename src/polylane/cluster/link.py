@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import pydantic
 
+from polylane.yaml_file import StrictMapping
+
 # "send" is a message from one device to another; the others are collectives.
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
@@ -15,7 +17,7 @@ Natural = Annotated[float, pydantic.Field(ge=0, **_Number)]
 Share = Annotated[float, pydantic.Field(gt=0, le=1, **_Number)]
 
 
-class Link(pydantic.BaseModel):
+class Link(StrictMapping):
     """A link of a level of the cluster; all of that level's links are identical.
 
     ``s`` bytes, of which every device sends ``w`` in ``n`` steps, take
@@ -46,8 +48,6 @@ class Link(pydantic.BaseModel):
             they differ.
     """
 
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
-
     kind: str = "link"
     bandwidth: Positive
     total: Positive | None = None
@@ -59,8 +59,8 @@ class Link(pydantic.BaseModel):
     switch: Annotated[float, pydantic.Field(ge=0, le=1, **_Number)] = 0.0
     wired: tuple[Share, ...] = ()
     cpu: Natural = 0.0
-    fractions: dict[Kind, Share] = {}
-    latencies: dict[Kind, Natural] = {}
+    fractions: dict[Kind, Share] = pydantic.Field(default={})
+    latencies: dict[Kind, Natural] = pydantic.Field(default={})
 
     def delay(self, kind: Kind) -> float:
         """Return the seconds from the start of a collective to its first byte."""

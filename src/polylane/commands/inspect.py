@@ -11,12 +11,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from polylane.commands import printing
 from polylane.commands import user_inputs as inputs
-from polylane.commands.printing import console, format_count, format_plural, format_ranges, print_json, write_text
 from polylane.errors import PolylaneError
 from polylane.inspection.graph_report import describe, readable_rows
 from polylane.observe.swimlane import render as swimlane
-from polylane.observe.swimlane.layout import format_duration
 from polylane.plan.spec import AUTO
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def run(request: InspectRequest) -> None:
         graph = prepared.main_partition.graph
         found |= {**describe(graph), **_cut(request, prepared, seconds)}
     if request.json:
-        print_json(found)
+        printing.print_json(found)
     else:
         _show(graph, found)
 
@@ -74,10 +73,10 @@ def _cut(request: InspectRequest, prepared: CompiledTraining, seconds: tuple[Bot
     costs = price_stages(prepared, seconds, request.batch)
     found = report_plan(prepared, costs, seconds, request.batch)
     if request.plan_file is not None:
-        write_text(request.plan_file, dump(prepared.plan))
+        printing.write_text(request.plan_file, dump(prepared.plan))
         found["file"] = str(request.plan_file)
     if request.svg is not None:
-        write_text(request.svg, swimlane.svg(step_at_best(prepared, costs)))
+        printing.write_text(request.svg, swimlane.svg(step_at_best(prepared, costs)))
         found["svg"] = str(request.svg)
     return found
 
@@ -118,8 +117,8 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 
 def _show(graph: Graph, found: dict[str, Any]) -> None:
-    out = console()
-    of = f"for {format_plural(graph.samples, 'sample')}" + (f": {found['share']}" if "plan" in found else "")
+    out = printing.console()
+    of = f"for {printing.format_plural(graph.samples, 'sample')}" + (f": {found['share']}" if "plan" in found else "")
     table = _table(f"{found['recipe']}, forward, {of}", "module", "nodes", "parameters", "FLOPs", "activations")
     for row in readable_rows(graph):
         name = row.module or "(the model itself)"
@@ -150,7 +149,7 @@ def show_splits(plan: str, splits: Mapping[str, Sequence[str]]) -> None:
         plan: the plan in one line, for the headings.
         splits: axis name -> lines for people.
     """
-    out = console()
+    out = printing.console()
     for axis, lines in splits.items():
         print()
         out.print(f"How operators are split along {axis}, by {plan}", style="bold", markup=False)
@@ -161,9 +160,9 @@ def show_splits(plan: str, splits: Mapping[str, Sequence[str]]) -> None:
 def _numbers(data: dict[str, Any]) -> list[str]:
     return [
         str(data["nodes"]),
-        format_count(data["parameters"]),
-        format_count(data["flops"]),
-        format_count(data["bytes"], "B"),
+        printing.format_count(data["parameters"]),
+        printing.format_count(data["flops"]),
+        printing.format_count(data["bytes"], "B"),
     ]
 
 
@@ -173,15 +172,15 @@ def _show_cut(out: Console, found: dict[str, Any]) -> None:
     meshes = [stage["mesh"] for stage in found["stages"]]
     for edge in found["edges"]:
         a, b = edge["from"], edge["to"]
-        back = f", {format_count(edge['back'], 'B')} back" if edge["back"] else ""
+        back = f", {printing.format_count(edge['back'], 'B')} back" if edge["back"] else ""
         print(
-            f"stage {a} ({meshes[a]}) -> stage {b} ({meshes[b]}): {format_count(edge['bytes'], 'B')} each "
+            f"stage {a} ({meshes[a]}) -> stage {b} ({meshes[b]}): {printing.format_count(edge['bytes'], 'B')} each "
             f"microbatch{back}"
         )
     if not found["crossings"]:
         print("no value crosses between stages")
         return
-    title = f"What crosses, for {format_plural(found['samples'], 'sample')}"
+    title = f"What crosses, for {printing.format_plural(found['samples'], 'sample')}"
     crossings = _table(title, "value", "shape", "stages", "gradient", "bytes", left=4)
     for crossing in found["crossings"]:
         crossings.add_row(
@@ -189,7 +188,7 @@ def _show_cut(out: Console, found: dict[str, Any]) -> None:
             f"{crossing['dtype']} {' x '.join(map(str, crossing['shape']))}",
             f"{crossing['from']} -> {', '.join(map(str, crossing['to']))}",
             "comes back" if crossing["gradient"] else "none",
-            format_count(crossing["bytes"], "B"),
+            printing.format_count(crossing["bytes"], "B"),
         )
     out.print(crossings)
 
@@ -206,14 +205,14 @@ def _show_stages(out: Console, found: dict[str, Any]) -> None:
         own = () if alike else (stage["mesh"], ", ".join(map(str, stage["after"])) or "-")
         stages.add_row(
             str(stage["stage"]),
-            format_ranges(stage["devices"]),
+            printing.format_ranges(stage["devices"]),
             *own,
             Text(stage["first"]),
             Text(stage["last"]),
-            format_count(stage["parameter_bytes"], "B"),
-            format_count(stage["gradient_bytes"], "B"),
-            format_count(stage["held"], "B"),
-            f"{format_duration(stage['seconds'], 'seconds', digits=3)} ({stage['time_share']:.0%})",
+            printing.format_count(stage["parameter_bytes"], "B"),
+            printing.format_count(stage["gradient_bytes"], "B"),
+            printing.format_count(stage["held"], "B"),
+            f"{printing.format_duration(stage['seconds'])} ({stage['time_share']:.0%})",
         )
     out.print(stages)
     print(

@@ -6,13 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table as Grid
 from rich.text import Text
 
-from polylane.commands import planning
+from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
-from polylane.commands.printing import console, format_count, format_plural, print_json, write_text
 from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
@@ -46,16 +43,16 @@ def run(request: PlanRequest) -> None:
     answer = search_for(problem, cluster, request.batch, method, workers=request.workers, memory=bound, top=request.top)
     told = advice.advise(answer)
     if output is not None:
-        write_text(output, dump(answer.ranked_plans[0].plan))
-    words = advice.advice_sentences(told, answer.ranked_plans[0], lambda bytes_: format_count(bytes_, "B"))
+        printing.write_text(output, dump(answer.ranked_plans[0].plan))
+    words = advice.advice_sentences(told, answer.ranked_plans[0], lambda bytes_: printing.format_count(bytes_, "B"))
     if request.json:
-        print_json(
+        printing.print_json(
             {"plans": [_row(each, cluster) for each in answer.ranked_plans], "advice": asdict(told), "words": words}
         )
         return
     _show(answer, cluster, words)
     if output is not None:
-        console().print(f"The best plan is in {output}: polylane train {request.recipe} --plan {output}")
+        printing.console().print(f"The best plan is in {output}: polylane train {request.recipe} --plan {output}")
 
 
 def _check_plan_can_say(method: TrainingOptions) -> None:
@@ -102,7 +99,7 @@ def search_for(
 
     most = cluster.count if workers is None else workers
     if most > cluster.count:
-        raise PolylaneError(f"--workers {most}: the cluster has {format_plural(cluster.count, 'device')}")
+        raise PolylaneError(f"--workers {most}: the cluster has {printing.format_plural(cluster.count, 'device')}")
     # A plan must fit on the device with the least memory, for any of them may get any stage.
     limit = min(device.memory for device in cluster.devices(range(most)))
     limit = min(limit, memory or limit)
@@ -121,9 +118,11 @@ def _with_exact_memory(answer: SearchResult) -> SearchResult:
     the samples is counted for each of them. A first plan that turns out not to fit is left out.
     """
     from polylane.cost.predict import predict
+    from polylane.planner.problem import fit_to_meshes
 
     for index, found in enumerate(answer.ranked_plans):
-        prediction = predict(answer.estimates.basis, found.partition, found.plan, answer.estimates.batch)
+        basis = fit_to_meshes(answer.estimates.basis, found.partition, found.plan)
+        prediction = predict(basis, found.partition, found.plan, answer.estimates.batch)
         if max(stage.memory.total for stage in prediction.stages) <= found.candidate.memory_limit:
             first = replace(found, prediction=prediction)
             return replace(answer, ranked_plans=(first, *answer.ranked_plans[index + 1 :]))
@@ -151,13 +150,15 @@ def _explain_nothing_fits(answer: SearchResult) -> str:
     """Describe that nothing fits, by how much, and how many devices would do."""
     from polylane.planner.advice import devices_needed
 
-    workers = format_plural(max(answer.wish.workers), "worker")
+    workers = printing.format_plural(max(answer.wish.workers), "worker")
     if not answer.too_large_candidates:
-        return f"no plan for {workers}: a batch of {format_plural(answer.estimates.batch, 'sample')} is too small"
+        return (
+            f"no plan for {workers}: a batch of {printing.format_plural(answer.estimates.batch, 'sample')} is too small"
+        )
     least = min(answer.too_large_candidates, key=lambda c: c.peak_bytes)
     words = (
-        f"nothing fits on {workers}: the leanest plan needs {format_count(least.peak_bytes, 'B')} per worker, "
-        f"{format_count(least.peak_bytes - least.memory_limit, 'B')} more than it may have"
+        f"nothing fits on {workers}: the leanest plan needs {printing.format_count(least.peak_bytes, 'B')} per worker, "
+        f"{printing.format_count(least.peak_bytes - least.memory_limit, 'B')} more than it may have"
     )
     # This repeats the search on larger clusters.
     found = devices_needed(answer, MOST)
@@ -182,25 +183,23 @@ def _row(found: RankedPlan, cluster: Cluster) -> dict[str, Any]:
 
 
 def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:
-    grid = Grid(
-        box=box.SIMPLE, title=f"Of {answer.compared_count} plans, {len(answer.fitting_candidates)} fit; the fastest"
-    )
-    grid.add_column("plan", overflow="fold", ratio=1)
-    for name in ("workers", "step", "samples/s", "memory", "computing", "messages", "price"):
-        grid.add_column(name, justify="right")
+    title = f"Of {answer.compared_count} plans, {len(answer.fitting_candidates)} fit; the fastest"
+    columns = ("plan", "workers", "step", "samples/s", "memory", "computing", "messages", "price")
+    grid = printing.make_table(title, *columns, left=["plan"])
+    grid.columns[0].overflow, grid.columns[0].ratio = "fold", 1
     for found in answer.ranked_plans:
         row = _row(found, cluster)
         bound = "" if found is answer.ranked_plans[0] else "≤ "  # see _with_exact_memory
         grid.add_row(
             Text(row["plan"]),
             str(row["workers"]),
-            planning.format_duration(row["step_seconds"]),
+            printing.format_duration(row["step_seconds"]),
             f"{row['samples_per_second']:,.1f}",
-            bound + format_count(row["memory"], "B"),
+            bound + printing.format_count(row["memory"], "B"),
             f"{row['utilization']:.0%}",
             f"{row['exposed_communication']:.0%}",
             f"{row['price']:.2g}" if row["price"] else "",
         )
-    console().print(grid)
+    printing.console().print(grid)
     for line in words:
-        console().print(line, markup=False)
+        printing.console().print(line, markup=False)

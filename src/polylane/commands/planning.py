@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from polylane.commands import user_inputs as inputs
-from polylane.commands.printing import format_plural
 from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
@@ -99,19 +98,6 @@ def tokens_per_sample(problem: TrainingProblem) -> int:
     return int(first.shape[1])
 
 
-def check_workers(cluster: Cluster, workers: int) -> None:
-    """Refuse a plan that takes more devices than there are.
-
-    Raises:
-        PolylaneError: the plan takes more workers than the cluster has devices.
-    """
-    if workers > cluster.count:
-        raise PolylaneError(
-            f"the plan takes {format_plural(workers, 'worker')}, but the cluster has "
-            f"{format_plural(cluster.count, 'device')}"
-        )
-
-
 def model_flops(graph: Graph, batch: int) -> float:
     """Return the FLOPs of a step that the model itself needs: three times those of its forward pass.
 
@@ -135,11 +121,3 @@ def method_of(request: PredictRequest) -> TrainingOptions:
         return TrainingOptions(dtype, True, request.recompute, request.shard, request.overlap)  # type: ignore[arg-type]
     except PolylaneError as error:
         raise PolylaneError(f"--{error}") from None  # the message begins with the option's name
-
-
-def format_duration(seconds: float) -> str:
-    """Return a time for people: "1.24 s", "35.1 ms", "820 µs"."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1 or not seconds:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} µs"

@@ -6,15 +6,19 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from polylane.errors import PolylaneError
+from polylane.observe.swimlane import layout
 
 FEW = 8  # most numbers that are listed one by one
+EXACT = 999.5  # seconds from which on a duration is read in minutes and hours
 
 _THOUSANDS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -44,6 +48,14 @@ def console() -> Console:
     return Console(highlight=False, width=shutil.get_terminal_size((120, 24)).columns)
 
 
+def make_table(title: str, *columns: str, left: Collection[str] = ()) -> Table:
+    """Return an empty table: columns named in ``left`` are aligned to the left, those of numbers to the right."""
+    table = Table(box=box.SIMPLE, title=title)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file, and make its folder where that is missing.
 
@@ -66,8 +78,13 @@ def format_count(number: float, unit: str = "") -> str:
     return f"{number:.0f} {unit}".rstrip()
 
 
+def format_duration(duration: float) -> str:
+    """Return seconds to three significant digits: ``820 µs``, ``35.1 ms``, ``1.24 s``; long ones ``20 min 34 s``."""
+    return layout.format_duration(duration, "seconds", digits=3) if duration < EXACT else format_seconds(duration)
+
+
 def format_seconds(duration: float) -> str:
-    """Return a duration: ``3.2 s``, ``4 min 05 s``, ``2 h 03 min``."""
+    """Return the time of a whole run, whose fractions nobody asks for: ``3.2 s``, ``4 min 05 s``, ``2 h 03 min``."""
     if duration < 100:
         return f"{duration:.1f} s"
     whole = round(duration)

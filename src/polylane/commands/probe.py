@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -74,7 +74,7 @@ def _machine(output: Path, workers: int, effort: Effort | None, json: bool) -> d
     effort = effort or thorough(kind)
     # Read before measuring, which is a load itself.
     load, start = os.getloadavg()[0], time.perf_counter()
-    with _Display(effort.progress_ticks(workers, len(further_dtypes(kind)))) as display:
+    with closing(_Display(effort.progress_ticks(workers, len(further_dtypes(kind))))) as display:
         measured = conclude(measure_machine(workers, effort, display), workers)
     write_text(output, measured.text(time.strftime("%Y-%m-%d %H:%M"), load))
     seconds = time.perf_counter() - start
@@ -148,10 +148,8 @@ class _Display:
             self._progress.start()
         self._progress.update(self._task, description=what, completed=self._done)
 
-    def __enter__(self) -> _Display:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def close(self) -> None:
+        """Remove the bar from the terminal."""
         if self._progress is not None:
             self._progress.stop()
 

@@ -11,7 +11,7 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from polylane.commands.printing import format_seconds
+from polylane.commands.printing import format_plural, format_seconds
 
 LINE_SECONDS = 5.0  # least time between two lines of a log
 RATE_STEPS = 20  # number of the last steps over which samples/s are averaged
@@ -140,9 +140,10 @@ def _number_of_total(word: str, number: int, total: int | None) -> str:
 
 
 def _format_headline(message: dict[str, Any]) -> str:
-    workers = f"{message['workers']} worker{'' if message['workers'] == 1 else 's'}"
     notes = [f"note: {note}" for note in message["notes"]]
-    return "\n".join([f"{workers} on {message['device']}, {message['spec']}", *notes])
+    return "\n".join(
+        [f"{format_plural(message['workers'], 'worker')} on {message['device']}, {message['spec']}", *notes]
+    )
 
 
 def _epoch_line(message: dict[str, Any], epochs: int | None) -> str:

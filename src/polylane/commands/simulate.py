@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table as Grid
-
-from polylane.commands import planning
+from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
 from polylane.commands.plan import search_for
-from polylane.commands.planning import format_duration as seconds
-from polylane.commands.printing import console, format_count, print_json, write_text
 from polylane.errors import PolylaneError
 from polylane.plan.spec import AUTO
 
@@ -27,7 +23,7 @@ if TYPE_CHECKING:
     from polylane.graph.partition import Partition
     from polylane.observe.timeline import Timeline
     from polylane.plan.plan import Plan
-    from polylane.plan.sync import SyncOptions
+    from polylane.plan.spec import Spec
 
 TOP = 12  # most rows of a stage in a printed breakdown
 
@@ -44,7 +40,7 @@ def run(request: SimulateRequest) -> None:
     from polylane.cost.predict import predict
     from polylane.observe.swimlane import render as swimlane
     from polylane.plan.plan import Plan
-    from polylane.planner.problem import build_cost_model, subdivide_plan
+    from polylane.planner.problem import build_cost_model, fit_to_meshes, subdivide_plan
 
     method = planning.method_of(request)
     check(request, method)
@@ -56,16 +52,11 @@ def run(request: SimulateRequest) -> None:
     problem, captured = planning.capture_on_meta(recipe, cluster, request, pins)
     if plan is None:
         plan = announce_best(search_for(captured, cluster, request.batch, method))
-    elif request.dtype is None:
-        method = replace(method, dtype=plan.precision)
-    planning.check_workers(cluster, plan.workers)
-    method, every = method_of_sync(plan.sync, method, request.every)
-    if plan.slow:
-        raise PolylaneError(
-            "slow in a plan is for runs: leave it out, and give --slow RANK=SPEED to predict a straggler"
-        )
+    check_plan(plan, cluster)
+    method, every = merge_options(plan, method, request)
     basis = build_cost_model(captured, cluster, method)
     partition, fitted = subdivide_plan(basis, plan, request.batch, request.chunks)
+    basis = fit_to_meshes(basis, partition, fitted)
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn, period=every)
@@ -79,9 +70,9 @@ def run(request: SimulateRequest) -> None:
     more += f" · the last of {every} steps" * (prediction.period > 1)
     for file, draw in ((request.html, swimlane.html), (request.svg, swimlane.svg)):
         if file is not None:
-            write_text(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{more} · predicted")))
+            printing.write_text(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{more} · predicted")))
     if request.json:
-        print_json(found)
+        printing.print_json(found)
     else:
         print_prediction(found)
 
@@ -105,22 +96,43 @@ def check(request: SimulateRequest, method: TrainingOptions) -> None:
         )
 
 
-def method_of_sync(sync: SyncOptions, method: TrainingOptions, every: int) -> tuple[TrainingOptions, int]:
-    """Return the training options and the averaging period, with what the plan's ``sync`` says where no option does.
+def check_plan(plan: Spec | Plan, cluster: Cluster) -> None:
+    """Refuse a plan that the cluster has too few devices for, or of which a part is not predicted.
 
     Raises:
-        PolylaneError: an option contradicts the plan, or the plan asks for a synchronization that has no price.
+        PolylaneError: the plan takes more workers than there are devices, slows ranks down on purpose, or asks for a
+            synchronization that has no price.
     """
-    for name, asked, planned, plain in (("every", every, sync.every, 1), ("shard", method.shard, sync.shard, "none")):
-        if planned not in (plain, asked) and asked != plain:
-            raise PolylaneError(f"--{name} {asked}, but the plan says {name}={planned}: leave one of them out")
+    if plan.workers > cluster.count:
+        raise PolylaneError(
+            f"the plan takes {printing.format_plural(plan.workers, 'worker')}, but the cluster has "
+            f"{printing.format_plural(cluster.count, 'device')}"
+        )
+    if plan.slow:
+        raise PolylaneError(
+            "slow in a plan is for runs: leave it out, and give --slow RANK=SPEED to predict a straggler"
+        )
+    said = {word.partition("=")[0] for word in plan.sync.to_words()}
     for name in ("wire", "compress", "within", "outer", "warmup", "servers"):
-        if name in (word.partition("=")[0] for word in sync.to_words()):
+        if name in said:
             raise PolylaneError(
                 f"{name}: what this takes is not predicted; leave it out of the plan to simulate the rest"
             )
-    method = replace(method, shard=sync.shard) if sync.shard != "none" else method
-    return method, max(every, sync.every)
+
+
+def merge_options(plan: Spec | Plan, method: TrainingOptions, request: SimulateRequest) -> tuple[TrainingOptions, int]:
+    """Return the training options and the averaging period, with what the plan says where no option does.
+
+    Raises:
+        PolylaneError: an option contradicts the plan.
+    """
+    every, sync = request.every, plan.sync
+    for name, asked, planned, plain in (("every", every, sync.every, 1), ("shard", method.shard, sync.shard, "none")):
+        if planned not in (plain, asked) and asked != plain:
+            raise PolylaneError(f"--{name} {asked}, but the plan says {name}={planned}: leave one of them out")
+    dtype = plan.precision if request.dtype is None else method.dtype
+    shard = method.shard if sync.shard == "none" else sync.shard
+    return replace(method, dtype=dtype, shard=shard), max(every, sync.every)
 
 
 def slow_down_cluster(cluster: Cluster, options: Sequence[str]) -> Cluster:
@@ -176,7 +188,7 @@ def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]
 
     def mean(key: tuple[str, int]) -> int:
         """Return a count averaged over the period: of local SGD only one step in ``every`` averages parameters."""
-        return round(prediction.mean_over_period(lambda timeline: counted[id(timeline)].get(key, 0)))
+        return round(prediction.mean_over_period(lambda timeline: counted[id(timeline)][key]))
 
     lanes = {key: mean(key) for key in set().union(*counted.values())}
     found = []
@@ -187,7 +199,7 @@ def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]
     return found
 
 
-def _bytes(prediction: Prediction, timeline: Timeline) -> dict[tuple[str, int], int]:
+def _bytes(prediction: Prediction, timeline: Timeline) -> Counter[tuple[str, int]]:
     """Return the bytes that are sent in a step, by kind of traffic and lane."""
     from polylane.schedule.action import ActionKind
 
@@ -195,7 +207,7 @@ def _bytes(prediction: Prediction, timeline: Timeline) -> dict[tuple[str, int], 
     shared = [
         prediction.stages[prediction.plan.stage_and_replica(rank)[0]].shard_traffic_share for rank in prediction.lanes
     ]
-    lanes: dict[tuple[str, int], int] = {}
+    lanes = Counter[tuple[str, int]]()
     for span in timeline.spans:
         parts = {kinds[span.action.kind]: span.bytes} if span.action.kind in kinds else {}
         # Collectives inside a pass belong to split operators, but for the gathers of sharded parameters (ZeRO-3).
@@ -203,7 +215,7 @@ def _bytes(prediction: Prediction, timeline: Timeline) -> dict[tuple[str, int], 
             data = round(shared[span.rank] * span.bytes)
             parts = {"data": data, "operators": span.bytes - data}
         for kind, bytes_ in parts.items():
-            lanes[kind, span.rank] = lanes.get((kind, span.rank), 0) + bytes_
+            lanes[kind, span.rank] += bytes_
     return lanes
 
 
@@ -248,25 +260,18 @@ def break_down_stages(basis: Any, partition: Partition, prediction: Prediction) 
         partition = deal_stages(partition, prediction.plan.pipeline)
     found, costs = [], PlanCost(basis, partition, prediction.plan, prediction.batch)
     for index in range(prediction.plan.pipeline):
-        table = costs.table(index)
-        kinds: dict[str, list[float]] = {}
-        for first, end, stage in partition.pieces:
-            for at in range(first, end) if stage == index else ():
-                own = kinds.setdefault(partition.graph.nodes[at].op.removeprefix("aten.").split(".")[0], [0.0] * 5)
-                own[0] += 1
-                for place, name in enumerate(("forward", "backward", "waits", "backward_waits"), 1):
-                    own[place] += table.between(name, at, at + 1)
-        for kind, (nodes, forward, backward, there, back) in sorted(kinds.items(), key=lambda item: -sum(item[1][1:])):
-            found.append(
-                {
-                    "stage": index,
-                    "operator": kind,
-                    "nodes": int(nodes),
-                    "forward": forward,
-                    "backward": backward,
-                    "waits": there + back,
-                }
+        table, kinds, rows = costs.table(index), defaultdict[str, list[int]](list), list[dict[str, Any]]()
+        for first, end in costs.node_ranges(index):
+            for at in range(first, end):
+                kinds[partition.graph.nodes[at].op.removeprefix("aten.").split(".")[0]].append(at)
+        for kind, nodes in kinds.items():
+            forward, backward, there, back = (
+                sum(table.between(name, at, at + 1) for at in nodes)
+                for name in ("forward", "backward", "waits", "backward_waits")
             )
+            times = {"forward": forward, "backward": backward, "waits": there + back}
+            rows.append({"stage": index, "operator": kind, "nodes": len(nodes), **times})
+        found += sorted(rows, key=lambda row: -(row["forward"] + row["backward"] + row["waits"]))
     return found
 
 
@@ -275,15 +280,15 @@ def break_down_stages(basis: Any, partition: Partition, prediction: Prediction) 
 
 def print_prediction(found: dict[str, Any]) -> None:
     """Print the figures of `summary` for people."""
-    screen = console()
+    screen = printing.console()
     rate = f"{found['samples_per_second']:,.1f} samples/s"
     if "tokens_per_second" in found:
         rate += f", {found['tokens_per_second']:,.0f} tokens/s"
     price = f", {found['price']:.2g} per step" if found["price"] else ""
     mean = f" on average, with a sum of parameters every {found['every']} steps" if found["every"] > 1 else ""
     screen.print(
-        f"A step of {found['batch']} samples takes {seconds(found['step_seconds'])} on {found['workers']} workers: "
-        f"{rate}{price}{mean}."
+        f"A step of {found['batch']} samples takes {printing.format_duration(found['step_seconds'])} on "
+        f"{found['workers']} workers: {rate}{price}{mean}."
     )
     screen.print(
         f"{found['flops_per_second_per_device'] / 1e12:.1f} TFLOP/s per device of the model's own work, "
@@ -291,47 +296,49 @@ def print_prediction(found: dict[str, Any]) -> None:
         f"{found['bubble']:.1%}, for messages {found['exposed_communication']:.1%}."
     )
     for row in found["bytes"]:
-        words = f"{row['traffic']}: {format_count(row['bytes'], 'B')} sent per worker and step, within a {row['level']}"
-        screen.print(words.replace("within a cluster", "between sites"))
+        where = "between sites" if row["level"] == "cluster" else f"within a {row['level']}"
+        sent = printing.format_count(row["bytes"], "B")
+        screen.print(f"{row['traffic']}: {sent} sent per worker and step, {where}")
     _show_stages(found["stages"])
     if "breakdown" in found:
         _show_breakdown(found["breakdown"])
 
 
 def _show_stages(stages: Sequence[dict[str, Any]]) -> None:
-    times = Grid(box=box.SIMPLE, title="One microbatch on the busiest worker of each stage")
-    sizes = Grid(box=box.SIMPLE, title="Memory of that worker")
-    for grid, names in (
-        (times, ("stage", "mesh", "samples", "forward", "backward", "collectives", "optimizer's step")),
-        (sizes, ("stage", "parameters", "gradients", "optimizer", "activations", "messages", "margin", "all")),
-    ):
-        for name in names:
-            grid.add_column(name, justify="left" if name == "mesh" else "right")
+    columns = ("stage", "mesh", "samples", "forward", "backward", "collectives", "optimizer's step")
+    times = printing.make_table("One microbatch on the busiest worker of each stage", *columns, left=["mesh"])
+    heads = ("parameters", "gradients", "optimizer", "activations", "messages", "margin", "all")
+    sizes = printing.make_table("Memory of that worker", "stage", *heads)
     for row in stages:
         memory = row["memory"]
-        own = (seconds(row[name]) for name in ("forward", "backward", "waits", "update"))
+        own = (printing.format_duration(row[name]) for name in ("forward", "backward", "waits", "update"))
         times.add_row(str(row["stage"]), row["mesh"], str(row["samples"]), *own)
         parts = ("parameters", "gradients", "optimizer", "activations", "communication", "margin", "total")
         over = memory["total"] > row["limit"]
         sizes.add_row(
-            str(row["stage"]), *(format_count(memory[name], "B") for name in parts), style="red" if over else ""
+            str(row["stage"]),
+            *(printing.format_count(memory[name], "B") for name in parts),
+            style="red" if over else "",
         )
-    console().print(times)
-    console().print(sizes)
+    printing.console().print(times)
+    printing.console().print(sizes)
     for row in stages:
         over = row["memory"]["total"] - row["limit"]
         if over > 0:
-            console().print(f"Stage {row['stage']} does not fit: {format_count(over, 'B')} more than a device has.")
+            printing.console().print(
+                f"Stage {row['stage']} does not fit: {printing.format_count(over, 'B')} more than a device has."
+            )
 
 
 def _show_breakdown(rows: Sequence[dict[str, Any]]) -> None:
-    grid = Grid(box=box.SIMPLE, title="Seconds of a microbatch by operator")
-    for name in ("stage", "operator", "nodes", "forward", "backward", "waits"):
-        grid.add_column(name, justify="left" if name == "operator" else "right")
-    shown: dict[int, int] = {}
+    columns = ("stage", "operator", "nodes", "forward", "backward", "waits")
+    grid, shown = (
+        printing.make_table("Seconds of a microbatch by operator", *columns, left=["operator"]),
+        Counter[int](),
+    )
     for row in rows:
-        shown[row["stage"]] = shown.get(row["stage"], 0) + 1
+        shown[row["stage"]] += 1
         if shown[row["stage"]] <= TOP:
-            times = (seconds(row[name]) for name in ("forward", "backward", "waits"))
+            times = (printing.format_duration(row[name]) for name in ("forward", "backward", "waits"))
             grid.add_row(str(row["stage"]), row["operator"], str(row["nodes"]), *times)
-    console().print(grid)
+    printing.console().print(grid)

@@ -20,15 +20,8 @@ from torch import Tensor
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.network.redistribution import redistribute
 from polylane.graph.graph import Graph
-from polylane.placement.operator_view import (
-    OperatorNode,
-    OperatorView,
-    TensorKey,
-    ViewSizes,
-    is_alias,
-    tensor_key,
-    view_operators,
-)
+from polylane.placement import operator_view
+from polylane.placement.operator_view import OperatorNode, OperatorView, TensorKey
 from polylane.placement.placement import REPLICATE, Placement, Shard
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import Strategy
@@ -155,8 +148,8 @@ class ShardedGraphCost:
     ) -> None:
         self.graph, self.splits, self.float_itemsize = graph, dict(splits), item
         degree = max((split.degree for split in splits.values()), default=1)
-        self.view: OperatorView = shown or view_operators(graph, samples, degree)
-        self._concrete_sizes: dict[int, ViewSizes] = {}
+        self.view: OperatorView = shown or operator_view.view_operators(graph, samples, degree)
+        self._concrete_sizes: dict[int, operator_view.ViewSizes] = {}
         self._shapes: dict[tuple[TensorKey, int], Shape] = {}
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
@@ -165,18 +158,18 @@ class ShardedGraphCost:
     def _tensors(self) -> Mapping[TensorKey, Tensor]:
         found: dict[TensorKey, Tensor] = {}
         for node in self.graph.code.fx.nodes:
-            if node.op in ("placeholder", "call_function") and not is_alias(node):
+            if node.op in ("placeholder", "call_function") and not operator_view.is_alias(node):
                 val = node.meta.get("val")
                 several = val if isinstance(val, (list, tuple)) else [val]
                 # Output indices count only the tensors among a call's results, as the operator view does.
                 for index, each in enumerate(v for v in several if isinstance(v, Tensor)):
-                    found[tensor_key(node)[0], index] = each
+                    found[operator_view.tensor_key(node)[0], index] = each
         return found
 
     def shape(self, key: TensorKey, samples: int) -> Shape:
         """Return the unsharded shape of a tensor at ``samples`` local samples."""
         if (key, samples) not in self._shapes:
-            sizes = self._concrete_sizes.setdefault(samples, ViewSizes(samples))
+            sizes = self._concrete_sizes.setdefault(samples, operator_view.ViewSizes(samples))
             self._shapes[key, samples] = sizes.shape(self._tensors[key])
         return self._shapes[key, samples]
 
@@ -312,7 +305,8 @@ class ShardedGraphCost:
                     traffic[positions] += strategy.sent * scale
         # Redistributions are charged to their first reader; way 0 is the tensor, way 1 its gradient.
         for moved, positions, counts in self._distinct_redistributions:
-            whole = self._redistributed_bytes(moved, samples)
+            # Bytes of the tensor, sharded on all axes but the one of the redistribution.
+            whole = self.busiest_bytes(moved.key, samples, self._other_placements(moved))
             for way, (collective, copied) in enumerate(
                 redistribute(whole, moved.source, moved.target, moved.has_gradient)
             ):
@@ -340,10 +334,6 @@ class ShardedGraphCost:
         told = any(s.work is not None for s in strategies)
         share = math.prod(s.share for s in strategies) if told else None
         return OperatorWork(step, samples, inputs, outputs, whole_in, whole_out, share)
-
-    def _redistributed_bytes(self, moved: PricedRedistribution, samples: int) -> float:
-        """Return the bytes of a redistributed tensor, sharded on all axes but the one of the redistribution."""
-        return self.busiest_bytes(moved.key, samples, self._other_placements(moved))
 
     def _other_placements(self, moved: PricedRedistribution) -> tuple[Placement, ...]:
         """Return the tensor's placements on the other axes."""

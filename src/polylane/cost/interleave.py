@@ -52,9 +52,9 @@ class InterleavedWorkers(PlanCost):
 class InterleavedTaskBuilder(TaskBuilder):
     """Builds the tasks of workers with several virtual stages."""
 
-    def __init__(self, workers: InterleavedWorkers) -> None:
-        super().__init__(workers)
-        self._workers, self._chunks = workers, TaskBuilder(workers.chunks)
+    def __init__(self, workers: InterleavedWorkers, lanes: Sequence[int]) -> None:
+        super().__init__(workers, lanes)
+        self._workers, self._chunks = workers, TaskBuilder(workers.chunks, lanes)
 
     def _compute_task(self, program: Program, action: Action) -> Task:
         # The optimizer steps once for all stages of a worker; passes are priced by virtual stage.

@@ -12,18 +12,10 @@ from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
 from polylane.cluster.rank_span import Ranks
 from polylane.cost.cost_table import Clock, CostTable, ShardedGraphCost
+from polylane.cost.memory import peak
 from polylane.cost.memory.intervals import Range
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.optimizer_state import OptimizerState
-from polylane.cost.memory.peak import (
-    MemoryBreakdown,
-    MemoryMargin,
-    ShardedLoad,
-    TrainedBytes,
-    peak_memory,
-    shard_trained_bytes,
-)
-from polylane.cost.memory.peak import recompute_blocks as recomputed_need
 from polylane.cost.network import collectives as network
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.operators.training_options import TrainingOptions
@@ -59,7 +51,7 @@ class CostModel:
     make_clock: Callable[[Device], Clock]
     update_seconds: Callable[[Device, int], float]
     optimizer: OptimizerState
-    margin: MemoryMargin
+    margin: peak.MemoryMargin
     host_overhead: float = 0.0
 
     def slowest_device(self, ranks: Ranks) -> Device:
@@ -114,7 +106,7 @@ class StagePrediction:
     samples: int
     passes: PassCosts
     update_seconds: float
-    memory: MemoryBreakdown
+    memory: peak.MemoryBreakdown
     shard_traffic: ShardTraffic = ShardTraffic()
 
     @property
@@ -207,11 +199,11 @@ class PlanCost:
         sheet = self.sharded_graph(stage)
         return sum(sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples) for name in names)
 
-    def peak_memory(self, stage: int) -> MemoryBreakdown:
+    def peak_memory(self, stage: int) -> peak.MemoryBreakdown:
         """Return the bytes of a stage's busiest rank at the peak of the step."""
         lane, needs, trained = self._passes_in_memory(stage)
         basis, load, replicas = self.basis, self.trained_bytes(stage), self.plan.degree("data", stage)
-        return peak_memory(lane, needs, trained, load, basis.method, replicas, basis.margin)
+        return peak.peak_memory(lane, needs, trained, load, basis.method, replicas, basis.margin)
 
     def _passes_in_memory(self, stage: int) -> tuple[Sequence[Action], dict[int, PeakMemory], dict[int, float]]:
         """Return a worker's passes, and by stage the memory of a microbatch and the bytes of trained parameters."""
@@ -222,9 +214,9 @@ class PlanCost:
         """The forward and backward passes of every stage, in the order of the schedule."""
         return schedule_lanes(self.plan.schedule, StageGraph.of_partition(self.partition), self.plan.microbatches)
 
-    def sharded_load(self, stage: int) -> ShardedLoad:
+    def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""
-        return shard_trained_bytes(self.trained_bytes(stage), self.basis.method, self.plan.degree("data", stage))
+        return peak.shard_trained_bytes(self.trained_bytes(stage), self.basis.method, self.plan.degree("data", stage))
 
     def microbatch_memory(self, stage: int) -> PeakMemory:
         """Return the memory that one microbatch takes on a stage's busiest rank."""
@@ -237,7 +229,7 @@ class PlanCost:
         need = held(pieces)
         # Full recomputation prices every block as a stage of its own, then combines them.
         if basis.method.recompute == "full":
-            need = recomputed_need(need, [held([each]) for each in self._block_bounds(stage)])
+            need = peak.recompute_blocks(need, [held([each]) for each in self._block_bounds(stage)])
         return need
 
     def _block_bounds(self, stage: int) -> list[Range]:
@@ -256,7 +248,7 @@ class PlanCost:
             seen.update(read)
         return found
 
-    def trained_bytes(self, stage: int) -> TrainedBytes:
+    def trained_bytes(self, stage: int) -> peak.TrainedBytes:
         """Return the bytes of a rank's parameters, gradients and optimizer state, before sharding over replicas."""
         graph, sheet = self.partition.graph, self.sharded_graph(stage)
         # Sizes in the model's own dtype: shard_trained_bytes converts them to that of the passes.
@@ -274,7 +266,7 @@ class PlanCost:
         # Tensors larger than a bucket are reduced in place; smaller ones are copied into a flat buffer.
         copied = sum(size for size in sizes.values() if size <= BUCKET_BYTES) if shared else 0
         block = max((sum(sizes[name] for name in each) for each in self._block_parameters(stage)), default=0)
-        return TrainedBytes(
+        return peak.TrainedBytes(
             fixed + trained,
             trained,
             sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names),

@@ -116,28 +116,26 @@ def predict(
         PolylaneError: the plan cannot be interleaved, or its replicas cannot take local steps.
     """
     alone = _is_replica_local(basis, plan, period)
-    scene: PlanCost
-    if partition.stages > plan.pipeline:
-        scene = InterleavedWorkers(basis, partition, plan, batch, exact)
-        doing: TaskBuilder = InterleavedTaskBuilder(scene)
-    else:
-        scene = PlanCost(basis, partition, plan, batch, exact)
-        doing = TaskBuilder(scene)
     ranks = range(plan.workers)
     # One lane per stage is exact only if workers are interchangeable: same devices, no shared cores.
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
     single = (every or unlike) and plan.workers <= LANES
     lanes = tuple(ranks) if single else tuple(stage.devices[0] for stage in plan.stages)
+    scene: PlanCost
+    if partition.stages > plan.pipeline:
+        scene = InterleavedWorkers(basis, partition, plan, batch, exact)
+        doing: TaskBuilder = InterleavedTaskBuilder(scene, lanes)
+    else:
+        scene = PlanCost(basis, partition, plan, batch, exact)
+        doing = TaskBuilder(scene, lanes)
     by_rank = _lower_programs(scene, partition, None if single else lanes)
     programs = [without_replica_sync(by_rank[rank], plan) if alone else by_rank[rank] for rank in lanes]
-    tasks, hosts = (
-        [doing.build_tasks(program, lanes) for program in programs],
-        doing.build_hosts(lanes) if single else (),
-    )
+    tasks = [doing.build_tasks(program) for program in programs]
+    hosts = doing.build_hosts() if single else ()
     timeline, between = simulate_tasks(tasks, hosts), None
     # The step with averaging is the local step plus the all-reduce of parameters; both timelines are kept.
     if alone:
-        sums = [doing.build_averaging_tasks(program, lanes) for program in programs]
+        sums = map(doing.build_averaging_tasks, programs)
         timeline, between = simulate_tasks([[*a, *b] for a, b in zip(tasks, sums, strict=True)], hosts), timeline
     stages = tuple(scene.predict_stage(s) for s in range(plan.pipeline))
     return Prediction(plan, timeline, stages, batch, lanes, period if alone else 1, between)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
@@ -43,7 +43,7 @@ class MeshSplit(Protocol):
         ...
 
 
-Lay = Callable[[Degrees], MeshSplit]
+Lay = Callable[..., MeshSplit]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StageCosts:
 
     Args:
         graph: the captured graph, before any sharding.
-        lay: mesh degrees -> sharding of the graph's operators.
+        lay: mesh degrees, and what else is known of its stages -> sharding of the graph's operators.
         float_itemsize: bytes per floating-point element at most, where passes run in a lower precision than the graph.
         setting: device, dtype and kernels that decide which tensors autograd saves.
     """
@@ -91,6 +91,10 @@ class StageCosts:
         other = StageCosts(self.graph, self._lay, self._float_itemsize, self.setting)
         other._graphs, other._keepings, other._residences = self._graphs, self._keepings, self._residences
         return other
+
+    def with_placements(self, **known: Collection[str]) -> StageCosts:
+        """Return the costs of other placements: what ``lay`` is told beside the mesh."""
+        return StageCosts(self.graph, partial(self._lay, **known), self._float_itemsize, self.setting)
 
     def sharded_graph(self, mesh: Degrees) -> ShardedGraphCost:
         """Return the graph sharded over the sequence and tensor axes of a mesh."""

@@ -21,20 +21,21 @@ class TaskBuilder:
 
     Args:
         scene: costs of the plan's stages.
+        lanes: the ranks that are simulated.
     """
 
-    def __init__(self, scene: PlanCost) -> None:
-        self._scene, self._plan = scene, scene.plan
+    def __init__(self, scene: PlanCost, lanes: Sequence[int]) -> None:
+        self._scene, self._plan, self._lanes = scene, scene.plan, lanes
         self._transfers: dict[Hashable, TransferTime] = {}
         self._sums: dict[Hashable, tuple[int, TransferTime, float] | None] = {}
         self._steps: dict[Hashable, tuple[float, int]] = {}
 
-    def build_tasks(self, program: Program, lanes: Sequence[int]) -> list[Task]:
-        """Return the tasks of a worker's program; ``lanes`` are the ranks that are simulated."""
+    def build_tasks(self, program: Program) -> list[Task]:
+        """Return the tasks of a worker's program."""
         # The last backward pass of a stage: reductions of its gradients can begin in the course of it.
         last = {action.stage: action for action in program.actions if action.kind is ActionKind.BACKWARD}
         buckets = {bucket.name: bucket for bucket in program.buckets}
-        travels = self._build_routes(program, lanes)
+        travels = self._build_routes(program)
         found = list[Task]()
         for action in program.actions:
             if action.kind in (ActionKind.SEND, ActionKind.RECEIVE):
@@ -44,9 +45,8 @@ class TaskBuilder:
             elif action.kind is ActionKind.REDUCE:
                 assert action.value is not None
                 bucket = buckets[action.value]
-                found += self._reduction_tasks(
-                    program, action, bucket, last[self._completing_stage(program, bucket)], lanes
-                )
+                completing = last[self._completing_stage(program, bucket)]
+                found += self._reduction_tasks(program, action, bucket, completing)
             else:
                 found.append(self._compute_task(program, action))
         return found
@@ -74,15 +74,15 @@ class TaskBuilder:
             self._steps[key] = seconds, int(bytes_per_rank(kind, size, len(ranks)))
         return self._steps[key]
 
-    def _build_routes(self, program: Program, lanes: Sequence[int]) -> dict[Hashable, _Route | None]:
+    def _build_routes(self, program: Program) -> dict[Hashable, _Route | None]:
         """Return the routes of a worker's messages, equal for every microbatch, by kind, value, peer and direction.
 
         Where one rank stands for a whole stage (folded lanes), a value that goes to several peers of another stage is
         one message, to the first of them; the routes to the others are None.
         """
-        folded = len(lanes) < self._plan.workers
+        folded = len(self._lanes) < self._plan.workers
         # Reversed, so that the first lane of a stage wins.
-        lane_of = {self._plan.stage_and_replica(rank)[0]: lane for lane, rank in reversed(list(enumerate(lanes)))}
+        lane_of = {self._plan.stage_and_replica(rank)[0]: lane for lane, rank in reversed(list(enumerate(self._lanes)))}
         found = dict[Hashable, _Route | None]()
         seen = set[Hashable]()
         for action in program.actions:
@@ -102,10 +102,8 @@ class TaskBuilder:
                 found[own] = None
                 continue
             seen.add((action.kind, action.value, other, action.gradient))
-            size = (
-                self._scene.sharded_graph(here).busiest_value_bytes(action.value, self._scene.local_samples(here))
-                / peers
-            )
+            whole = self._scene.sharded_graph(here).busiest_value_bytes(action.value, self._scene.local_samples(here))
+            size = whole / peers
             lane = lane_of[other] if folded else action.peer
             found[own] = _Route(
                 lane, int(size), self._message_transfer(size, there, here), (there, here) if folded else None
@@ -128,9 +126,7 @@ class TaskBuilder:
         """Return how many cores a transfer between these ranks keeps busy at each end."""
         return self._scene.basis.cluster.link(ranks).cpu if len(ranks) > 1 else 0.0
 
-    def _reduction_tasks(
-        self, program: Program, action: Action, bucket: GradientBucket, last: Action, lanes: Sequence[int]
-    ) -> list[Task]:
+    def _reduction_tasks(self, program: Program, action: Action, bucket: GradientBucket, last: Action) -> list[Task]:
         """Return the reduction of a bucket once the last backward pass completes it; none if the passes reduce it."""
         key = (program.stage, bucket.name, bucket.ranks)
         if key not in self._sums:
@@ -146,7 +142,7 @@ class TaskBuilder:
             action,
             bytes=bytes_,
             transfer=transfer,
-            lanes=tuple(i for i, rank in enumerate(lanes) if rank in bucket.ranks),
+            lanes=self._lanes_of(bucket.ranks),
             after=last,
             fraction=fraction,
             overlapped=self._scene.basis.method.overlap,
@@ -179,21 +175,21 @@ class TaskBuilder:
         """Stage and replica index of every rank."""
         return {rank: self._plan.stage_and_replica(rank) for stage in self._plan.stages for rank in stage.devices}
 
-    def build_averaging_tasks(self, program: Program, lanes: Sequence[int]) -> list[Task]:
+    def _lanes_of(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Return the lanes that show these ranks."""
+        return tuple(lane for lane, rank in enumerate(self._lanes) if rank in ranks)
+
+    def build_averaging_tasks(self, program: Program) -> list[Task]:
         """Return the parameter averaging after a worker's step (local SGD); it does not overlap with computation."""
         ranks, cluster = program.replicas, self._scene.basis.cluster
-        played = tuple(i for i, rank in enumerate(lanes) if rank in ranks)
-        found = list[Task]()
+        played, found = self._lanes_of(ranks), list[Task]()
         for bucket in program.buckets:
             action = Action(ActionKind.REDUCE, program.stage, value=f"{bucket.name}.parameters")
             size = sum(self._master_bytes(program.stage, name) for name in bucket.parameters)
             seconds = network.collective_seconds(cluster, "all_reduce", size, ranks, None)
+            transfer = TransferTime(seconds, cpu=self._transfer_cores(ranks))
             bytes_ = int(bytes_per_rank("all_reduce", size, len(ranks)))
-            found.append(
-                Task(
-                    action, bytes=bytes_, transfer=TransferTime(seconds, cpu=self._transfer_cores(ranks)), lanes=played
-                )
-            )
+            found.append(Task(action, bytes=bytes_, transfer=transfer, lanes=played))
         return found
 
     def _master_bytes(self, stage: int, name: str) -> float:
@@ -217,9 +213,9 @@ class TaskBuilder:
         done = sum(table.between("backward", max(a, first), b) for a, b in pieces if b > first)
         return min(1.0, done / whole) if whole else 1.0
 
-    def build_hosts(self, lanes: Sequence[int]) -> list[SharedCores]:
+    def build_hosts(self) -> list[SharedCores]:
         """Return the lanes that share the cores of each host."""
-        cluster = self._scene.basis.cluster
+        cluster, lanes = self._scene.basis.cluster, self._lanes
         found: dict[int, list[int]] = {}
         for lane, rank in enumerate(lanes):
             if cluster.cores(rank) is not None:

@@ -16,9 +16,8 @@ from polylane.errors import PolylaneError
 from polylane.plan.pinned_placements import check_axes, read_pattern
 from polylane.plan.spec import Degrees, Spec, check_workers, format_degrees
 from polylane.plan.straggler import Slowness, straggler_words
-from polylane.plan.strict_mapping import Count, StrictMapping
 from polylane.plan.sync import SUM, SyncOptions
-from polylane.yaml_file import FileForm, error_sentence, first_error, read
+from polylane.yaml_file import Count, FileForm, StrictMapping, error_sentence, first_error, read
 
 # The axes of a stage's mesh, the outermost first: its devices are listed in this order.
 MESH = ("data", "sequence", "tensor")

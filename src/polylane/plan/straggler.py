@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import pydantic
 
 from polylane.errors import PolylaneError
-from polylane.plan.strict_mapping import Count, StrictMapping
+from polylane.yaml_file import Count, StrictMapping
 
 
 class Straggler(StrictMapping):

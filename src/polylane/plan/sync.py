@@ -9,7 +9,7 @@ import pydantic
 from pydantic_core import PydanticCustomError
 
 from polylane.errors import PolylaneError
-from polylane.plan.strict_mapping import Count, StrictMapping
+from polylane.yaml_file import Count, StrictMapping
 
 _Share = Annotated[float, pydantic.Field(strict=True, gt=0.0, le=1)]
 _Rate = Annotated[float, pydantic.Field(strict=True, gt=0.0, allow_inf_nan=False)]

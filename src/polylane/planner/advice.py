@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from polylane.cluster.cluster import Cluster, Links
 from polylane.cluster.link import Link
 from polylane.cost.predict import Prediction
+from polylane.plan.spec import format_degrees
 from polylane.planner.search import RankedPlan, SearchRequest, SearchResult, search
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
@@ -108,13 +109,7 @@ def plan_family(candidate: RatedPlan) -> str:
 
 def describe_candidate(candidate: RatedPlan) -> str:
     """Return a candidate as one line in the plan syntax."""
-    if len(set(candidate.meshes)) > 1:
-        line = f"[{' | '.join(map(str, candidate.meshes))}]"
-    else:
-        mesh = candidate.meshes[0]
-        line = f"data={mesh.data},pipeline={len(candidate.meshes)}"
-        line += "".join(f",{axis}={n}" for axis in ("sequence", "tensor") if (n := getattr(mesh, axis)) > 1)
-    return f"{line},microbatches={candidate.microbatches}"
+    return ",".join([*format_degrees(candidate.meshes), f"microbatches={candidate.microbatches}"])
 
 
 def _compare_families(answer: SearchResult, best: RankedPlan) -> list[tuple[str, str, float]]:

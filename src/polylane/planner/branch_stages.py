@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from networkx.utils import UnionFind
 
 from polylane.cost.predict import predict
 from polylane.graph.graph import Graph
@@ -48,43 +49,33 @@ def find_fork(graph: Graph, seconds: Array, first: int) -> Fork | None:
         seconds: seconds of both passes of every node.
         first: position where the fork may begin; values made before it count as available to all branches.
     """
-    parent: dict[str, str] = {}  # union-find towards the first node of a branch, with path halving
-    work: dict[str, float] = {}  # seconds by that first node
+    branches = UnionFind()  # nodes that are joined
+    work: dict[str, float] = {}  # seconds of each branch, by its root
     total = 0.0
-
-    def root(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = name = parent[parent[name]]
-        return name
-
     for position in range(first, len(graph.nodes)):
         node = graph.nodes[position]
         # Sizes and masks that every stage recomputes connect nothing: no value crosses on their account.
         if node.recomputable:
             continue
-        read = {root(name) for name in node.inputs if name in parent}
+        read = dict.fromkeys(branches[name] for name in node.inputs if name in branches.parents)
         if len(read) > 1 and sum(work[branch] >= WORTH * total for branch in read) > 1:
-            return Fork(first, position, _branch_nodes(graph, range(first, position), parent, root, work))
-        merged = min(read, key=graph.positions.__getitem__, default=node.name)
-        parent[node.name] = merged
-        for branch in read - {merged}:
-            parent[branch] = merged
-            work[merged] += work.pop(branch)
+            return Fork(first, position, _branch_nodes(graph, range(first, position), branches, work))
         own = float(seconds[position])
-        work[merged] = work.get(merged, 0.0) + own
+        branches.union(node.name, *read)
+        work[branches[node.name]] = sum(work.pop(branch) for branch in read) + own
         total += own
     return None
 
 
 def _branch_nodes(
-    graph: Graph, positions: range, parent: Mapping[str, str], root: Callable[[str], str], work: Mapping[str, float]
+    graph: Graph, positions: range, branches: UnionFind, work: Mapping[str, float]
 ) -> tuple[tuple[int, ...], ...]:
     """Return the positions of the nodes of every branch that takes time, in the order of their first nodes."""
     found: dict[str, list[int]] = {}
     for position in positions:
         name = graph.nodes[position].name
-        if name in parent:
-            found.setdefault(root(name), []).append(position)
+        if name in branches.parents:
+            found.setdefault(branches[name], []).append(position)
     return tuple(tuple(nodes) for name, nodes in found.items() if work[name] > 0)
 
 

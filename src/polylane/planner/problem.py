@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from polylane.plan.spec import Degrees, Spec
 from polylane.planner.stage_curves import CurveCache
 from polylane.program.lower import deal_stages
 from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
+from polylane.sharding.stage_layouts import SHARED_BY, tensors_on_unequal_meshes, values_between_meshes
 
 # Passes over a parameter's bytes in an optimizer's step, besides reading and writing its states once: the parameter is
 # read and written, the gradient read, and set to zero for the next step.
@@ -75,10 +76,11 @@ def build_cost_model(
     rates = network.fit_rank_speed(cluster, range(min(cluster.count, 2)), method.dtype)
     offer = LayoutOffer(graph, graph.samples)
 
-    def chosen(mesh: Degrees) -> Layout:
+    def chosen(mesh: Degrees, shared: Collection[str] = (), plain: Collection[str] = ()) -> Layout:
         degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
+        whole = {**dict.fromkeys(shared, SHARED_BY), **problem.whole}
         return choose_layout(
-            graph, degrees, graph.samples, pins=problem.pins, whole=problem.whole, rates=rates, offer=offer
+            graph, degrees, graph.samples, pins=problem.pins, whole=whole, plain=plain, rates=rates, offer=offer
         )
 
     setting = BackendSetting(graph.samples, device=kind, **_precision_setting(method))
@@ -92,6 +94,22 @@ def build_cost_model(
         margin=MARGINS[kind],
         host_overhead=0.0 if problem.profile is not None else device.turn / device.speed,
     )
+
+
+def fit_to_meshes(found: CostModel, partition: Partition, plan: Plan) -> CostModel:
+    """Return the cost model with the placements that a plan's meshes allow, as its training has them.
+
+    Where meshes differ, tensors that several stages hold are whole on all of them, and values that cross are no sums.
+
+    Args:
+        found: the cost model, with its placements chosen for meshes alone.
+        partition: the graph, divided into the plan's stages.
+        plan: the meshes of the stages.
+    """
+    if plan.is_uniform:
+        return found
+    shared, plain = tensors_on_unequal_meshes([partition], plan), values_between_meshes(partition, plan)
+    return replace(found, stages=found.stages.with_placements(shared=shared, plain=plain))
 
 
 def _with_measured_contention(cluster: Cluster, profile: Profile | None) -> Cluster:

@@ -13,16 +13,11 @@ from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import PRECISIONS, Spec
 from polylane.plan.sync import SUM, SyncOptions
+from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.stage_meshes import search_unequal_meshes
-from polylane.planner.uniform_plans import (
-    RatedPlan,
-    UniformPlan,
-    enumerate_uniform_plans,
-    min_step_seconds,
-    rate_uniform_plan,
-)
+from polylane.planner.uniform_plans import RatedPlan, UniformPlan
 
 # How many of the best estimates are predicted exactly; fewer once their schedules add up to this many passes.
 FINALISTS = 12
@@ -117,9 +112,8 @@ def search(
     """
     # First pass with skipping; it may be repeated without.
     answer = _search(estimates, wish, finalists, keep, FAR)
-    if (
-        finalists and answer.skipped_count and not answer.ranked_plans
-    ):  # only plans that do not fit were kept: the skipped ones may fit
+    # Where only plans that do not fit were kept, the skipped ones may fit.
+    if finalists and answer.skipped_count and not answer.ranked_plans:
         answer = _search(estimates, wish, finalists, keep, math.inf)
     return answer
 
@@ -134,9 +128,9 @@ def _search(
     """Search once, skipping plans whose lower bound is more than ``far`` times the best time."""
     every, passed = list[RatedPlan](), 0
     for workers in wish.workers:
-        looking = _UniformSearch(estimates, wish.memory_limit, keep, far if finalists else 1.0, finalists > 0)
-        found, more = _rate_uniform_plans(looking, wish, workers)
-        every, passed = every + found, passed + more
+        looking = _UniformSearch(estimates, wish, keep, far if finalists else 1.0, finalists > 0)
+        every += looking.rate(workers)
+        passed += looking.skipped_count
     # Both searches divide the batch over replicas or microbatches.
     if not wish.batch_is_indivisible:
         most = max(wish.workers)
@@ -194,61 +188,62 @@ def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
     return kept
 
 
-def _rate_uniform_plans(looking: _UniformSearch, wish: SearchRequest, workers: int) -> tuple[list[RatedPlan], int]:
-    """Return rated uniform plans, and how many were skipped.
-
-    Plans that shard operators along both axes are rated only for the rank counts at which one axis alone is best.
-    """
-    single, double = list[UniformPlan](), list[UniformPlan]()
-    for uniform in enumerate_uniform_plans(workers, wish.max_operator_ranks, looking.batch, looking.max_stages):
-        if not wish.batch_is_indivisible or uniform.data == uniform.microbatches == 1:
-            (double if uniform.sequence > 1 and uniform.tensor > 1 else single).append(uniform)
-    found = looking.at(single)
-    best = sorted((pair for pair in found if pair[1].fits), key=lambda pair: pair[1].seconds)
-    # Products sequence x tensor of the fastest plans that shard operators at all, in the order of their seconds.
-    inner = list(dict.fromkeys(u.sequence * u.tensor for u, _ in best if u.sequence * u.tensor > 1))[:BOTH_AXES]
-    found += looking.at([u for u in double if u.sequence * u.tensor in inner])
-    return [c for _, c in found], looking.skipped_count
-
-
 class _UniformSearch:
     """Branch and bound over uniform plans: rate them in the order of their lower bounds, skip hopeless ones.
 
     Args:
         estimates: cost curves and memory bound on the cluster.
-        limit: bytes that a worker may have.
+        wish: constraints of the search.
         keep: filter of the candidates that may be chosen.
         far: skip plans whose lower bound exceeds the best time by this factor.
         families: whether to find the best plan of every family, not only the best of all.
 
     Attributes:
-        batch, max_stages: samples of a step, and most stages into which the graph can be cut.
         skipped_count: number of plans skipped so far.
     """
 
     def __init__(
         self,
         estimates: CurveCache,
-        limit: float,
+        wish: SearchRequest,
         keep: Callable[[RatedPlan], bool],
         far: float,
         families: bool,
     ) -> None:
-        self._estimates, self._limit, self._keep, self._far, self._families = estimates, limit, keep, far, families
+        self._estimates, self._wish, self._keep, self._far, self._families = estimates, wish, keep, far, families
         self._best: dict[object, float] = {}  # best seconds that fit, by family (axes in use)
-        self.batch, self.max_stages, self.skipped_count = estimates.batch, estimates.max_stages, 0
+        self.skipped_count = 0
 
-    def at(self, uniforms: Sequence[UniformPlan]) -> list[tuple[UniformPlan, RatedPlan]]:
+    def rate(self, workers: int) -> list[RatedPlan]:
+        """Rate the uniform plans of so many workers.
+
+        Plans that shard operators along both axes are rated only for the rank counts at which one axis alone is best.
+        """
+        single, double = list[UniformPlan](), list[UniformPlan]()
+        wish, estimates = self._wish, self._estimates
+        for uniform in uniform_plans.enumerate_uniform_plans(
+            workers, wish.max_operator_ranks, estimates.batch, estimates.max_stages
+        ):
+            if not wish.batch_is_indivisible or uniform.data == uniform.microbatches == 1:
+                (double if uniform.sequence > 1 and uniform.tensor > 1 else single).append(uniform)
+        found = self._rate_best_first(single)
+        best = sorted((pair for pair in found if pair[1].fits), key=lambda pair: pair[1].seconds)
+        # Products sequence x tensor of the fastest plans that shard operators at all, in the order of their seconds.
+        inner = list(dict.fromkeys(u.sequence * u.tensor for u, _ in best if u.sequence * u.tensor > 1))[:BOTH_AXES]
+        found += self._rate_best_first([u for u in double if u.sequence * u.tensor in inner])
+        return [candidate for _, candidate in found]
+
+    def _rate_best_first(self, uniforms: Sequence[UniformPlan]) -> list[tuple[UniformPlan, RatedPlan]]:
         """Rate plans in the order of their lower bounds; return those that were not skipped."""
         found = []
         for least, uniform in sorted(
-            ((min_step_seconds(self._estimates, u), u) for u in uniforms), key=lambda pair: pair[0]
+            ((uniform_plans.min_step_seconds(self._estimates, u), u) for u in uniforms), key=lambda pair: pair[0]
         ):
             axes = (uniform.data > 1, uniform.stages > 1, uniform.sequence > 1, uniform.tensor > 1)
             if self._is_hopeless(least, axes):
                 self.skipped_count += 1
                 continue
-            candidate = rate_uniform_plan(self._estimates, uniform, self._limit)
+            candidate = uniform_plans.rate_uniform_plan(self._estimates, uniform, self._wish.memory_limit)
             if candidate is not None:
                 found.append((uniform, candidate))
                 if candidate.fits and self._keep(candidate):

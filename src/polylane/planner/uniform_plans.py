@@ -84,11 +84,10 @@ def rate_uniform_plan(estimates: CurveCache, uniform: UniformPlan, limit: float)
     curves = stage_curves_of(estimates, uniform)
     if curves is None:
         return None
-    ends = _stage_bounds(estimates, uniform, limit)
-    if ends is None:  # cut without limit, to report how much memory is missing
-        ends = _stage_bounds(estimates, uniform, math.inf)
-        if ends is None:
-            return None
+    # If nothing fits it is cut without limit, to report how much memory is missing.
+    ends = _stage_bounds(estimates, uniform, curves, limit) or _stage_bounds(estimates, uniform, curves, math.inf)
+    if ends is None:
+        return None
     most = _max_stage_bytes(estimates, uniform, curves, ends)
     seconds = _step_seconds(estimates, uniform, curves, ends)
     cuts = tuple(int(estimates.positions[i]) for i in ends[1:-1])
@@ -115,17 +114,15 @@ def min_step_seconds(estimates: CurveCache, uniform: UniformPlan) -> float:
     return (uniform.stages + uniform.microbatches - 1) * each
 
 
-def _stage_bounds(estimates: CurveCache, uniform: UniformPlan, limit: float) -> list[int] | None:
+def _stage_bounds(estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, limit: float) -> list[int] | None:
     """Return the stage boundaries as indices into the positions; None if nothing fits."""
-    curves = stage_curves_of(estimates, uniform)
-    assert curves is not None
     # Parameters, gradients and states per trained element.
     weight = estimates.footprint.bytes_per_element(uniform.data)
     # With at least as many microbatches as stages, 1F1B's memory does not depend on their number: cuts are shared.
     filled = uniform.microbatches >= uniform.stages
 
     def memory(last: int) -> Array:
-        live = last if filled else _live_microbatches(uniform, uniform.stages - last)
+        live = min(uniform.microbatches, last)
         return curves.elements * weight + curves.activation_bytes * live
 
     room = estimates.footprint.available_bytes(limit)
@@ -137,15 +134,10 @@ def _stage_bounds(estimates: CurveCache, uniform: UniformPlan, limit: float) -> 
     return found.cut_into(uniform.stages)
 
 
-def _live_microbatches(uniform: UniformPlan, stage: int) -> int:
-    """Return how many microbatches a stage holds at the same time."""
-    return min(uniform.microbatches, uniform.stages - stage)
-
-
 def _max_stage_bytes(estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]) -> float:
     """Return the bytes of a rank of the stage that needs the most memory."""
     elements, held = (np.diff(curve[list(ends)]) for curve in (curves.elements, curves.activation_bytes))
-    live = np.array([_live_microbatches(uniform, stage) for stage in range(uniform.stages)])
+    live = np.minimum(uniform.microbatches, uniform.stages - np.arange(uniform.stages))
     return float(estimates.footprint(elements, held * live, uniform.data).max())
 
 

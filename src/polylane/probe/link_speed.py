@@ -138,9 +138,8 @@ def _mean_run(sort: TrafficCase, runs: Sequence[_Run]) -> tuple[float, float]:
 def _time_run(run: Callable[[], Any] | None, world: World) -> _Run:
     if run is None:
         return 0.0, 0.0
-    run_small_operators(
-        world.device
-    )  # as in a step, where computations come before a message and leave their traces in caches
+    # As in a step, where computations come before a message and leave their traces in caches.
+    run_small_operators(world.device)
     start, computing = time.perf_counter(), time.process_time()
     run()
     wait_for(world.device)()

@@ -18,27 +18,26 @@ from polylane.cluster.link import Natural, Share
 from polylane.cost.operators.profile import Profile
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
+from polylane.yaml_file import Count, StrictMapping
 
 _Both = tuple[Natural, Natural]
 _AGAIN = "measure again: polylane probe --profile RECIPE"
 
 
-class _Stored(pydantic.BaseModel):
+class _Stored(StrictMapping):
     """File format of a profile; graph, device, torch and threads are there for human readers."""
-
-    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     polylane: Literal[1] = 1
     graph: str
     device: str
     torch: str
     threads: int
-    samples: tuple[Annotated[int, pydantic.Field(gt=0)], ...]
+    samples: tuple[Count, ...]
     nodes: dict[str, tuple[_Both, ...]]
     steps: tuple[_Both, ...]
     update: Natural
-    shared: dict[str, tuple[_Both, ...]] = {}
-    together: dict[Annotated[int, pydantic.Field(gt=0)], Share] = {}
+    shared: dict[str, tuple[_Both, ...]] = pydantic.Field(default={})
+    together: dict[Annotated[int, pydantic.Field(gt=0)], Share] = pydantic.Field(default={})
 
     @pydantic.model_validator(mode="after")
     def _complete(self) -> _Stored:

@@ -88,8 +88,13 @@ def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: s
                 if kind not in kinds:
                     kinds[kind] = _written(node, values, wait) if _writes_memory(node) else _timed(node, values, wait)
                 seconds[node.name] = kinds[kind]
-            if node not in values:
-                values[node] = _once(node, values)
+            if node in values:
+                pass  # the node was run to be timed
+            elif written_arguments(node):
+                _written(node, values, wait)
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _leaf(values[used]))
+                values[node] = _detached(node.target(*args, **kwargs))
             for done in [used for used in node.all_input_nodes if last_use[used] is node]:
                 del values[done]
     return tuple(seconds[node.id] for node in graph.nodes)
@@ -118,17 +123,6 @@ def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     return node.meta["op"], shapes, repr((keyless, constants[1]))
 
 
-def _once(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    if written_arguments(node):  # autograd refuses in-place writes to leaves; only the value matters here
-        args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-        flows = any(isinstance(v, Tensor) and v.requires_grad for v in (values[n] for n in node.all_input_nodes))
-        with torch.no_grad():
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
-        return _written_value(result, flows)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: _leaf(values[used]))
-    return _detached(node.target(*args, **kwargs))  # type: ignore[operator]
-
-
 def _timed(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]) -> Both:
     times = list[Both]()
     for _ in range(REPEATS + 1):
@@ -153,14 +147,10 @@ def _written(node: fx.Node, values: dict[fx.Node, Any], wait: Callable[[], None]
         result = node.target(*args, **kwargs)  # type: ignore[operator]
         wait()
         seconds = time.perf_counter() - start
-    values[node] = _written_value(result, flows)
+    if isinstance(result, Tensor):
+        result = result.detach().requires_grad_(flows and (result.is_floating_point() or result.is_complex()))
+    values[node] = result
     return seconds, seconds if flows else 0.0
-
-
-def _written_value(result: Any, flows: bool) -> Any:
-    if not isinstance(result, Tensor):
-        return result
-    return result.detach().requires_grad_(flows and (result.is_floating_point() or result.is_complex()))
 
 
 def _leaf(value: Any) -> Any:

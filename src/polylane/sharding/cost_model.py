@@ -131,10 +131,12 @@ class CostSetting:
 
     def source_seconds(self, source: GraphInput, placement: Placement) -> float:
         """Return the seconds that the gradient of a graph input takes, which only parameters have."""
-        # Partial gradients of a parameter are all-reduced once a step, in buckets that overlap with the backward pass.
+        # Partial gradients of a parameter are all-reduced once a step, in buckets that overlap with the backward pass:
+        # without latency.
         if placement != REPLICATE_PARTIAL_GRAD or not source.value.gradient:
             return 0.0
-        return communicate.overlapped_seconds("all_reduce", self.tensor_bytes(source.key), self.degree, self.rates)
+        sent = communicate.bytes_per_rank("all_reduce", self.tensor_bytes(source.key), self.degree)
+        return sent / self.rates.bandwidth
 
     def activation_bytes(self, step: OperatorNode, outputs: tuple[Placement, ...]) -> float:
         """Return the bytes of an operator's outputs that a backward pass may need, on the busiest rank."""

@@ -12,16 +12,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from polylane.cost.memory.intervals import (
-    NEVER,
-    Floats,
-    Intervals,
-    Ints,
-    Range,
-    alive_bytes,
-    first_and_last,
-    slice_ranges,
-)
+from polylane.cost.memory import intervals
+from polylane.cost.memory.intervals import Floats, Intervals, Ints, Range
 from polylane.cost.memory.operator_trial import TensorForm
 from polylane.cost.memory.saved_tensors import Key, SavedByOperator, SavedTensors
 from polylane.graph.graph import Graph
@@ -95,7 +87,7 @@ class LiveRanges:
         local = np.full(len(self._graph.nodes) + 1, -1, dtype=np.int64)  # -1: not in the stage
         local[np.concatenate([np.arange(a, b) for a, b in pieces])] = np.arange(count)
         touched, at = self._values.in_ranges(pieces)
-        first, last = first_and_last(touched, at, len(self._bytes))
+        first, last = intervals.first_and_last(touched, at, len(self._bytes))
         ids = np.flatnonzero(last >= 0)  # pieces that the stage touches
         # A piece is own if a node of the stage makes it; it leaves if nodes of other stages read it as well.
         own = (local[self._maker[ids]] >= 0) | self._is_free[ids]
@@ -103,18 +95,20 @@ class LiveRanges:
         inside = np.bincount(touched, minlength=len(self._bytes))[ids]
         leaves = own & ~self._is_free[ids] & (inside < self._times[ids])
         size = self._bytes[ids]
-        saved = first_and_last(*self._kept.in_ranges(pieces), len(self._bytes))[0][ids]
-        is_saved = saved < NEVER
+        saved = intervals.first_and_last(*self._kept.in_ranges(pieces), len(self._bytes))[0][ids]
+        is_saved = saved < intervals.NEVER
         received, sent = float(size[~own].sum()), float(size[leaves].sum())
-        keeps = slice_ranges(self._own, pieces)
+        keeps = intervals.slice_ranges(self._own, pieces)
         stays = is_saved & own & ~leaves
         # Forward: own values live from their maker to the last reader; saved and sent ones to the end of the pass.
         ends = np.where(is_saved | leaves, count - 1, last[ids])
-        alive = alive_bytes(begins[own], ends[own], size[own], count) + np.cumsum(keeps)
-        forward = float((alive + slice_ranges(self._forward, pieces)).max(initial=0.0)) + received
+        alive = intervals.alive_bytes(begins[own], ends[own], size[own], count) + np.cumsum(keeps)
+        forward = float((alive + intervals.slice_ranges(self._forward, pieces)).max(initial=0.0)) + received
         # Backward runs from the last node down: a saved piece is freed after the first node that saved it.
-        held = alive_bytes(saved[stays], np.full(int(stays.sum()), count - 1), size[stays], count) + np.cumsum(keeps)
-        held += self._live_gradient_bytes(pieces, local, count) + slice_ranges(self._backward, pieces)
+        held = intervals.alive_bytes(
+            saved[stays], np.full(int(stays.sum()), count - 1), size[stays], count
+        ) + np.cumsum(keeps)
+        held += self._live_gradient_bytes(pieces, local, count) + intervals.slice_ranges(self._backward, pieces)
         asked = float(size[leaves & self._flowing[ids]].sum())
         finished = self._finished_gradient_bytes(pieces, count)
         # Values of the stage's boundary and their received gradients stay for all of the backward pass.
@@ -134,27 +128,22 @@ class LiveRanges:
     def _live_gradient_bytes(self, pieces: Sequence[Range], local: Ints, count: int) -> Floats:
         """Return the bytes of gradients made in the stage that are alive at every node of its backward pass."""
         touched, at = self._gradients.in_ranges(pieces)
-        first, last = first_and_last(touched, at, len(self._gradient_bytes))
+        first, last = intervals.first_and_last(touched, at, len(self._gradient_bytes))
         ids = np.flatnonzero(last >= 0)
         lowest, highest = self._gradient_lowest[ids], self._gradient_highest[ids]
         goes = (local[lowest] < 0) & ~self._gradient_ends[ids]  # sent to an earlier stage: alive until the pass ends
         begins = np.where(goes, 0, first[ids])
         # A gradient that comes from a later stage and is only read here counts as received, not as made here.
         size = np.where((local[highest] < 0) & (first[ids] == last[ids]), 0.0, self._gradient_bytes[ids])
-        return alive_bytes(begins, last[ids], size, count)
+        return intervals.alive_bytes(begins, last[ids], size, count)
 
     def _finished_gradient_bytes(self, pieces: Sequence[Range], count: int) -> Floats:
         """Return the bytes of parameter gradients that exist before the backward pass of every node."""
         touched, at = self._parameters.in_ranges(pieces)
-        first, last = first_and_last(touched, at, len(self._parameter_bytes))
+        first, last = intervals.first_and_last(touched, at, len(self._trained_bytes))
         ids = np.flatnonzero(last >= 0)
         done = np.bincount(first[ids], self._trained_bytes[ids], count + 1)
         return np.asarray(np.cumsum(done[::-1])[::-1][1:], dtype=np.float64)
-
-    def parameter_bytes(self, pieces: Sequence[Range]) -> tuple[float, float]:
-        """Return the local bytes of the parameters that a stage reads, and of the trained ones among them."""
-        ids = np.unique(self._parameters.in_ranges(pieces)[0])
-        return float(self._parameter_bytes[ids].sum()), float(self._trained_bytes[ids].sum())
 
     # ---- building ----------------------------------------------------------------------------------------------------
 
@@ -236,17 +225,16 @@ class LiveRanges:
         self._gradient_bytes: Floats = np.array(flow.sizes, dtype=np.float64)
         self._gradient_ends = np.array(flow.is_parameter_gradient, dtype=bool)
         piece, node_at = self._gradients.piece, self._gradients.node
-        self._gradient_lowest, self._gradient_highest = first_and_last(piece, node_at, len(flow.sizes))
+        self._gradient_lowest, self._gradient_highest = intervals.first_and_last(piece, node_at, len(flow.sizes))
 
     def _build_parameters(self) -> None:
         names = {name: i for i, name in enumerate(self._graph.parameters)}
         self._parameters = Intervals.from_nodes([[names[p] for p in node.parameters] for node in self._graph.nodes])
-        sizes, trained = np.zeros(len(names)), np.zeros(len(names))
+        self._trained_bytes: Floats = np.zeros(len(names))
         for name, i in names.items():
             info = self._graph.parameters[name]
-            sizes[i] = self._keeping.storage_bytes.get((f"parameter:{name}", 0), info.bytes)
-            trained[i] = sizes[i] if info.trainable else 0.0
-        self._parameter_bytes, self._trained_bytes = sizes, trained
+            if info.trainable:
+                self._trained_bytes[i] = self._keeping.storage_bytes.get((f"parameter:{name}", 0), info.bytes)
 
 
 class _GradientFlow:

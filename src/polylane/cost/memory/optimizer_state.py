@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.graph.graph import Graph
@@ -90,7 +91,8 @@ def _run_optimizer(
     dims: Mapping[str, int], dtypes: Mapping[str, torch.dtype], factory: Factory, device: str
 ) -> OptimizerState:
     def made() -> dict[str, nn.Parameter]:
-        return {n: nn.Parameter(torch.ones(_probe_shape(dim), dtype=dtypes[n])) for n, dim in dims.items()}
+        shapes = {n: [_SIZES[d % len(_SIZES)] for d in range(dim)] for n, dim in dims.items()}
+        return {n: nn.Parameter(torch.ones(shape, dtype=dtypes[n])) for n, shape in shapes.items()}
 
     small = made()
     extra = [pair for _ in range(-(-_MANY // max(len(small), 1)) - 1) for pair in made().items()]
@@ -114,10 +116,6 @@ def _run_optimizer(
     return OptimizerState(states, ledger.peak_bytes / max(worked_on, 1), together)
 
 
-def _probe_shape(dim: int) -> tuple[int, ...]:
-    return tuple(_SIZES[d % len(_SIZES)] for d in range(dim))
-
-
 def _describe_states(state: Mapping[str, Any], shape: tuple[int, ...]) -> list[StateTensor]:
     return [
         StateTensor(tuple(_match_dimension(size, shape) for size in t.shape), t.element_size())
@@ -131,11 +129,7 @@ def _match_dimension(size: int, shape: tuple[int, ...]) -> tuple[str, int]:
 
 def _find_tensors(value: Any) -> list[Tensor]:
     """Return all tensors of an optimizer's state, from any nesting of dictionaries and lists."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        return [t for v in value.values() for t in _find_tensors(v)]
-    return [t for v in value for t in _find_tensors(v)] if isinstance(value, (list, tuple)) else []
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _adam_states(dim: int, item: int) -> tuple[StateTensor, ...]:

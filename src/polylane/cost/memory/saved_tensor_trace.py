@@ -12,14 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
 
-from polylane.cost.memory.backend_kernels import (
-    call_identity,
-    hides_saved_tensors,
-    make_runnable,
-    unwrap_target,
-    without_key,
-)
+from polylane.cost.memory import backend_kernels as kernels
 from polylane.cost.memory.operator_trial import OperatorTrial, OutputMemory, TensorForm, try_operator
 from polylane.cost.memory.saved_tensors import BackendSetting, Key, SavedByOperator, SavedTensors
 from polylane.graph.capture.leaves import LeafCall
@@ -121,28 +116,33 @@ class SavedTensorTrace(GraphInterpreter):
     # ---- operators ---------------------------------------------------------------------------------------------------
 
     def _operator(self, node: fx.Node) -> tuple[Any, SavedByOperator]:
-        reads = list[Key]()
+        indices = dict[Key, int]()
 
         # Arguments with tensors replaced by their index: equal arguments then mean an equal call, whatever
         # the node names.
         def numbered(used: fx.Node) -> Any:
             value = self.env[used]
-            return _map_keys(value, lambda key: _TensorArgument(_argument_index(reads, key)))
+            return _map_keys(value, lambda key: _TensorArgument(indices.setdefault(key, len(indices))))
 
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), numbered)
+        reads = tuple(indices)
         forms = [self._forms[key] for key in reads]
-        found = self._cached_trial(node, _on_cpu(args), _on_cpu(kwargs), forms)
+        found = self._cached_trial(node, map_aggregate(args, _on_cpu), map_aggregate(kwargs, _on_cpu), forms)
         name = self._name(node)
         for j, given in enumerate(found.outputs):
             if given.form is not None:
                 self._record_output((name, j), given, reads, name)
         keys = [(name, j) if given.form is not None else None for j, given in enumerate(found.outputs)]
-        saved = SavedByOperator(self._position(node), tuple(reads), tuple((name, j) for j in range(len(keys))), found)
+        saved = SavedByOperator(self._position(node), reads, tuple((name, j) for j in range(len(keys))), found)
         return keys if found.returns_list else keys[0], saved
 
     def _cached_trial(self, node: fx.Node, args: Any, kwargs: Any, forms: Sequence[TensorForm]) -> OperatorTrial:
-        own_python = isinstance(unwrap_target(node.target), (LeafCall, FunctionCall))
-        kind = node if own_python else (call_identity(node.target), repr(without_key(args)), repr(kwargs), tuple(forms))
+        own_python = isinstance(kernels.unwrap_target(node.target), (LeafCall, FunctionCall))
+        kind = (
+            node
+            if own_python
+            else (kernels.call_identity(node.target), repr(kernels.without_key(args)), repr(kwargs), tuple(forms))
+        )
         if kind not in self._kinds:
             shared = (kind, self._circumstances) if _is_torchs(node.target) else None
             trial = _shared_trials.get(shared) or self._run_trial(node, args, kwargs, forms, own_python)
@@ -155,21 +155,21 @@ class SavedTensorTrace(GraphInterpreter):
         self, node: fx.Node, args: Any, kwargs: Any, forms: Sequence[TensorForm], own_python: bool
     ) -> OperatorTrial:
         setting = self._setting
-        target = make_runnable(node.target, setting.device, setting.fused_attention, setting.sync_batch_norm)
+        target = kernels.make_runnable(node.target, setting.device, setting.fused_attention, setting.sync_batch_norm)
 
         def call(tensors: Sequence[Tensor]) -> Any:
-            def of(read: _TensorArgument) -> Tensor:
-                return tensors[read.index]
+            def filled(value: Any) -> Any:
+                return tensors[value.index] if isinstance(value, _TensorArgument) else value
 
             with nullcontext() if setting.autocast is None else torch.autocast("cpu", dtype=setting.autocast):
-                return target(*_is_filled(args, of), **_is_filled(kwargs, of))
+                return target(*map_aggregate(args, filled), **map_aggregate(kwargs, filled))
 
         without_data: _Way = (self._mode, _empty)
         with_data: _Way = (_random_state_kept(), _random)
         # Fake tensors first, unless the operator's kernel is known to hide saved memory. The user's own
         # Python may look at values: data is the fallback.
         small = sum(form.bytes for form in forms) <= MOST_REAL
-        ways = [with_data, without_data] if hides_saved_tensors(node) and small else [without_data]
+        ways = [with_data, without_data] if kernels.hides_saved_tensors(node) and small else [without_data]
         if own_python and small:
             ways.append(with_data)
         for mode, make in ways:
@@ -239,12 +239,6 @@ def _torch_flags() -> tuple[Any, ...]:
     )
 
 
-def _argument_index(reads: list[Key], key: Key) -> int:
-    if key not in reads:
-        reads.append(key)
-    return reads.index(key)
-
-
 def _is_key(value: Any) -> bool:
     return type(value) is tuple and len(value) == 2 and isinstance(value[0], str)
 
@@ -255,26 +249,9 @@ def _map_keys(value: Any, function: Callable[[Key], Any]) -> Any:
     return [_map_keys(v, function) for v in value] if isinstance(value, list) else value
 
 
-def _is_filled(value: Any, of: Callable[[_TensorArgument], Any]) -> Any:
-    """Return arguments with the tensors filled in."""
-    if isinstance(value, _TensorArgument):
-        return of(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_is_filled(v, of) for v in value)
-    if isinstance(value, slice):
-        return slice(*(_is_filled(v, of) for v in (value.start, value.stop, value.step)))
-    return {k: _is_filled(v, of) for k, v in value.items()} if isinstance(value, dict) else value
-
-
 def _on_cpu(value: Any) -> Any:
-    """Return plain arguments with every device replaced by the CPU, where trials run."""
-    if isinstance(value, torch.device):
-        return torch.device("cpu")
-    if isinstance(value, list):  # fx has lists and dictionaries of its own
-        return [_on_cpu(v) for v in value]
-    if type(value) is tuple:
-        return tuple(_on_cpu(v) for v in value)
-    return {k: _on_cpu(v) for k, v in value.items()} if isinstance(value, dict) else value
+    """Return an argument as it is, but the CPU, where trials run, for every device."""
+    return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
 def _getitem_value(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

@@ -65,14 +65,6 @@ def collective_seconds(collective: str, size: float, degree: int, rates: RankSpe
     return rates.latency + bytes_per_rank(collective, size, degree) / rates.bandwidth
 
 
-def overlapped_seconds(collective: str, size: float, degree: int, rates: RankSpeed) -> float:
-    """Return the seconds of a collective that is overlapped with computation and bucketed with others: no latency.
-
-    Arguments as in :func:`bytes_per_rank`.
-    """
-    return bytes_per_rank(collective, size, degree) / rates.bandwidth
-
-
 def exchange_seconds(size: float, messages: int, rates: RankSpeed) -> float:
     """Return the seconds of ``messages`` that every rank sends inside an operator, ``size`` bytes in all."""
     return messages * rates.latency + size / rates.bandwidth

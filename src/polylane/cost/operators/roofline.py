@@ -7,7 +7,6 @@ Background", Deep Learning Performance documentation, sections "Tile Quantizatio
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from polylane.cluster.device import Device
@@ -48,14 +47,11 @@ def matmul_seconds(product: Product, device: Device, dtype: str, item: int | Non
     which need no tiles; but never less than the time to move the matrices.
     """
     width = _ITEM.get(dtype, 4) if item is None else item
-    taken = min(_tiled_seconds(product, device, dtype, width, parts) for parts in _split_k_counts(product))
+    splits = (parts for parts in _SPLITS if parts == 1 or product.k >= _LEAST_TERMS * parts)
+    taken = min(_tiled_seconds(product, device, dtype, width, parts) for parts in splits)
     if device.type == "cuda" and "float32" in device.achieved:  # a GPU has other units for plain arithmetic
         taken = min(taken, product.flops / device.rate("float32"))
     return max(taken, product.elements * width / device.stream)
-
-
-def _split_k_counts(product: Product) -> Iterable[int]:
-    return (parts for parts in _SPLITS if parts == 1 or product.k >= _LEAST_TERMS * parts)
 
 
 def _tiled_seconds(product: Product, device: Device, dtype: str, width: int, parts: int) -> float:

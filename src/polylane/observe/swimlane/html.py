@@ -8,17 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from polylane.observe.swimlane.layout import (
-    IDLE,
-    STYLES,
-    LaneRow,
-    build_rows,
-    format_bytes,
-    format_duration,
-    format_headline,
-    format_percent,
-    legend_styles,
-)
+from polylane.observe.swimlane import layout
 from polylane.observe.swimlane.svg import escape
 from polylane.observe.timeline import Span, Timeline, transfer_times
 from polylane.schedule.action import ActionKind
@@ -33,10 +23,10 @@ def html(timeline: Timeline) -> str:
     bandwidth at which they travelled. The table below the lanes has, for each rank, busy, exposed communication and
     idle time, the peak of live microbatches, and the bytes sent where they are known.
     """
-    lanes = build_rows(timeline)
+    lanes = layout.build_rows(timeline)
     parts = {
         "title": escape(timeline.title or "swimlane"),
-        "headline": escape(format_headline(timeline)),
+        "headline": escape(layout.format_headline(timeline)),
         "legend": "".join(_legend(timeline)),
         "table": "\n".join(_table(timeline, [row.label for row in lanes])),
         # "<" cannot stand in a script: "</script>" would end it
@@ -48,8 +38,8 @@ def html(timeline: Timeline) -> str:
 
 
 def _legend(timeline: Timeline) -> Iterator[str]:
-    for style in legend_styles(timeline):
-        fill = "var(--idle)" if style is IDLE else style.fill
+    for style in layout.legend_styles(timeline):
+        fill = "var(--idle)" if style is layout.IDLE else style.fill
         yield f'<li><i style="background: {fill}"></i>{escape(style.name)}</li>'
 
 
@@ -61,13 +51,18 @@ def _table(timeline: Timeline, labels: Sequence[str]) -> Iterator[str]:
     heads += ["sent"] if sent else []
     yield f"<thead><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead>\n<tbody>"
     for rank, (label, live) in enumerate(zip(labels, timeline.peak_live_microbatches(), strict=True)):
-        times = (format_duration(each[rank], unit) for each in (busy, exposed, idle))
-        share = format_percent(busy[rank] / makespan if makespan else 0.0)
-        yield _line(label, [share, *times, str(live), *(format_bytes(one) for one in sent[rank : rank + 1])])
+        times = (layout.format_duration(each[rank], unit) for each in (busy, exposed, idle))
+        share = layout.format_percent(busy[rank] / makespan if makespan else 0.0)
+        yield _line(label, [share, *times, str(live), *(layout.format_bytes(one) for one in sent[rank : rank + 1])])
     yield "</tbody>\n<tfoot>"
-    times = (format_duration(sum(each), unit) for each in (busy, exposed, idle))
-    cells = [format_percent(timeline.utilization()), *times, "", *([format_bytes(sum(sent))] if sent else [])]
-    yield _line(f"all, of {format_duration(makespan * timeline.ranks, unit)}", cells)
+    times = (layout.format_duration(sum(each), unit) for each in (busy, exposed, idle))
+    cells = [
+        layout.format_percent(timeline.utilization()),
+        *times,
+        "",
+        *([layout.format_bytes(sum(sent))] if sent else []),
+    ]
+    yield _line(f"all, of {layout.format_duration(makespan * timeline.ranks, unit)}", cells)
     yield "</tfoot>"
 
 
@@ -75,7 +70,7 @@ def _line(label: str, cells: Sequence[str]) -> str:
     return f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
-def _data(timeline: Timeline, lanes: Sequence[LaneRow]) -> dict[str, Any]:
+def _data(timeline: Timeline, lanes: Sequence[layout.LaneRow]) -> dict[str, Any]:
     """Return what the page's script reads; a span is eleven numbers in a row, see FIELDS there."""
     kinds = list(ActionKind)
     values: dict[str, int] = {}
@@ -104,6 +99,6 @@ def _data(timeline: Timeline, lanes: Sequence[LaneRow]) -> dict[str, Any]:
         return numbers
 
     drawn = [{"label": row.label, "main": flat(row.main), "thin": flat(row.thin)} for row in lanes]
-    styles = [{"name": str(kind), "fill": STYLES[kind].fill, "ink": STYLES[kind].ink} for kind in kinds]
+    styles = [{"name": str(kind), "fill": layout.STYLES[kind].fill, "ink": layout.STYLES[kind].ink} for kind in kinds]
     head = {"unit": timeline.unit, "extent": timeline.makespan(), "kinds": styles}
     return {**head, "values": list(values), "lanes": drawn}

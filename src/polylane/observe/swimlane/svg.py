@@ -7,20 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from polylane.observe.swimlane.layout import (
-    IDLE,
-    IDLE_DARK,
-    STYLES,
-    LaneRow,
-    SpanStyle,
-    build_rows,
-    format_bytes,
-    format_duration,
-    format_headline,
-    legend_styles,
-    style_shares,
-    time_axis,
-)
+from polylane.observe.swimlane import layout
 from polylane.observe.timeline import Span, Timeline, transfer_times
 from polylane.schedule.action import COMPUTE, ActionKind
 
@@ -35,14 +22,14 @@ text {{ font: 12px system-ui, -apple-system, "Segoe UI", sans-serif; fill: #1f23
 .title {{ font-size: 15px; font-weight: 600; }}
 .faint {{ fill: #57606a; }}
 .paper {{ fill: #ffffff; }}
-.idle {{ fill: {IDLE.fill}; }}
+.idle {{ fill: {layout.IDLE.fill}; }}
 .grid {{ stroke: #8c959f; stroke-opacity: 0.45; stroke-width: 1; }}
 .number {{ font-size: 11px; text-anchor: middle; pointer-events: none; }}
 @media (prefers-color-scheme: dark) {{
   text {{ fill: #e6edf3; }}
   .faint {{ fill: #9da7b1; }}
   .paper {{ fill: #0d1117; }}
-  .idle {{ fill: {IDLE_DARK}; }}
+  .idle {{ fill: {layout.IDLE_DARK}; }}
 }}
 """
 
@@ -72,7 +59,7 @@ def svg(timeline: Timeline) -> str:
     Communication during compute is on a thin row below it. Spans narrower than a pixel and a half are drawn together:
     each pixel column is filled in proportion to the time that they take, so that the coloured area stays true.
     """
-    lanes = build_rows(timeline)
+    lanes = layout.build_rows(timeline)
     left = 24 + LETTER * max((len(row.label) for row in lanes), default=0)
     plot = min(WIDEST, max(NARROW, TICK * timeline.makespan())) if timeline.unit == "ticks" else WIDEST
     scale = plot / (timeline.makespan() or 1)
@@ -90,11 +77,11 @@ def svg(timeline: Timeline) -> str:
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
             f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">',
-            f"<title>{escape(title)} · {escape(format_headline(timeline))}</title>",
+            f"<title>{escape(title)} · {escape(layout.format_headline(timeline))}</title>",
             f"<style>{_STYLE}</style>",
             '<rect class="paper" width="100%" height="100%"/>',
             f'<text class="title" x="16" y="26">{escape(title)}</text>',
-            f'<text class="faint" x="16" y="46">{escape(format_headline(timeline))}</text>',
+            f'<text class="faint" x="16" y="46">{escape(layout.format_headline(timeline))}</text>',
             *ground,
             *_axis(timeline, left, y, scale),
             *boxes,
@@ -124,29 +111,29 @@ def describe_span(span: Span, timeline: Timeline, time: float = 0) -> str:
     said += [f"rank {span.rank}"]
     said += [f"peer {action.peer}"] if action.peer is not None else []
     long, at = span.end - span.start, span.start - timeline.start()
-    said += [f"{format_duration(span.waited, timeline.unit)} of it in collectives"] if span.waited else []
+    said += [f"{layout.format_duration(span.waited, timeline.unit)} of it in collectives"] if span.waited else []
     said += [_describe_transfer(span, timeline.unit, time)] if span.bytes else []
     waited = "waited " if action.kind is ActionKind.RECEIVE else ""
     return (
-        f"{', '.join(said)}: {waited}{format_duration(long, timeline.unit)} from "
-        f"{format_duration(at, timeline.unit, digits=8)}"
+        f"{', '.join(said)}: {waited}{layout.format_duration(long, timeline.unit)} from "
+        f"{layout.format_duration(at, timeline.unit, digits=8)}"
     )
 
 
 def _describe_transfer(span: Span, unit: str, time: float) -> str:
     """Return ``1.2 MB in at most 3.4 ms (340 MB/s or more)``."""
     if span.action.kind in COMPUTE:
-        return f"{format_bytes(span.bytes)} sent in collectives"
-    rate = f" ({format_bytes(span.bytes / time)}/s or more)" if time and unit == "seconds" else ""
-    return format_bytes(span.bytes) + (f" in at most {format_duration(time, unit)}{rate}" if time else "")
+        return f"{layout.format_bytes(span.bytes)} sent in collectives"
+    rate = f" ({layout.format_bytes(span.bytes / time)}/s or more)" if time and unit == "seconds" else ""
+    return layout.format_bytes(span.bytes) + (f" in at most {layout.format_duration(time, unit)}{rate}" if time else "")
 
 
-def _row_background(row: LaneRow, left: float, y: float, plot: float) -> Iterator[str]:
+def _row_background(row: layout.LaneRow, left: float, y: float, plot: float) -> Iterator[str]:
     yield f'<text x="{left - 10:g}" y="{y + LANE / 2 + 4:g}" text-anchor="end">{escape(row.label)}</text>'
     yield f'<rect class="idle" x="{left:g}" y="{y:g}" width="{plot:g}" height="{LANE}"/>'
 
 
-def _boxes(row: LaneRow, picture: _Picture, y: float) -> Iterator[str]:
+def _boxes(row: layout.LaneRow, picture: _Picture, y: float) -> Iterator[str]:
     for spans, top, height in ((row.main, y, LANE), (row.thin, y + LANE + 1, THIN)):
         # Narrow spans are drawn first, so that no wide span is hidden behind them.
         wide = [span for span in spans if (span.end - span.start) * picture.scale >= 1.5]
@@ -158,7 +145,7 @@ def _boxes(row: LaneRow, picture: _Picture, y: float) -> Iterator[str]:
 
 
 def _box(span: Span, picture: _Picture, top: float, height: float) -> Iterator[str]:
-    style, microbatch, timeline = STYLES[span.action.kind], span.action.microbatch, picture.timeline
+    style, microbatch, timeline = layout.STYLES[span.action.kind], span.action.microbatch, picture.timeline
     x = picture.left + (span.start - timeline.start()) * picture.scale
     width = (span.end - span.start) * picture.scale
     seam = 1 if width > 4 else 0  # a line of background between one box and the next
@@ -179,11 +166,11 @@ def _stack_narrow_spans(spans: Sequence[Span], picture: _Picture, top: float, he
     if not spans:
         return
     bins, timeline = round(picture.plot), picture.timeline
-    paths: dict[SpanStyle, list[str]] = {}
-    for at, share in enumerate(style_shares(spans, timeline.start(), (timeline.makespan() or 1) / bins, bins)):
+    paths: dict[layout.SpanStyle, list[str]] = {}
+    for at, share in enumerate(layout.style_shares(spans, timeline.start(), (timeline.makespan() or 1) / bins, bins)):
         below = top + height
         # From the bottom up in the order of the legend. pop: send and receive share one style, which is drawn once.
-        for style in STYLES.values():
+        for style in layout.STYLES.values():
             if style in share:
                 tall = share.pop(style) * height
                 paths.setdefault(style, []).append(f"M{picture.left + at:g} {below:.2f}h1v{-tall:.2f}h-1z")
@@ -193,7 +180,7 @@ def _stack_narrow_spans(spans: Sequence[Span], picture: _Picture, top: float, he
 
 
 def _axis(timeline: Timeline, left: float, y: float, scale: float) -> Iterator[str]:
-    marks = time_axis(timeline.makespan(), timeline.unit)
+    marks = layout.time_axis(timeline.makespan(), timeline.unit)
     for at, label in marks.marks:
         x = left + at * scale
         yield f'<line class="grid" x1="{x:.2f}" x2="{x:.2f}" y1="{TOP - 4}" y2="{y:g}"/>'
@@ -202,8 +189,8 @@ def _axis(timeline: Timeline, left: float, y: float, scale: float) -> Iterator[s
 
 
 def _legend(timeline: Timeline, x: float, y: float) -> Iterator[str]:
-    for style in legend_styles(timeline):
-        fill = 'class="idle"' if style is IDLE else f'fill="{style.fill}"'
+    for style in layout.legend_styles(timeline):
+        fill = 'class="idle"' if style is layout.IDLE else f'fill="{style.fill}"'
         yield f'<rect {fill} x="{x:g}" y="{y - 10:g}" width="14" height="12"/>'
         yield f'<text x="{x + 20:g}" y="{y:g}">{escape(style.name)}</text>'
         x += 20 + LETTER * len(style.name) + 22

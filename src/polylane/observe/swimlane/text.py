@@ -7,24 +7,11 @@ import textwrap
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from polylane.observe.swimlane.layout import (
-    IDLE,
-    STYLES,
-    LaneRow,
-    SpanStyle,
-    TimeAxis,
-    build_rows,
-    format_bytes,
-    format_duration,
-    format_headline,
-    legend_styles,
-    style_shares,
-    time_axis,
-)
+from polylane.observe.swimlane import layout
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import ActionKind
 
-_Cell = tuple[str, SpanStyle]  # the characters of a cell, and the style that they show
+_Cell = tuple[str, layout.SpanStyle]  # the characters of a cell, and the style that they show
 _Paint = Callable[[Sequence[_Cell]], str]
 
 
@@ -60,7 +47,7 @@ def _coloured(cells: Sequence[_Cell]) -> str:
 
 
 def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
-    lanes = build_rows(timeline)
+    lanes = layout.build_rows(timeline)
     margin = max((len(row.label) for row in lanes), default=0)
     # Three characters separate the labels from the lanes.
     room = max(width - margin - 3, 20)
@@ -70,16 +57,16 @@ def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
         grid = _cells(timeline, lanes, cell)
         per_column = ""
         taken = round(timeline.makespan()) * cell
-        ruler = _ruler(time_axis(timeline.makespan(), timeline.unit, most=max(taken // 4, 1)), cell, taken, cell)
+        ruler = _ruler(layout.time_axis(timeline.makespan(), timeline.unit, most=max(taken // 4, 1)), cell, taken, cell)
         key = _legend_lines(timeline, {ActionKind.FORWARD: "0 forward", ActionKind.BACKWARD: "<0 backward"})
     else:
         grid = _columns(timeline, lanes, room)
-        per_column = f" · a column is {format_duration(timeline.makespan() / room, timeline.unit)}"
+        per_column = f" · a column is {layout.format_duration(timeline.makespan() / room, timeline.unit)}"
         scale = room / (timeline.makespan() or 1)
-        ruler = _ruler(time_axis(timeline.makespan(), timeline.unit, most=max(room // 12, 1)), scale, room, 1)
+        ruler = _ruler(layout.time_axis(timeline.makespan(), timeline.unit, most=max(room // 12, 1)), scale, room, 1)
         key = _legend_lines(timeline, {})
     lines = [timeline.title] if timeline.title else []
-    lines += [format_headline(timeline) + per_column, f"{'':{margin}} │ {ruler}".rstrip()]
+    lines += [layout.format_headline(timeline) + per_column, f"{'':{margin}} │ {ruler}".rstrip()]
     lines += [f"{label:{margin}} │ {paint(cells)}".rstrip() for label, cells in grid]
     return "\n".join([*lines, key, *_bytes_sent_lines(timeline, width)]) + "\n"
 
@@ -87,15 +74,15 @@ def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
 def _bytes_sent_lines(timeline: Timeline, width: int) -> list[str]:
     """Return lines that say what each rank sent; none where nothing was counted."""
     sent = timeline.sent()
-    return textwrap.wrap(f"sent by each rank: {', '.join(map(format_bytes, sent))}", width) if any(sent) else []
+    return textwrap.wrap(f"sent by each rank: {', '.join(map(layout.format_bytes, sent))}", width) if any(sent) else []
 
 
 def _legend_lines(timeline: Timeline, instead: dict[ActionKind, str]) -> str:
-    words = {STYLES[kind]: word for kind, word in instead.items()}
-    return "   ".join(words.get(style, f"{style.glyph} {style.name}") for style in legend_styles(timeline))
+    words = {layout.STYLES[kind]: word for kind, word in instead.items()}
+    return "   ".join(words.get(style, f"{style.glyph} {style.name}") for style in layout.legend_styles(timeline))
 
 
-def _ruler(marks: TimeAxis, scale: float, room: int, cell: int) -> str:
+def _ruler(marks: layout.TimeAxis, scale: float, room: int, cell: int) -> str:
     """Return the numbers of the axis, each over the last character of its cell, and the unit; numbers never touch."""
     line = ""
     for at, label in marks.marks:
@@ -118,14 +105,14 @@ def _cell_width(timeline: Timeline) -> int:
     return 1 + max((len(str(span.action.microbatch or 0)) for span in timeline.spans), default=1)
 
 
-def _cells(timeline: Timeline, lanes: Sequence[LaneRow], cell: int) -> list[tuple[str, list[_Cell]]]:
+def _cells(timeline: Timeline, lanes: Sequence[layout.LaneRow], cell: int) -> list[tuple[str, list[_Cell]]]:
     first, ticks = timeline.start(), round(timeline.makespan())
     grid = []
     for row in lanes:
-        for label, spans, empty in ((row.label, row.main, IDLE.glyph), ("", row.thin, "")):
-            cells = [(f"{empty:>{cell}}", IDLE)] * ticks
+        for label, spans, empty in ((row.label, row.main, layout.IDLE.glyph), ("", row.thin, "")):
+            cells = [(f"{empty:>{cell}}", layout.IDLE)] * ticks
             for span in spans:
-                filled = (f"{_sign(span):>{cell}}", STYLES[span.action.kind])
+                filled = (f"{_sign(span):>{cell}}", layout.STYLES[span.action.kind])
                 for tick in range(round(span.start - first), round(span.end - first)):
                     cells[tick] = filled
             if spans or label:
@@ -136,38 +123,38 @@ def _cells(timeline: Timeline, lanes: Sequence[LaneRow], cell: int) -> list[tupl
 def _sign(span: Span) -> str:
     kind, microbatch = span.action.kind, span.action.microbatch
     if microbatch is None or kind not in (ActionKind.FORWARD, ActionKind.BACKWARD):
-        return STYLES[kind].glyph
+        return layout.STYLES[kind].glyph
     return str(microbatch) if kind is ActionKind.FORWARD else f"<{microbatch}"
 
 
 # --- a column per slice of time ---
 
 
-def _columns(timeline: Timeline, lanes: Sequence[LaneRow], room: int) -> list[tuple[str, list[_Cell]]]:
+def _columns(timeline: Timeline, lanes: Sequence[layout.LaneRow], room: int) -> list[tuple[str, list[_Cell]]]:
     first, width = timeline.start(), (timeline.makespan() or 1) / room
     grid = []
     for row in lanes:
-        main = [_fullest_style(share, IDLE.glyph) for share in style_shares(row.main, first, width, room)]
+        main = [_fullest_style(share, layout.IDLE.glyph) for share in layout.style_shares(row.main, first, width, room)]
         for span in row.main:
             _write_number(main, span, (span.start - first) / width, (span.end - first) / width)
         grid.append((row.label, main))
-        thin = [_fullest_style(share, " ") for share in style_shares(row.thin, first, width, room)]
-        if any(style is not IDLE for _, style in thin):
+        thin = [_fullest_style(share, " ") for share in layout.style_shares(row.thin, first, width, room)]
+        if any(style is not layout.IDLE for _, style in thin):
             grid.append(("", thin))
     return grid
 
 
-def _fullest_style(share: dict[SpanStyle, float], empty: str) -> _Cell:
+def _fullest_style(share: dict[layout.SpanStyle, float], empty: str) -> _Cell:
     """Return the cell for what fills most of a column, where idle time counts as well."""
-    style, part = max(share.items(), key=lambda item: item[1], default=(IDLE, 0.0))
-    return (style.glyph, style) if part >= 1 - sum(share.values()) and part > 0 else (empty, IDLE)
+    style, part = max(share.items(), key=lambda item: item[1], default=(layout.IDLE, 0.0))
+    return (style.glyph, style) if part >= 1 - sum(share.values()) and part > 0 else (empty, layout.IDLE)
 
 
 def _write_number(cells: list[_Cell], span: Span, start: float, end: float) -> None:
     """Write the microbatch over the first columns of a span that has one more: it also marks where the span starts."""
     if span.action.microbatch is None or span.action.kind not in (ActionKind.FORWARD, ActionKind.BACKWARD):
         return
-    label, style = str(span.action.microbatch), STYLES[span.action.kind]
+    label, style = str(span.action.microbatch), layout.STYLES[span.action.kind]
     left, right = math.ceil(start - 0.5), min(math.floor(end + 0.5), len(cells))
     if right - left > len(label) and all(shown is style for _, shown in cells[left:right]):
         cells[left : left + len(label)] = [(digit, style) for digit in label]

@@ -48,10 +48,22 @@ class ModelTensors:
         # Optimizers and the user's own code hold parameters by identity, so only their data is exchanged.
         for name, parameter in self.parameters().items():
             if name in values:
-                parameter.data = values[name]
+                _replace_data(parameter, values[name])
         for root, prefix in [(self.model, ""), *[(m, "loss.") for m in self.losses if isinstance(m, nn.Module)]]:
             for path, module in root.named_modules():
                 for key, buffer in module._buffers.items():
                     name = f"{prefix}{path}.{key}" if path else f"{prefix}{key}"
                     if name in values and buffer is not None:
                         module._buffers[key] = values[name]
+
+
+def _replace_data(parameter: nn.Parameter, value: Tensor) -> None:
+    """Replace a parameter's values, also by those of another shape.
+
+    As long as any autograd graph that read the parameter is alive (a loss that the user's script still has), torch keeps
+    the node that accumulates its gradient, which refuses gradients of another shape; a change of dtype drops that node.
+    """
+    if value.shape != parameter.shape:
+        other = torch.float64 if parameter.dtype != torch.float64 else torch.float32
+        parameter.data = parameter.data.new_empty(0, dtype=other)
+    parameter.data = value

@@ -1,0 +1,26 @@
+"""Numbers in the form in which people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from polylane.commands.printing import format_duration
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.0, "0 s"),
+        (8.2e-4, "820 µs"),
+        (0.0351, "35.1 ms"),
+        (0.9996, "1000 ms"),
+        (1.236, "1.24 s"),
+        (123.4, "123 s"),
+        (999.4, "999 s"),
+        (999.6, "16 min 40 s"),
+        (1234.0, "20 min 34 s"),
+        (7385.0, "2 h 03 min"),
+    ],
+)
+def test_durations_have_three_digits_and_long_ones_minutes(seconds: float, said: str) -> None:
+    assert format_duration(seconds) == said
