@@ -60,8 +60,8 @@ class ModelTensors:
 def _replace_data(parameter: nn.Parameter, value: Tensor) -> None:
     """Replace a parameter's values, also by those of another shape.
 
-    As long as any autograd graph that read the parameter is alive (a loss that the user's script still has), torch keeps
-    the node that accumulates its gradient, which refuses gradients of another shape; a change of dtype drops that node.
+    As long as any autograd graph that read the parameter is alive (a loss that the user's script still has), torch
+    keeps the node that accumulates its gradient, which refuses gradients of another shape. A change of dtype drops it.
     """
     if value.shape != parameter.shape:
         other = torch.float64 if parameter.dtype != torch.float64 else torch.float32
