@@ -194,9 +194,7 @@ def test_a_loss_that_the_script_still_has(plan: str) -> None:
     """Its graph refers to the whole parameters, of which a worker then has parts."""
     model = mlp(6, 8, 8, 4)
     alive = classify(model, batch_of(8))
-    (expected,) = {
-        worker.losses[-1] for worker in training.trained(mlp(6, 8, 8, 4), "data=1", [batch_of(8), batch_of(8)])
-    }
-    for worker in training.trained(model, plan, [batch_of(8), batch_of(8)]):
-        assert worker.losses[-1] == pytest.approx(expected, rel=1e-9)
+    (alone,) = training.trained(mlp(6, 8, 8, 4), "data=1", 2 * [batch_of(8)])
+    for worker in training.trained(model, plan, 2 * [batch_of(8)]):
+        assert worker.losses == pytest.approx(alone.losses, rel=1e-9)
     assert alive.requires_grad
