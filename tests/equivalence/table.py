@@ -18,7 +18,7 @@ OPTIMIZERS = ("sgd", "adamw", "own")  # "own" is the one of the recipe
 COVERING = """
 model           | batches | data=2        | pipeline=2    | pipeline=4    | data=2,pipeline=2
 ----------------+---------+---------------+---------------+---------------+------------------
-digits          | 8 5     | naive 1 adamw |               |               | 1f1b 3 sgd
+digits          | 8 5     | naive 1 adamw |               |               |
 gpt             | 8 3     |               |               | naive 3 own   | afab 4 adamw
 unet            | 6 3     | afab 2 sgd    |               | afab 3 sgd    |
 inception       | 5 3     |               | naive 2 adamw |               |

@@ -79,7 +79,7 @@ UNEVEN = ("[data=2 | tensor=2],microbatches=2", "[1 | data=2 | tensor=2],microba
 
 
 # What others have, too.
-FURTHER = ("data=2", "data=2,pipeline=2,microbatches=2", "data=2,servers=2", "tensor=2", SPLIT[-1])
+FURTHER = (PLANS[0], PLANS[2], PLANS[3], SPLIT[0], SPLIT[1], SPLIT[-1], UNEVEN[0])
 
 
 @pytest.mark.parametrize("plan", covering.except_slow([*PLANS, *SPLIT, *UNEVEN], FURTHER))

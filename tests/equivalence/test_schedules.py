@@ -152,7 +152,10 @@ def unchanged() -> Trained:
     return found
 
 
-@pytest.mark.parametrize(("name", "plan"), covering.pairs(SCHEDULES, ["data=1", "data=2", "pipeline=2,microbatches=1"]))
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    covering.pairs(SCHEDULES, ["data=1", "data=2", "pipeline=2,microbatches=1"]),
+)
 def test_schedules_are_those_of_the_plain_loop(name: str, plan: str) -> None:
     change = SCHEDULES[name]
     (expected,) = fork_workers(lambda _: plain(scheduled(), change), 1)

@@ -16,7 +16,7 @@ from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
 from polylane.graph.precision import to_float64
 from polylane.placement.kernels import ring_attention as ring
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.sync.local_sgd import LocalSgd
+from polylane.runtime.sync import local_sgd
 from polylane.verify.first_difference import find_differing_nodes
 from polylane.verify.record import ComparedTraining
 from polylane.verify.verify import Verdict, batch_in_float64, verify
@@ -114,12 +114,12 @@ def test_of_replicas_that_go_apart_the_first_whose_gradient_differs(monkeypatch:
 
 
 def test_replicas_that_agree_on_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = LocalSgd._average_tensors
+    plain = local_sgd.average_over_replicas
 
-    def alike(self: LocalSgd, tensors: Any, seen: Any) -> Any:
-        return plain(self, tensors, [1] * len(seen))
+    def alike(tensors: Any, seen: Any, *rest: Any) -> Any:
+        return plain(tensors, [1] * len(seen), *rest)
 
-    monkeypatch.setattr(LocalSgd, "_average_tensors", alike)
+    monkeypatch.setattr(local_sgd, "average_over_replicas", alike)
     said = culprit("gpt", "data=2,every=2")
     assert said.startswith(
         "every update of step 2 agrees; what differs is what replicas agree on after it, first tokens"

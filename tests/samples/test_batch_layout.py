@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from eager_and_captured import captured
 from torch import Tensor, nn
 
+import covering
 import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
@@ -111,9 +112,9 @@ def test_a_model_on_the_meta_device_is_not_looked_at() -> None:
     assert told.startswith(": no rule says of first/linear (")
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("name", [*models.CASES, *models.TINY])
-def test_what_is_proven_is_what_is_seen(name: str, training: bool) -> None:
+@pytest.mark.parametrize(("name", "mode"), covering.pairs([*models.CASES, *models.TINY], ["training", "evaluation"]))
+def test_what_is_proven_is_what_is_seen(name: str, mode: str) -> None:
+    training = mode == "training"
     graph, model, case = captured(name, training=training)
     proven = proven_orders(graph)
     seen = seen_orders(graph, model, case.loss, flatten(case.batch(5, 1))[0])

@@ -37,7 +37,7 @@ def test_cases_are_captured_as_they_are(name: str) -> None:
     assert all(held)
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, [*models.CASES, *models.TINY]))
+@pytest.mark.parametrize("name", covering.one_in(5, [*models.CASES, *models.TINY]))
 def test_names_are_unique_and_the_same_everywhere(name: str) -> None:
     graphs = [captured(name)[0], captured(name, samples=3)[0], captured(name, in_float64=True)[0]]
     names = [[node.name for node in graph.nodes] for graph in graphs]
