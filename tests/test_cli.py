@@ -26,10 +26,10 @@ from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import format_ranges
 from polylane.commands.requests import RecipeRequest
 from polylane.compile.compiled_training import compile_training
+from polylane.observe.timeline import Timeline
 from polylane.plan import plan as plans
 from polylane.sharding.integer_program import IntegerProgram
 from polylane.verify import verify as verification
-from timelines import read_timeline
 
 RECIPE = """
 import torch
@@ -606,7 +606,7 @@ def polylane_recipe(path: str, settings: dict[str, str]) -> Any:
 
 def test_the_timeline_is_of_a_late_full_step(trained: tuple[dict[str, Any], str, Path]) -> None:
     run = trained[2]
-    timeline = read_timeline(json.loads((run / "timeline.json").read_text()))
+    timeline = Timeline.from_dict(json.loads((run / "timeline.json").read_text()))
     assert timeline.ranks == 4
     assert timeline.utilization() == trained[0]["utilization"]
     assert list(timeline.sent()) == trained[0]["sent_bytes"] and min(timeline.sent()) > 0

@@ -9,7 +9,6 @@ import pytest
 
 from polylane.observe.timeline import Span, Timeline, union_intervals
 from polylane.schedule.action import Action, ActionKind
-from timelines import read_timeline
 
 
 def span(rank: int, kind: ActionKind, start: float, end: float, microbatch: int | None = 0, stage: int = 0) -> Span:
@@ -106,7 +105,7 @@ def test_json_round_trip_is_exact() -> None:
         (Span(1, action, 0.1 + 0.2, 1e300, bytes=2**53 + 1), Span(0, Action(ActionKind.STEP, 0), 3, 4)),
         ranks=2, unit="ticks", title="näive </script>", notes={"a": "b"},
     )  # fmt: skip
-    back = read_timeline(json.loads(json.dumps(timeline.to_dict())))
+    back = Timeline.from_dict(json.loads(json.dumps(timeline.to_dict())))
     assert back == timeline
     assert type(back.spans[1].start) is int
     assert type(back.spans[0].action.kind) is ActionKind
@@ -132,7 +131,7 @@ def test_waiting_inside_an_action_is_communication() -> None:
     assert timeline.busy() == (6,)
     assert timeline.exposed_communication() == (4,)
     assert timeline.utilization() == 0.6
-    assert read_timeline(timeline.to_dict()) == timeline
+    assert Timeline.from_dict(timeline.to_dict()) == timeline
 
 
 def test_sent_bytes_are_those_that_a_rank_gives_away() -> None:
@@ -153,14 +152,14 @@ def test_files_without_bytes_are_read() -> None:
     sized = Timeline(tuple(replace(one, bytes=7, waited=0.5) for one in MIXED.spans), ranks=3)
     data = sized.to_dict()
     assert data["columns"].pop() == "bytes" and {row.pop() for row in data["spans"]} == {7}
-    assert read_timeline(data) == replace(sized, spans=tuple(replace(one, bytes=0) for one in sized.spans))
+    assert Timeline.from_dict(data) == replace(sized, spans=tuple(replace(one, bytes=0) for one in sized.spans))
 
 
 def test_columns_are_read_by_name() -> None:
     data = MIXED.to_dict()
     data["columns"] = ["later", *reversed(data["columns"])]
     data["spans"] = [["?", *reversed(row)] for row in data["spans"]]
-    assert read_timeline(data) == MIXED
+    assert Timeline.from_dict(data) == MIXED
 
 
 @pytest.mark.parametrize(
@@ -179,7 +178,7 @@ def test_columns_are_read_by_name() -> None:
 def test_files_that_are_not_timelines_are_refused(change: dict[str, object], message: str) -> None:
     data = {key: value for key, value in (MIXED.to_dict() | change).items() if value is not ...}
     with pytest.raises(ValueError, match=message):
-        read_timeline(data)
+        Timeline.from_dict(data)
 
 
 @pytest.mark.parametrize(("rank", "start", "end"), [(2, 0, 1), (-1, 0, 1), (0, 2, 1), (0, float("nan"), 1)])

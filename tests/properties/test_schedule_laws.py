@@ -13,7 +13,6 @@ from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.synchronous import SCHEDULES, live_bound, schedule_lanes
-from timelines import read_timeline
 
 schedules = st.sampled_from(sorted(SCHEDULES))
 stages = st.integers(1, 7)
@@ -110,4 +109,4 @@ def test_utilization_is_exact(schedule: str, k: int, n: int, f: int, b: int) -> 
 @settings(max_examples=covering.examples(50))
 def test_a_file_gives_back_the_timeline(schedule: str, k: int, n: int, f: int, b: int, c: int) -> None:
     timeline = simulate_schedule(schedule_lanes(schedule, k, n), f, b, c)
-    assert read_timeline(timeline.to_dict()) == timeline
+    assert Timeline.from_dict(timeline.to_dict()) == timeline

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
-from timelines import read_timeline
 
 RANKS = 4
 TIMES = st.floats(0, 1e6)
@@ -32,7 +31,7 @@ TIMELINES = st.builds(lambda spans: Timeline(tuple(spans), RANKS), st.lists(SPAN
 
 @given(TIMELINES)
 def test_a_file_gives_back_every_span(timeline: Timeline) -> None:
-    assert read_timeline(json.loads(json.dumps(timeline.to_dict()))) == timeline
+    assert Timeline.from_dict(json.loads(json.dumps(timeline.to_dict()))) == timeline
 
 
 @given(TIMELINES)
@@ -43,7 +42,7 @@ def test_a_file_without_bytes_gives_back_all_the_rest(timeline: Timeline) -> Non
     for row in data["spans"]:
         del row[at]
     without = tuple(replace(span, bytes=0) for span in timeline.spans)
-    assert read_timeline(json.loads(json.dumps(data))) == replace(timeline, spans=without)
+    assert Timeline.from_dict(json.loads(json.dumps(data))) == replace(timeline, spans=without)
 
 
 @given(TIMELINES)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from random import Random
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -26,7 +26,7 @@ from polylane.placement.placement import PARTIAL, REPLICATE, REPLICATE_PARTIAL_G
 from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.constraints import choice_labels
-from polylane.sharding.cost_model import CostSetting, list_redistributions
+from polylane.sharding.cost_model import CostSetting, LayoutPrediction, list_redistributions, predict_split
 from polylane.sharding.solve import SLACK, carry_over, equivalence_classes, solve
 
 FAST = RankSpeed(flops=1e9, bytes=1e9, latency=1e-7, bandwidth=1e9)
@@ -87,34 +87,7 @@ def possible(setting: CostSetting, split: AxisSplit) -> bool:
     return all(not use.is_write for moving in list_redistributions(setting, split) for use in moving.uses)
 
 
-class Prediction(NamedTuple):
-    """What a whole split costs: seconds of both passes, and bytes of parameters and activations on the busiest rank."""
-
-    seconds: float
-    parameters: float
-    activations: float
-
-
-def predict_split(setting: CostSetting, split: AxisSplit) -> Prediction:
-    """Add up the prices of a split, tensor by tensor and operator by operator."""
-    seconds, parameters, activations = 0.0, 0.0, 0.0
-    for moving in list_redistributions(setting, split):
-        key, ends = moving.key, (moving.source, moving.target)
-        seconds += setting.redistribution_seconds(key, *ends)
-        if setting.is_parameter(key):
-            parameters += setting.copied_bytes(key, *ends)
-        elif setting.values[key].gradient:
-            activations += setting.copied_bytes(key, *ends)
-    for step in setting.view.operators:
-        seconds += setting.operator_seconds(step, split.strategies[step.name])
-        activations += setting.activation_bytes(step, split.strategies[step.name].outputs)
-    for key, source in setting.view.sources.items():
-        seconds += setting.source_seconds(source, split.source_placements[key])
-        parameters += setting.parameter_bytes(source, split.source_placements[key])
-    return Prediction(seconds, parameters, activations)
-
-
-def limited(prediction: Prediction, purpose: str) -> float:
+def limited(prediction: LayoutPrediction, purpose: str) -> float:
     return prediction.parameters if purpose == "tensor" else prediction.activations
 
 

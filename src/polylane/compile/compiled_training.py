@@ -152,7 +152,9 @@ class CompiledTraining:
                 for samples in set(sizes):
                     parts = self.microbatches_of(samples)
                     shares = (compute_shares(samples, parts, replicas, replica) for replica in range(replicas))
-                    for count in {share.samples for own in shares for share in own}:
+                    # Replicas that take steps of their own compute nothing where they have no sample.
+                    padded = not self.plan.sync.is_replica_local
+                    for count in {share.samples for own in shares for share in own if share.weight or padded}:
                         layout.at(count)
 
     def compile_further(self, partition: Partition) -> CompiledGraph:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from polylane.schedule.action import COMMUNICATION, COMPUTE, Action, ActionKind
 
-# The columns of a span in a file, by which it is read: a later version may add columns.
+# The columns of a span in a file. `from_dict` reads them by name, so that a later version may add columns.
 COLUMNS = ("rank", "kind", "stage", "microbatch", "value", "peer", "gradient", "start", "end", "waited", "bytes")
+# Columns that files of earlier versions lack, with the value that is read instead.
+_LATER: dict[str, Any] = {"bytes": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,7 @@ class Timeline:
         return replace(self, spans=tuple(replace(s, start=s.start - first, end=s.end - first) for s in self.spans))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON, a row per span under the names of the columns."""
+        """Return plain data for JSON, a row per span under the names of the columns; see `from_dict`."""
         rows = [
             [s.rank, str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, s.start, s.end, s.waited, s.bytes]
             for s in self.spans
@@ -134,6 +136,28 @@ class Timeline:
         ]
         head = {"polylane": 1, "kind": "timeline", "title": self.title, "unit": self.unit, "ranks": self.ranks}
         return {**head, "notes": dict(self.notes), "columns": list(COLUMNS), "spans": rows}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> Timeline:
+        """Return the timeline that `to_dict` wrote.
+
+        Raises:
+            ValueError: this is not a timeline of schema 1, or a part of it is missing or not what it should be.
+        """
+        if data.get("polylane") != 1 or data.get("kind") != "timeline":
+            found = {key: data[key] for key in ("polylane", "kind") if key in data}
+            raise ValueError(
+                f'not a timeline: expected "polylane": 1 and "kind": "timeline", found {found or "neither"}'
+            )
+        missing = [key for key in ("unit", "ranks", "columns", "spans") if key not in data]
+        known = (*data.get("columns", COLUMNS), *_LATER)
+        missing += [f"columns: {name}" for name in COLUMNS if name not in known]
+        if missing:
+            raise ValueError(f"this timeline lacks {', '.join(missing)}")
+        places = {name: place for place, name in enumerate(data["columns"])}
+        at = [places.get(name) for name in COLUMNS]
+        spans = tuple(_span_from_row(number, row, at) for number, row in enumerate(data["spans"]))
+        return Timeline(spans, data["ranks"], data["unit"], data.get("title", ""), dict(data.get("notes", {})))
 
 
 def union_intervals(spans: Iterable[Span]) -> list[tuple[float, float]]:
@@ -184,6 +208,25 @@ def _peak_lives(lives: Iterable[tuple[float, float]]) -> int:
         alive += change
         peak = max(peak, alive)
     return peak
+
+
+def _span_from_row(number: int, row: Sequence[Any], at: Sequence[int | None]) -> Span:
+    """Return the span of one row.
+
+    Args:
+        number: index of the row, for messages.
+        row: the values of the span's columns.
+        at: index of each of `COLUMNS` in the row; None where the file lacks it.
+
+    Raises:
+        ValueError: a value is missing, or of the wrong type.
+    """
+    try:
+        given = (_LATER[name] if place is None else row[place] for name, place in zip(COLUMNS, at, strict=True))
+        rank, kind, stage, microbatch, value, peer, gradient, start, end, waited, size = given
+        return Span(rank, Action(ActionKind(kind), stage, microbatch, value, peer, gradient), start, end, waited, size)
+    except (ValueError, TypeError, IndexError) as error:
+        raise ValueError(f"span {number} of this timeline cannot be read, {row!r}: {error}") from error
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------

@@ -194,3 +194,48 @@ def list_redistributions(setting: CostSetting, split: AxisSplit) -> Iterator[Pri
         for target, users in targets.items():
             if target != source:
                 yield PricedMove(key, source, target, tuple(users))
+
+
+@dataclass(frozen=True)
+class LayoutPrediction:
+    """What a split costs by the model.
+
+    Attributes:
+        seconds: duration of one forward and backward pass on the busiest rank.
+        sent: bytes that every rank sends in one forward and backward pass.
+        moves: number of redistributions of the forward pass.
+        parameters: bytes of parameters and of their redistributed copies on the busiest rank.
+        activations: bytes of outputs and redistributed copies that a backward pass may need, on the busiest rank.
+    """
+
+    seconds: float
+    sent: float
+    moves: int
+    parameters: float
+    activations: float
+
+
+def predict_split(setting: CostSetting, split: AxisSplit) -> LayoutPrediction:
+    """Return the predicted cost of a whole split: the prices of its redistributions, operators and graph inputs."""
+    seconds, sent, moves, parameters, activations = 0.0, 0.0, 0, 0.0, 0.0
+    for moving in list_redistributions(setting, split):
+        moves += 1
+        key, ends = moving.key, (moving.source, moving.target)
+        seconds += setting.redistribution_seconds(key, *ends)
+        size = setting.tensor_bytes(key)
+        for collective, _ in redistribute(size, *ends, setting.values[key].gradient):
+            sent += communicate.bytes_per_rank(collective, size, setting.degree) if collective else 0.0
+        if setting.is_parameter(key):
+            parameters += setting.copied_bytes(key, *ends)
+        elif setting.values[key].gradient:
+            activations += setting.copied_bytes(key, *ends)
+    for step in setting.view.operators:
+        strategy = split.strategies[step.name]
+        seconds, sent = seconds + setting.operator_seconds(step, strategy), sent + strategy.sent
+        activations += setting.activation_bytes(step, strategy.outputs)
+    for key, source in setting.view.sources.items():
+        placement = split.source_placements[key]
+        taken = setting.source_seconds(source, placement)
+        seconds, sent = seconds + taken, sent + taken * setting.rates.bandwidth
+        parameters += setting.parameter_bytes(source, placement)
+    return LayoutPrediction(seconds, sent, moves, parameters, activations)

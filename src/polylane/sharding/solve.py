@@ -18,7 +18,7 @@ from polylane.placement.operator_view import OperatorView, TensorKey
 from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.constraints import ProgramBuilder, choice_labels
-from polylane.sharding.cost_model import CostSetting
+from polylane.sharding.cost_model import CostSetting, LayoutPrediction, predict_split
 from polylane.sharding.integer_program import STATUS, IntegerSolution
 
 # A faster split may take this share more of the limited bytes than the least possible.
@@ -38,13 +38,20 @@ class SolveReport:
     """How a split was found.
 
     Attributes:
+        prediction: seconds and bytes of the split by the cost model.
+        least: the least possible bytes of the parameters and of their redistributed copies; of activations where the
+            axis splits those.
         status: "optimal" (within :data:`GAP` of the best) or "stopped early".
         gap: relative distance from the best bound; infinite where that is not known.
+        classes: number of equivalence classes of nodes, each chosen for once.
         seconds: wall-clock duration of the search.
     """
 
+    prediction: LayoutPrediction
+    least: float
     status: str
     gap: float
+    classes: int
     seconds: float
 
 
@@ -80,13 +87,15 @@ def solve(
     start = time.perf_counter()
     setting = CostSetting(view, degree, rates or RankSpeed(), demands.other_axes)
     choices = admissible_options(view, options, degree, demands)
-    builder = ProgramBuilder(setting, choices, demands, equivalence_classes(view, choice_labels(setting, choices)))
+    classes = equivalence_classes(view, choice_labels(setting, choices))
+    builder = ProgramBuilder(setting, choices, demands, classes)
     builder.build()
-    found = _search_solution(builder)
+    least, found = _search_solution(builder)
     if not len(found.values):
         raise PolylaneError(f"placements: no split over {degree} ranks ({demands.purpose}) was found: {found.status}")
     split = builder.read_solution(found.values)
-    report = SolveReport(found.status, found.gap, time.perf_counter() - start)
+    kinds, took = len(set(classes.values())), time.perf_counter() - start
+    report = SolveReport(predict_split(setting, split), least, found.status, found.gap, kinds, took)
     return SolvedSplit(degree, split.strategies, split.source_placements, report)
 
 
@@ -108,8 +117,8 @@ def carry_over(
     return solve(view, options, split.degree, SplitDemands(purpose, {}, other_axes, fixed))
 
 
-def _search_solution(builder: ProgramBuilder) -> IntegerSolution:
-    """Return a fast solution whose limited bytes are within the slack of the least possible.
+def _search_solution(builder: ProgramBuilder) -> tuple[float, IntegerSolution]:
+    """Return the least possible bytes, and a fast solution whose limited bytes are within the slack of them.
 
     A limit on the bytes as a constraint would make the program's relaxation loose, and the search long. Bytes have a
     price in the objective instead (Lagrangian relaxation): each solution found is the fastest of all with no more bytes
@@ -120,11 +129,11 @@ def _search_solution(builder: ProgramBuilder) -> IntegerSolution:
     # The two ends of the convex hull: the fastest solution (bytes are free) and the smallest (only bytes count).
     fast = program.solve(GAP, bytes_)
     if not bytes_ or not len(fast.values):
-        return fast
+        return 0.0, fast
     small = program.solve(GAP, bytes_, math.inf)
     if not len(small.values):
-        return small
-    most = (1 + SLACK) * small.secondary_cost
+        return 0.0, small
+    least, most = small.secondary_cost, (1 + SLACK) * small.secondary_cost
     too_low, price, found = 0.0, 0.0, fast
     while found.secondary_cost > most:
         # The slope of the line between the current point and the smallest: at this price both are equally good, so that
@@ -132,17 +141,17 @@ def _search_solution(builder: ProgramBuilder) -> IntegerSolution:
         too_low, price = price, (small.cost - found.cost) / (found.secondary_cost - small.secondary_cost)
         # The slope no longer rises: no point of the hull is between the two.
         if price <= too_low * (1 + CLOSE):
-            return small
+            return least, small
         found = program.solve(GAP, bytes_, price)
         if not len(found.values):
-            return small
+            return least, small
     # Steps along the hull may overshoot: a lower price may keep the limit with a faster split.
     if price / CHEAPER > too_low:
         other = program.solve(GAP, bytes_, price / CHEAPER)
         found = other if other.secondary_cost <= most else found
     # The limit is only as good as the least bytes that are known: report the worse of the two searches.
     stopped = found.status if found.status != OPTIMAL else small.status
-    return replace(found, status=stopped, gap=max(found.gap, small.gap))
+    return least, replace(found, status=stopped, gap=max(found.gap, small.gap))
 
 
 # ---- blocks that are repeated ----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -171,11 +171,15 @@ def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.Exported
 def _caches_off(model: nn.Module) -> Iterator[None]:
     """Context manager: switch generation caches (``use_cache``) off, which only get in a graph's way in training."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
-    with ExitStack() as stack:
-        for config in configs.values():
-            if getattr(config, "use_cache", False) is True:
-                stack.enter_context(patch.object(config, "use_cache", False))
+    on = [config for config in configs.values() if getattr(config, "use_cache", False) is True]
+    # Not by a patch, which would delete an attribute that the object does not hold itself (a property, say).
+    for config in on:
+        config.use_cache = False
+    try:
         yield
+    finally:
+        for config in on:
+            config.use_cache = True
 
 
 def _distributions_unchecked() -> AbstractContextManager[Any]:

@@ -107,11 +107,12 @@ def sum_over_ranks(tensors: Iterable[Tensor], transport: Transport, ranks: Colle
         # No backend sums these (see SUMMABLE): they are sent as int32, which holds every value of theirs exactly.
         small = tensor.dtype in (torch.bool, torch.uint16, torch.int16)
         wire = (tensor.to(torch.int32) if small else tensor).contiguous()
-        pending.append((transport.all_reduce(wire, ranks), tensor.dtype, wire.nbytes))
-        nbytes += wire.nbytes
-        while nbytes > BYTES_IN_FLIGHT:
+        # Before it starts: a large tensor must be alone, as the memory that workers share may hold no other beside it.
+        while pending and nbytes + wire.nbytes > BYTES_IN_FLIGHT:
             yield _finish_sum(*pending[0][:2])
             nbytes -= pending.popleft()[2]
+        pending.append((transport.all_reduce(wire, ranks), tensor.dtype, wire.nbytes))
+        nbytes += wire.nbytes
     for transfer, dtype, _ in pending:
         yield _finish_sum(transfer, dtype)
 
