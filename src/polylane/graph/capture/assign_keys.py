@@ -46,8 +46,9 @@ class PythonOnSlice:
         return unwrap_settings(self.target)
 
     def __call__(self, part: Any, tensors: Sequence[Tensor]) -> Any:
+        own = self.own
         with python_seeded(python_seed_of(part, self.salt)):
-            if self.own.random or self.own.normalizes:
+            if own.random or own.normalizes:
                 return self._keyed(part, tensors)
             return self.target(part, tensors)
 
