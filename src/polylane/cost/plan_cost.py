@@ -65,7 +65,7 @@ class CostModel:
 
         Args:
             mesh, samples: degrees of the mesh, and local samples for each microbatch.
-            device: the rank's device.
+            device: the device that the rank computes on.
             memory: bytes per second of the rank's own memory, for redistributions that only copy locally.
             groups: by axis, ranks of one group; has "data" if replicas sum the statistics of batch normalization.
             where: cache key of the device and the groups.

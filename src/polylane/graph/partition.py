@@ -391,10 +391,9 @@ def _require_order(partition: Partition) -> None:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
         values = {(c.producer, stage): c.value for c in partition.crossings for stage in c.consumers}
-        circle = itertools.pairwise(error.args[1])
-        waiting = ", ".join(f"stage {b} needs {values[a, b]} of stage {a}" for a, b in circle)
+        pairs = itertools.pairwise(error.args[1])
+        waiting = ", ".join(f"stage {b} needs {values[a, b]} of stage {a}" for a, b in pairs)
         raise PolylaneError(
-            "stages wait for each other in a graph that is cut where the training's is (of evaluation, of another "
-            f"loss, for batches of another form): {waiting}; put what lies between on one of them, or give the pieces "
-            "a stage each"
+            "stages wait for each other in a graph that is cut where the training's is (of evaluation, of another loss, "
+            f"for batches of another form): {waiting}; put what lies between on one of them, or give each piece a stage"
         ) from None

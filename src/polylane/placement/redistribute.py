@@ -251,7 +251,7 @@ def begin_exchange_ranges(
     """Start to send every rank what it wants of a dimension, from the ranks that have it.
 
     Args:
-        axis: the ranks.
+        axis: the ranks that exchange with each other.
         x: this rank's part: the ranges that it owns, one after the other.
         dim: index of the dimension.
         owned, wanted: disjoint ranges of the whole dimension, ascending, by rank.

@@ -74,7 +74,7 @@ def _strategy_distance(
     Args:
         setting: the graph at the new number of samples.
         split: the placements found so far, of all that the operator reads.
-        step: the operator.
+        step: the operator at the new number of samples.
         old, samples: the strategy chosen before, at this number of samples.
         new: the strategy to compare.
 

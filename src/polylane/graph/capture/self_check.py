@@ -107,7 +107,7 @@ class _CapturedCode:
     Attributes:
         whole: model and loss that it was captured from.
         run: the code as a function of its placeholders' values.
-        graph: the code itself.
+        graph: the graph of the code itself.
         constants: tensors that the code closes over, by name.
     """
 

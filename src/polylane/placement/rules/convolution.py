@@ -180,7 +180,7 @@ def strategies_in_units(
     Args:
         call: an operator with one output.
         name: the strategies' name for users.
-        count: number of units.
+        count: number of units that the dimension has.
         parts: tensors with the dimension that consists of units, and the length of a unit there; the output is one.
         local: changes each rank's call; None if the operator runs unchanged on parts.
     """

@@ -69,7 +69,7 @@ class DirectSum(PendingSum):
         sends to all     a0              a1              a2
         computes         a0 + a1 + a2    a0 + a1 + a2    a0 + a1 + a2    in the order of the ranks: the same bits
 
-    Arguments: as of :class:`PendingSum`.
+    Arguments: the same as of :class:`PendingSum`.
     """
 
     __slots__ = ()
