@@ -384,16 +384,16 @@ def _require_order(partition: Partition) -> None:
     Raises:
         PolylaneError: stages form a cycle; the message names the values they wait for.
     """
-    needs: dict[int, set[int]] = {stage: set() for stage in range(partition.stages)}
-    for start, end in partition.edges:
-        needs[end].add(start)
+    edges = partition.edges
+    needs = {stage: {start for start, end in edges if end == stage} for stage in range(partition.stages)}
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
         values = {(c.producer, stage): c.value for c in partition.crossings for stage in c.consumers}
-        pairs = itertools.pairwise(error.args[1])
-        waiting = ", ".join(f"stage {b} needs {values[a, b]} of stage {a}" for a, b in pairs)
+        waits = itertools.pairwise(error.args[1])
+        waiting = ", ".join(f"stage {b} needs {values[a, b]} of stage {a}" for a, b in waits)
         raise PolylaneError(
-            "stages wait for each other in a graph that is cut where the training's is (of evaluation, of another loss, "
-            f"for batches of another form): {waiting}; put what lies between on one of them, or give each piece a stage"
+            "stages wait for each other in a graph that is cut where the training's is (of evaluation, of another "
+            f"loss, for batches of another form): {waiting}; put what lies between on one of them, or give the pieces "
+            "a stage each"
         ) from None
