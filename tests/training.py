@@ -45,6 +45,20 @@ def mlp(*sizes: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1]).double()
 
 
+class Tied(nn.Module):
+    """Its last layer has the first one's weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.last.weight = self.first.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.inner(torch.tanh(self.first(x)))))
+
+
 def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 

@@ -292,14 +292,12 @@ def local_part(tensor: Tensor, placements: Mapping[str, Placement], coordinates:
     return tensor
 
 
-def write_local_part(
-    whole: Tensor, part: Tensor, placements: Mapping[str, Placement], coordinates: Mapping[str, int]
-) -> None:
-    """Write a worker's part of a tensor into the whole tensor; everything else of it becomes zero."""
+def pad_local_part(part: Tensor, placements: Mapping[str, Placement], coordinates: Mapping[str, int]) -> Tensor:
+    """Return a worker's part of a tensor in the whole tensor's shape, zero elsewhere; the part itself if it is all."""
     for axis, placement in placements.items():
         if isinstance(placement, Shard):
             part = pad_shard(part, placement, coordinates[axis])
-    whole.copy_(part)
+    return part
 
 
 def assemble_parts(parts: Mapping[tuple[int, ...], Tensor], state: State, degrees: tuple[int, ...]) -> Tensor:

@@ -16,7 +16,7 @@ from polylane.compile.objectives import Objective, build_objectives, optimized_n
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh, build_optimizer
-from training import adamw, assert_same, batch_of, classify, mlp, plainly, sgd, trained, workers
+from training import Tied, adamw, assert_same, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
 CPU = torch.device("cpu")
@@ -211,20 +211,6 @@ def test_the_clipped_norm_is_torchs_to_the_last_bit(dtype: torch.dtype, stages: 
     for clipped in run_local(stages, worker):
         for name, grad in clipped.items():
             assert grad is not None and torch.equal(grad, expected[name].grad), name
-
-
-class Tied(nn.Module):
-    """Its last layer has the first one's weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.last.weight = self.first.weight
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.inner(torch.tanh(self.first(x)))))
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "[data=2 | 1],microbatches=2"])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.placement.placement import Shard
-from polylane.sharding.layout import local_part, write_local_part
+from polylane.sharding.layout import local_part, pad_local_part
 
 
 class ShardSpec:
@@ -91,11 +91,13 @@ class ShardSpec:
         return self._stage == min(self._owning_stages[name]) and self.is_counted(name)
 
     def pad_to_full(self, name: str, part: Tensor) -> Tensor:
-        """Return this worker's shard padded with zeros to the full shape; all zeros if the shard is not counted."""
-        whole = part.new_zeros(self.shapes[name])
-        if self.is_counted(name):
-            write_local_part(whole, part.detach(), self._cuts.get(name, {}), self._coordinates)
-        return whole
+        """Return a copy of this worker's shard padded with zeros to the full shape; all zeros if it is not counted."""
+        if not self.is_counted(name):
+            return part.new_zeros(self.shapes[name])
+        part = part.detach()
+        whole = pad_local_part(part, self._cuts.get(name, {}), self._coordinates)
+        # Sums are made in place: they must not write over the worker's own values.
+        return whole.clone(memory_format=torch.contiguous_format) if whole is part else whole
 
     def full_summand(self, name: str, part: Tensor | None, like: Tensor) -> Tensor:
         """Return this worker's partial sum of a full parameter or buffer: the sum over all workers is the full value.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import covering
 from polylane.plan.spec import parse
 from polylane.recipe import Mean
-from training import Trained, adamw, assert_same, assert_state, batch_of, mlp, plainly, sgd, trained
+from training import Tied, Trained, adamw, assert_same, assert_state, batch_of, mlp, plainly, sgd, trained
 
 BATCHES = [batch_of(8, seed=i) for i in range(4)]
 
@@ -70,20 +70,6 @@ def test_batch_statistics_are_those_of_the_whole_batch() -> None:
 
     for worker in by_servers(model(), "data=2,servers=1"):
         assert_same(worker, plainly(model(), BATCHES))
-
-
-class Tied(nn.Module):
-    """Its last layer has the first one's weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.inner, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-        self.last.weight = self.first.weight
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.inner(torch.tanh(self.first(x)))))
 
 
 @pytest.mark.parametrize("plan", ["data=2,pipeline=2,microbatches=2,servers=2", "pipeline=2,microbatches=2,servers=1"])
