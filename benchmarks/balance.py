@@ -35,8 +35,8 @@ from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.schedule.action import ActionKind
+from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import schedule_lanes
 
 WIDTH, MICROBATCHES, SAMPLES, STEPS = 512, 8, 64, 8
 PLANS = ("pipeline=3", "[1 | data=2 | 1]", "[1 | tensor=2 | 1]")

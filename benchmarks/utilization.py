@@ -19,7 +19,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.schedule.action import ActionKind
-from polylane.schedule.synchronous import schedule_lanes
+from polylane.schedule.schedules import schedule_lanes
 
 LEAD = 2  # steps that do not count
 

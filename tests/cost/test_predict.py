@@ -13,7 +13,7 @@ from polylane.cost.predict import Prediction, predict
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
-from polylane.schedule.synchronous import schedule_lanes
+from polylane.schedule.schedules import schedule_lanes
 
 # Of the preset: the host between two passes.
 TURN = parse("1:a100-80g").device(0).turn

@@ -23,8 +23,8 @@ from polylane.cost.simulator.task import Task, TransferTime
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved
+from polylane.schedule.schedules import SCHEDULES, schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import SCHEDULES, schedule_lanes
 
 Lanes = list[list[Task]]
 seconds = st.integers(0, 6)

@@ -22,7 +22,7 @@ from polylane.program.check import check, match_messages
 from polylane.program.lower import lower, lower_evaluation
 from polylane.program.program import Program
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.synchronous import SCHEDULES
+from polylane.schedule.schedules import SCHEDULES
 from synthetic import graph
 
 MESHES = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 3), (1, 3, 2), (2, 2, 2)]

@@ -12,7 +12,7 @@ import covering
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.synchronous import SCHEDULES, live_bound, schedule_lanes
+from polylane.schedule.schedules import SCHEDULES, live_bound, schedule_lanes
 
 schedules = st.sampled_from(sorted(SCHEDULES))
 stages = st.integers(1, 7)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.schedules import SCHEDULES, live_bound, schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import SCHEDULES, live_bound, schedule_lanes
 
 schedules = st.sampled_from(sorted(SCHEDULES))
 ticks = st.integers(1, 9)

@@ -6,8 +6,8 @@ import pytest
 
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.graph.partition import Partition
+from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
-from polylane.schedule.synchronous import schedule_lanes
 from synthetic import chain
 
 

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.synchronous import (
-    SCHEDULES,
-    all_forward_all_backward,
-    live_bound,
-    naive,
-    one_forward_one_backward,
-    schedule_lanes,
-)
+from polylane.schedule.schedules import SCHEDULES, live_bound, schedule_lanes
+from polylane.schedule.synchronous import all_forward_all_backward, naive, one_forward_one_backward
 
 
 def drawn(lane: tuple[Action, ...]) -> str:

@@ -16,8 +16,8 @@ from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.errors import PolylaneError
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
+from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import CyclicStages, StageGraph, as_stage_graph
-from polylane.schedule.synchronous import schedule_lanes
 from polylane.yaml_file import read
 
 MOST = 2**18  # most forward passes that are drawn in one picture

@@ -26,8 +26,9 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
 from polylane.schedule.action import Action
+from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import Lanes, schedule_lanes
+from polylane.schedule.synchronous import Lanes
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from polylane.planner import problem as setup
 from polylane.probe.machine import running_cluster
 from polylane.program.boxes import box_volume
 from polylane.runtime.workers.world import accelerator_type
+from polylane.schedule.schedules import live_bound, schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import live_bound, schedule_lanes
 from polylane.sharding.cost_model import CostSetting
 from polylane.sharding.explain import explain, format_explanation
 from polylane.sharding.layout import Layout

@@ -11,7 +11,7 @@ from polylane.plan import straggler as stragglers
 from polylane.plan import sync as syncs
 from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.synchronous import SCHEDULES
+from polylane.schedule.schedules import SCHEDULES
 from polylane.settings import split_pairs
 
 # Written in place of a plan, it asks for the best one that the planner finds.
@@ -55,7 +55,7 @@ class Spec:
     Attributes:
         data: number of replicas of every stage.
         pipeline: number of pipeline stages, at least 1.
-        schedule: a key of :data:`polylane.schedule.synchronous.SCHEDULES`.
+        schedule: a key of :data:`polylane.schedule.schedules.SCHEDULES`.
         microbatches: number of microbatches of a step; None leaves the choice to the planner.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
         tensor: ranks that shard the operators of a stage, so that each holds a shard of the parameters.

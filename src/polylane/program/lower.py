@@ -11,8 +11,9 @@ from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.interleaved import interleaved
+from polylane.schedule.schedules import SCHEDULES
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import SCHEDULES, Lanes
+from polylane.schedule.synchronous import Lanes
 
 Partials = Sequence[Mapping[str, Collection[str]]]
 

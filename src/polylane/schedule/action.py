@@ -11,6 +11,8 @@ class ActionKind(StrEnum):
 
     FORWARD = "forward"  # a stage's forward pass over one microbatch
     BACKWARD = "backward"  # its backward pass: input gradients and weight gradients together
+    BACKWARD_INPUT = "backward_input"  # the first half of a backward pass in two: gradients of incoming values
+    BACKWARD_WEIGHT = "backward_weight"  # its second half: gradients of parameters
     SEND = "send"  # hand a value, or a value's gradient, to a peer
     RECEIVE = "receive"  # wait for a value, or a value's gradient, from a peer
     REDUCE = "reduce"  # sum gradients over the replicas, or over the stages that share a tied weight
@@ -18,7 +20,7 @@ class ActionKind(StrEnum):
 
 
 # Compute keeps a device busy; communication keeps links busy, and may overlap with it.
-PASSES = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD})
+PASSES = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT})
 COMPUTE = PASSES | {ActionKind.STEP}
 COMMUNICATION = frozenset({ActionKind.SEND, ActionKind.RECEIVE, ActionKind.REDUCE})
 

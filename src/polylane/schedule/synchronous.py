@@ -9,8 +9,6 @@ Every schedule here runs backwards in ascending order of microbatch, so gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.stage_graph import StageGraph, as_stage_graph
 
@@ -27,7 +25,7 @@ def naive(stages: int | StageGraph, microbatches: int) -> Lanes:
     # 0   0  ·  ·  ·  · <0  1  ·  ·  ·  · <1
     # 1   ·  0  ·  · <0  ·  ·  1  ·  · <1  ·
     # 2   ·  ·  0 <0  ·  ·  ·  ·  1 <1  ·  ·
-    count = _graph(stages, microbatches).stages
+    count = checked_stage_graph(stages, microbatches).stages
     return tuple(
         tuple(action for m in range(microbatches) for action in (_forward(s, m), _backward(s, m))) for s in range(count)
     )
@@ -46,7 +44,7 @@ def all_forward_all_backward(stages: int | StageGraph, microbatches: int) -> Lan
     # 0   0  1  2  3  ·  ·  ·  · <0 <1 <2 <3
     # 1   ·  0  1  2  3  ·  · <0 <1 <2 <3  ·
     # 2   ·  ·  0  1  2  3 <0 <1 <2 <3  ·  ·
-    count = _graph(stages, microbatches).stages
+    count = checked_stage_graph(stages, microbatches).stages
     return tuple(
         tuple(_forward(s, m) for m in range(microbatches)) + tuple(_backward(s, m) for m in range(microbatches))
         for s in range(count)
@@ -71,7 +69,7 @@ def one_forward_one_backward(stages: int | StageGraph, microbatches: int) -> Lan
     # 0   0  1  2  ·  · <0  3 <1  · <2  · <3
     # 1   ·  0  1  · <0  2 <1  3 <2  · <3  ·
     # 2   ·  ·  0 <0  1 <1  2 <2  3 <3  ·  ·
-    depth = _graph(stages, microbatches).depth_to_end
+    depth = checked_stage_graph(stages, microbatches).depth_to_end
     return tuple(_alternate(s, min(ahead - 1, microbatches), microbatches) for s, ahead in enumerate(depth))
 
 
@@ -85,43 +83,6 @@ def _alternate(stage: int, warm_up: int, microbatches: int) -> tuple[Action, ...
     )
 
 
-SCHEDULES: dict[str, Callable[[int | StageGraph, int], Lanes]] = {
-    "naive": naive,
-    "afab": all_forward_all_backward,
-    "1f1b": one_forward_one_backward,
-}
-
-# (microbatches, depth of the stage) -> the most microbatches that are live: between their forward and their backward
-_LIVE: dict[str, Callable[[int, int], int]] = {
-    "naive": lambda microbatches, depth: 1,
-    "afab": lambda microbatches, depth: microbatches,
-    "1f1b": min,
-}
-
-
-def schedule_lanes(schedule: str, stages: int | StageGraph, microbatches: int) -> Lanes:
-    """Return the lanes of the schedule of that name.
-
-    Raises:
-        ValueError: a name that is not in `SCHEDULES`, or fewer than one stage or microbatch.
-    """
-    _check_name(schedule)
-    return SCHEDULES[schedule](stages, microbatches)
-
-
-def live_bound(schedule: str, stages: int | StageGraph, microbatches: int, stage: int) -> int:
-    """Return the most microbatches that a stage has between the start of their forward and the end of their backward.
-
-    Raises:
-        ValueError: an unknown schedule, fewer than one stage or microbatch, or a stage that does not exist.
-    """
-    _check_name(schedule)
-    graph = _graph(stages, microbatches)
-    if not 0 <= stage < graph.stages:
-        raise ValueError(f"stage must lie between 0 and {graph.stages - 1}, not {stage}")
-    return _LIVE[schedule](microbatches, graph.depth_to_end[stage])
-
-
 def _forward(stage: int, microbatch: int) -> Action:
     return Action(ActionKind.FORWARD, stage, microbatch)
 
@@ -130,12 +91,12 @@ def _backward(stage: int, microbatch: int) -> Action:
     return Action(ActionKind.BACKWARD, stage, microbatch)
 
 
-def _graph(stages: int | StageGraph, microbatches: int) -> StageGraph:
+def checked_stage_graph(stages: int | StageGraph, microbatches: int) -> StageGraph:
+    """Return the stage graph, a number of stages as a chain.
+
+    Raises:
+        ValueError: fewer than one stage or microbatch.
+    """
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches must be a whole number of at least 1, not {microbatches!r}")
     return as_stage_graph(stages)
-
-
-def _check_name(schedule: str) -> None:
-    if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")

@@ -8,8 +8,8 @@ import pytest
 
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.schedules import SCHEDULES, schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
-from polylane.schedule.synchronous import SCHEDULES, schedule_lanes
 
 
 def forward(stage: int, microbatch: int) -> Action:

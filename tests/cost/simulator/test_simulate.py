@@ -9,7 +9,7 @@ from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.simulator.task import Task, TransferTime
 from polylane.observe.timeline import Span
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.synchronous import schedule_lanes
+from polylane.schedule.schedules import schedule_lanes
 
 
 def test_tasks_follow_each_other() -> None:
