@@ -18,7 +18,7 @@ from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span, Timeline
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
-from polylane.planner.problem import subdivide_plan
+from polylane.planner.problem import fit_plan
 from polylane.schedule.action import ActionKind
 from polylane.yaml_file import parse as mapping
 
@@ -42,7 +42,7 @@ def predicted(
 ) -> Prediction:
     found = jobs.basis(jobs.blocks(8, 256), "8:a100-80g", TrainingOptions(**how))  # type: ignore[arg-type]
     found = replace(found, cluster=parse(cluster) if isinstance(cluster, str) else cluster)
-    return predict(found, *subdivide_plan(found, spec_of(plan), batch, chunks), batch, every=every, period=period)
+    return predict(found, *fit_plan(found, spec_of(plan).with_chunks(chunks), batch), batch, every=every, period=period)
 
 
 def sums(timeline: Timeline | None, rank: int = 0) -> list[Span]:

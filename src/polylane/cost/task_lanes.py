@@ -52,8 +52,8 @@ class TaskBuilder:
         return found
 
     def _compute_task(self, program: Program, action: Action) -> Task:
-        own, overhead = self._scene.predict_stage(program.stage), self._scene.basis.host_overhead
-        took, sharing = own.passes, own.shard_traffic
+        # The optimizer steps once for all stages of a worker; passes are priced by stage.
+        (took, sharing), overhead = self._scene.pass_costs(action.stage), self._scene.basis.host_overhead
         if action.kind is ActionKind.FORWARD:
             # ``took.sent`` is the sum of both passes: half for each.
             waits = took.waits + sharing.waits
@@ -62,7 +62,7 @@ class TaskBuilder:
             waits = took.backward_waits + sharing.backward_waits
             return Task(action, took.backward + waits + overhead, waits, int(took.sent / 2 + sharing.backward_sent))
         waits, bytes_ = self._parameter_collective(program)
-        return Task(action, own.update_seconds + waits, waits, bytes_)
+        return Task(action, self._scene.predict_stage(program.stage).update_seconds + waits, waits, bytes_)
 
     def _parameter_collective(self, program: Program) -> tuple[float, int]:
         """Return seconds and bytes of the all-gather of updated parameters (ZeRO-1 and ZeRO-2), all buckets at once."""
@@ -131,7 +131,7 @@ class TaskBuilder:
         key = (program.stage, bucket.name, bucket.ranks)
         if key not in self._sums:
             seconds, bytes_ = self._gradient_collective(bucket)
-            fraction = self._ready_fraction(program.stage, bucket) if self._scene.basis.method.overlap else 1.0
+            fraction = self._ready_fraction(last.stage, bucket) if self._scene.basis.method.overlap else 1.0
             transfer = TransferTime(seconds, cpu=self._transfer_cores(bucket.ranks))
             self._sums[key] = (int(bytes_), transfer, fraction) if seconds or bytes_ else None
         found = self._sums[key]
@@ -199,8 +199,19 @@ class TaskBuilder:
         return elements * whole.bytes / max(1, math.prod(whole.shape))
 
     def _completing_stage(self, program: Program, bucket: GradientBucket) -> int:
-        """Return the worker's stage whose last backward pass completes the gradients of a bucket."""
-        return program.stage
+        """Return the worker's stage whose last backward pass completes the gradients of a bucket.
+
+        It is the first that reads its parameters; a tied weight's is reduced behind all others of the worker.
+        """
+        own, stages = program.stages, {self._stage_and_replica[rank][0] for rank in bucket.ranks}
+        if len(own) == 1 or len(stages) > 1 or not self._scene.basis.method.overlap:
+            return program.stage
+        return next((s for s in own if not self._parameters_read[s].isdisjoint(bucket.parameters)), own[0])
+
+    @cached_property
+    def _parameters_read(self) -> list[set[str]]:
+        """Names of the parameters that each stage reads."""
+        return [set(self._scene.partition.parameters(stage)) for stage in range(self._scene.partition.stages)]
 
     def _ready_fraction(self, stage: int, bucket: GradientBucket) -> float:
         """Return the fraction of the last backward pass after which the gradients of a bucket are complete."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from polylane.schedule.action import ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import (
@@ -26,13 +27,6 @@ DEFAULT_CHUNKS = {"interleaved": 2}
 
 # All names, in the order in which they are shown.
 NAMES = (*SCHEDULES, *DEFAULT_CHUNKS)
-
-# (microbatches, depth of the stage) -> the most microbatches that are live: between their forward and their backward
-_LIVE: dict[str, Callable[[int, int], int]] = {
-    "naive": lambda microbatches, depth: 1,
-    "afab": lambda microbatches, depth: microbatches,
-    "1f1b": min,
-}
 
 
 def assign_stages(schedule: str, workers: int, chunks: int) -> tuple[int, ...]:
@@ -83,7 +77,9 @@ def schedule_lanes(
     return interleaved(count, chunks, microbatches)
 
 
-def live_bound(schedule: str, stages: int | StageGraph, microbatches: int, stage: int) -> int:
+def live_bound(
+    schedule: str, stages: int | StageGraph, microbatches: int, stage: int, workers: Sequence[int] | None = None
+) -> int:
     """Return the most microbatches that a stage has between the start of their forward and the end of their backward.
 
     Raises:
@@ -93,7 +89,11 @@ def live_bound(schedule: str, stages: int | StageGraph, microbatches: int, stage
     graph = checked_stage_graph(stages, microbatches)
     if not 0 <= stage < graph.stages:
         raise ValueError(f"stage must lie between 0 and {graph.stages - 1}, not {stage}")
-    return _LIVE[schedule](microbatches, graph.depth_to_end[stage])
+    live = most = 0
+    for action in (a for lane in schedule_lanes(schedule, graph, microbatches, workers) for a in lane):
+        live += (action.stage == stage) * (1 if action.kind is ActionKind.FORWARD else -1)
+        most = max(most, live)
+    return most
 
 
 def _check_name(schedule: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.graph.precision import dtypes_under_autocast
+from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, without_replica_sync
-from polylane.program.program import Program
+from polylane.program.program import GradientBucket, Program
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.connections import Connections
@@ -24,6 +26,7 @@ from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
+from polylane.schedule.action import WEIGHT_PASSES
 
 
 def lower_programs(
@@ -80,43 +83,74 @@ def bind_program(
     """
     plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
     transport, mesh = connections.transport, connections.mesh
-    partition, graph, stage = program.partition, program.partition.graph, program.stage
-    counts = BatchStatistics(graph.code.fx, {node.name for node in partition.nodes(stage)})
-    tensors.move_to_device({*partition.parameters(stage), *partition.buffers(stage), *counts.buffers})
+    partition, graph = program.partition, program.partition.graph
+    counts = BatchStatistics(graph.code.fx, {node.name for s in program.stages for node in partition.nodes(s)})
+    used = {name for s in program.stages for name in (*partition.parameters(s), *partition.buffers(s))}
+    tensors.move_to_device({*used, *counts.buffers})
     parameters = tensors.parameters()
     autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
     dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
     # The user's own Python may leave a parameter without a gradient.
     optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
-    cut = None
-    if shards.flat_buffers:
-        cut = build_sharded_program(program, plan, shards, held, optional, transport, mesh.waits)
-    hooks = StageHooks() if cut is None else cut
-    code, layout = extract_stage(partition, stage, tensors.device, hooks), compiled.layouts[stage]
-    runner = StageRunner(
-        code=code,
-        tensors=_bind_tensors(program, tensors, mesh, shards, counts),
-        differentiable_inputs=frozenset(c.value for c in program.receives if c.requires_grad),
-        device=tensors.device,
-        autocast=autocast,
-        local_code=None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks),
-        hooks=hooks,
-    )
-    travelling = value_specs(partition, dtypes, layout, mesh.coordinates)
+    arguments = _bind_tensors(program, tensors, mesh, shards, counts)
+    runners, reducers = dict[int, StageRunner](), dict[int, AllReducer]()
+    for stage, buckets in _buckets_by_stage(program, plan, codec).items():
+        hooks, own = StageHooks(), replace(program, buckets=buckets)
+        if shards.flat_buffers:
+            hooks = cut = build_sharded_program(own, plan, shards, held, optional, transport, mesh.waits)
+            reducers[stage] = cut.reducer
+        elif buckets:
+            reducers[stage] = AllReducer(buckets, held, optional, transport, codec, program.replicas)
+        code, layout = extract_stage(partition, stage, tensors.device, hooks), compiled.layouts[stage]
+        local_code = (
+            None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks)
+        )
+        runners[stage] = StageRunner(
+            code=code,
+            tensors=arguments,
+            differentiable_inputs=frozenset(c.value for c in program.inputs(stage) if c.requires_grad),
+            device=tensors.device,
+            autocast=autocast,
+            local_code=local_code,
+            hooks=hooks,
+        )
+    travelling = value_specs(partition, dtypes, compiled.layouts[program.stage], mesh.coordinates)
     return Executor(
         program=program,
-        runner=runner,
+        runners=runners,
         resharder=Resharder(program.rank, plan, partition, compiled.layouts, travelling, compiled.orders),
         transport=transport,
         sum_statistics=None if replica_local else connections.sum_replicas,
-        reducer=cut.reducer if cut else AllReducer(program.buckets, held, optional, transport, codec, program.replicas),
+        reducers=reducers,
         mesh=mesh,
         is_replica_local=replica_local,
         straggler=plan.slow.get(program.rank),
         batch_statistics=counts or None,
         per_sample=plan.per_sample,
     )
+
+
+def _buckets_by_stage(
+    program: Program, plan: Plan, codec: GradientCompressor | None
+) -> dict[int, tuple[GradientBucket, ...]]:
+    """Return for every stage of a worker the buckets whose gradients its last backward pass completes.
+
+    Several workers reduce a tied weight; they do so behind all buckets of their own, as in the programs' order, so that
+    none waits for another in two groups. A compressor counts its steps: it gets all buckets at once.
+    """
+    last = {action.stage: index for index, action in enumerate(program.actions) if action.kind in WEIGHT_PASSES}
+    ending = max(program.stages, key=lambda stage: last.get(stage, -1))
+    used = {stage: set(program.partition.parameters(stage)) for stage in program.stages}
+    found: dict[int, list[GradientBucket]] = {stage: [] for stage in program.stages}
+    for bucket in program.buckets:
+        alone = len({plan.stage_and_replica(rank)[0] for rank in bucket.ranks}) == 1
+        using = [stage for stage in program.stages if not used[stage].isdisjoint(bucket.parameters)]
+        if codec is not None or not alone or not using:
+            found[ending].append(bucket)
+        else:
+            found[max(using, key=lambda stage: last.get(stage, -1))].append(bucket)
+    return {stage: tuple(buckets) for stage, buckets in found.items()}
 
 
 def _bind_tensors(
@@ -128,10 +162,11 @@ def _bind_tensors(
     table: dict[tuple[str, Any], Any] = {
         ("constant", name): t.to(tensors.device) for name, t in graph.code.constants.items()
     }
-    for name in partition.parameters(program.stage):
+    stages = program.stages
+    for name in {name for stage in stages for name in partition.parameters(stage)}:
         # What this objective does not optimize takes part as a constant: no gradient is computed for it.
         trainable = graph.parameters[name].trainable
         table["parameter", name] = parameters[name] if trainable else shards.constant_view(name, parameters[name])
-    for name in {*partition.buffers(program.stage), *counts.buffers}:
+    for name in {*counts.buffers, *(name for stage in stages for name in partition.buffers(stage))}:
         table["buffer", name] = buffers[name]
     return table | {("axis", name): axis for name, axis in mesh.axes.items()}
