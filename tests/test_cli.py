@@ -253,6 +253,21 @@ def test_version() -> None:
         ("lanes afab --stages 2 --microbatches 2 --forward fast", "--forward takes a number of ticks"),
         ("lanes afab --stages 2 --microbatches 2 --forward 1,2,3", "3 durations for 2 stages"),
         ("lanes afab --stages 2 --microbatches 2 --backward=-1", "at least 0 ticks"),
+        ("lanes afab --stages 2 --microbatches 2 --hop=-1", "hop must be a duration of at least 0 ticks, not -1"),
+        ("lanes afab --stages 2 --microbatches 2 --hop far", "--hop takes a number of ticks"),
+        (
+            "lanes zb-h1 --stages 2 --microbatches 2 --weight 3",
+            "weight half of stage 0 takes 3 ticks, its whole backward",
+        ),
+        ("lanes zb-v --stages 2 --chunks 3 --microbatches 2", "zb-v has exactly 2 chunks on a worker, not 3"),
+        (
+            "lanes 1f1b --stages 2 --chunks 2 --microbatches 2",
+            "1f1b has one stage on a worker, not 2 chunks: try interle",
+        ),
+        (
+            "lanes interleaved --stages 2 --chunks 0 --microbatches 2",
+            "Invalid value for '--chunks': must be at least 1",
+        ),
         ("lanes afab --stages 2 --microbatches 2 --svg tiny.py/a.svg", "tiny.py/a.svg cannot be written"),
     ],
 )
@@ -376,6 +391,30 @@ def test_lanes_of_branches() -> None:
     assert told["stages"] == 4 and told["peak_live_microbatches"] == [3, 2, 2, 1] and told["busy"] == 4 * (3 * 3 + 6)
     shown = call("lanes", "afab", "--stages", str(file), "--microbatches", "2").stdout
     assert "stages: 0 stem, 1 near, 2 far, 3 head" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "busy", "area", "live"),
+    [
+        ("zb-h1 --stages 4 --microbatches 8", 96, 108, [4, 4, 4, 4]),
+        ("zb-h2 --stages 4 --microbatches 8", 96, 108, [7, 7, 7, 7]),
+        ("zb-v --stages 4 --microbatches 8", 192, 204, [4, 4, 4, 4]),
+        ("interleaved --stages 4 --microbatches 8", 192, 228, [5.5, 4.5, 3.5, 2.5]),
+        ("interleaved --stages 4 --chunks 1 --microbatches 8", 96, 132, [4, 3, 2, 1]),
+        ("afab --stages 4 --microbatches 8 --hop 1", 96, 156, [8, 8, 8, 8]),
+        ("1f1b --stages 4 --microbatches 8 --hop 1", 96, 196, [4, 3, 2, 1]),
+        ("zb-h1 --stages 4 --microbatches 8 --backward 3 --weight 1", 128, 152, [4, 4, 4, 4]),
+    ],
+)
+def test_lanes_of_every_schedule(line: str, busy: int, area: int, live: list[float]) -> None:
+    told = json.loads(call("lanes", *line.split(), "--json").stdout)
+    assert (told["busy"], told["area"], told["peak_live_microbatches"]) == (busy, area, live)
+
+
+def test_chunks_need_stages_that_they_divide() -> None:
+    file = Path(__file__).parent.parent / "examples" / "lanes" / "branches.yaml"
+    done = call("lanes", "interleaved", "--stages", file, "--chunks", "3", "--microbatches", "4")
+    assert done.exit_code == 2 and "4 stages cannot be dealt to workers in chunks of 3" in done.stderr
 
 
 def test_lanes_as_text() -> None:

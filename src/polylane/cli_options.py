@@ -74,3 +74,19 @@ Warmup = Annotated[
     int, typer.Option("--warmup", metavar="S", min=0, help="Steps in which learning rates rise to their full value.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+ScheduleName = Literal["naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"]
+Chunks = Annotated[
+    int | None,
+    typer.Option(
+        "--chunks", metavar="V", min=1, help="Parts that each stage is cut into, all on its worker. Default: 2, or 1."
+    ),
+]
+ForwardTicks = Annotated[
+    str, typer.Option("--forward", metavar="TICKS", help="Time of one forward; 1,2,1 for stages that differ.")
+]
+BackwardTicks = Annotated[str, typer.Option("--backward", metavar="TICKS", help="Time of one backward, likewise.")]
+WeightTicks = Annotated[
+    str | None,
+    typer.Option("--weight", metavar="TICKS", help="Of it, time of the weight gradients, likewise. Default: half."),
+]
+HopTicks = Annotated[str, typer.Option("--hop", metavar="TICKS", help="Time of a value between two workers.")]

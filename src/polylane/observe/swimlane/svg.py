@@ -141,11 +141,11 @@ def _boxes(row: layout.LaneRow, picture: _Picture, y: float) -> Iterator[str]:
             [s for s in spans if (s.end - s.start) * picture.scale < 1.5], picture, top, height
         )
         for span in wide:
-            yield from _box(span, picture, top, height)
+            yield from _box(span, row.number(span), picture, top, height)
 
 
-def _box(span: Span, picture: _Picture, top: float, height: float) -> Iterator[str]:
-    style, microbatch, timeline = layout.STYLES[span.action.kind], span.action.microbatch, picture.timeline
+def _box(span: Span, number: str, picture: _Picture, top: float, height: float) -> Iterator[str]:
+    style, timeline = layout.STYLES[span.action.kind], picture.timeline
     x = picture.left + (span.start - timeline.start()) * picture.scale
     width = (span.end - span.start) * picture.scale
     seam = 1 if width > 4 else 0  # a line of background between one box and the next
@@ -153,11 +153,11 @@ def _box(span: Span, picture: _Picture, top: float, height: float) -> Iterator[s
         f'<rect x="{x:.2f}" y="{top:g}" width="{width - seam:.2f}" height="{height}" fill="{style.fill}">'
         f"<title>{escape(describe_span(span, timeline, picture.times.get(span, 0)))}</title></rect>"
     )
-    if height == LANE and microbatch is not None and width > 4 + LETTER * len(str(microbatch)):
+    if height == LANE and number and width > 4 + LETTER * len(number):
         middle = x + (width - seam) / 2
         yield (
             f'<text class="number" x="{middle:.2f}" y="{top + height / 2 + 4:g}" style="fill: {style.ink}">'
-            f"{microbatch}</text>"
+            f"{number}</text>"
         )
 
 
