@@ -19,7 +19,8 @@ from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.pipeline.stage_runner import OWN_PYTHON, LocalStageCode, StageHooks, StageRunner, extract_stage
+from polylane.runtime.pipeline.stage_code import OWN_PYTHON, LocalStageCode, StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_runner import StageRunner
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.zero.flat_shards import Shards

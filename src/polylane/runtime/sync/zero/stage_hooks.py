@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
-from polylane.runtime.pipeline.stage_runner import StageHooks
+from polylane.runtime.pipeline.stage_code import StageHooks
 from polylane.runtime.sync.zero.all_gather_passes import GatheredPasses
 from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.reduce_scatter import BucketShard, ReduceScatterer
