@@ -122,7 +122,7 @@ class Plan(StrictMapping):
     polylane: Literal[1] = 1
     graph: Fingerprint | None = None
     stages: tuple[Stage, ...]
-    schedule: Literal["naive", "afab", "1f1b", "interleaved"] = "1f1b"
+    schedule: Literal["naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
     microbatches: Count = 1
     sync: SyncOptions = SUM
     precision: Literal["float32", "bfloat16"] = "float32"

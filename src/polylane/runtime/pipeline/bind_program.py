@@ -28,6 +28,7 @@ from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
 from polylane.schedule.action import WEIGHT_PASSES
+from polylane.schedule.schedules import splits_backward
 
 
 def lower_programs(
@@ -94,6 +95,7 @@ def bind_program(
     # The user's own Python may leave a parameter without a gradient.
     optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
+    in_halves = splits_backward(plan.schedule)
     arguments = _bind_tensors(program, tensors, mesh, shards, counts)
     runners, reducers = dict[int, StageRunner](), dict[int, AllReducer]()
     for stage, buckets in _buckets_by_stage(program, plan, codec).items():
@@ -103,10 +105,10 @@ def bind_program(
             reducers[stage] = cut.reducer
         elif buckets:
             reducers[stage] = AllReducer(buckets, held, optional, transport, codec, program.replicas)
-        code, layout = extract_stage(partition, stage, tensors.device, hooks), compiled.layouts[stage]
-        local_code = (
-            None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks)
-        )
+        code, layout = extract_stage(partition, stage, tensors.device, hooks, in_halves), compiled.layouts[stage]
+        local_code = None
+        if layout is not None:
+            local_code = LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks, in_halves)
         runners[stage] = StageRunner(
             code=code,
             tensors=arguments,
