@@ -12,7 +12,7 @@ from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
 from polylane.commands.plan import search_for
 from polylane.errors import PolylaneError
-from polylane.plan.spec import AUTO
+from polylane.plan.fixed_keys import FixedKeys, parse_auto
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
@@ -43,31 +43,34 @@ def run(request: SimulateRequest) -> None:
     from polylane.planner.problem import build_cost_model, fit_plan, fit_to_meshes
 
     method = planning.method_of(request)
-    check(request, method)
-    plan = None if request.plan == AUTO else inputs.read_plan(request.plan)
+    wanted = parse_auto(request.plan)
+    check(request, wanted)
+    plan = None if wanted is not None else planning.patch_plan(inputs.read_plan(request.plan), request)
     # A plan file's placements hold for the layouts that are priced.
     pins = {axis: plan.pins(axis) for axis in plan.axes} if isinstance(plan, Plan) else {}
     cluster = slow_down_cluster(load_or_parse(request.cluster), request.slow)
     recipe = inputs.open_recipe(request)
     problem, captured = planning.capture_on_meta(recipe, cluster, request, pins)
     if plan is None:
-        plan = announce_best(search_for(captured, cluster, request.batch, method))
+        fixed = planning.fixed_keys(str(wanted), request)
+        method = method if fixed.precision is None else replace(method, dtype=fixed.precision)
+        plan = announce_best(search_for(captured, cluster, request.batch, method, fixed=fixed))
     plan = divide_further(plan, request.chunks)
     check_plan(plan, cluster)
-    method, every = merge_options(plan, method, request)
+    method = method if request.dtype is not None else replace(method, dtype=plan.precision)
     basis = build_cost_model(captured, cluster, method)
     partition, fitted = fit_plan(basis, plan, request.batch)
     basis = fit_to_meshes(basis, partition, fitted)
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
-    prediction = predict(basis, partition, fitted, request.batch, every=drawn, period=every)
+    prediction = predict(basis, partition, fitted, request.batch, every=drawn)
     found = {"recipe": str(recipe.path), **summary(captured.graph, cluster, prediction, method)}
     if tokens := planning.tokens_per_sample(problem):
         found["tokens_per_second"] = prediction.samples_per_second * tokens
     found |= {"chunks": fitted.most_chunks, "every": prediction.period}
     if request.breakdown:
         found["breakdown"] = break_down_stages(basis, partition, prediction)
-    more = f" · the last of {every} steps" * (prediction.period > 1)
+    more = f" · the last of {prediction.period} steps" * (prediction.period > 1)
     for file, draw in ((request.html, swimlane.html), (request.svg, swimlane.svg)):
         if file is not None:
             printing.write_text(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{more} · predicted")))
@@ -77,20 +80,21 @@ def run(request: SimulateRequest) -> None:
         print_prediction(found)
 
 
-def check(request: SimulateRequest, method: TrainingOptions) -> None:
+def check(request: SimulateRequest, wanted: FixedKeys | None) -> None:
     """Refuse combinations of options that no plan can have, before anything is captured.
+
+    Args:
+        request: the command's options.
+        wanted: what a plan that is to be found must keep; None for a plan that is given.
 
     Raises:
         PolylaneError: an option is out of range or excludes another; the message names it.
     """
-    for name, value in (("chunks", request.chunks), ("every", request.every)):
-        if value < 1:
-            raise PolylaneError(f"--{name} must be at least 1, not {value}")
-    if request.plan == AUTO and request.every > 1 and method.shard != "none":
-        raise PolylaneError(
-            f"--shard {method.shard} needs replicas that are alike, and --every {request.every} lets them differ"
-        )
-    if request.chunks > 1 and request.plan == AUTO:
+    if request.chunks < 1:
+        raise PolylaneError(f"--chunks must be at least 1, not {request.chunks}")
+    if wanted is not None:
+        planning.fixed_keys(str(wanted), request)
+    if request.chunks > 1 and wanted is not None:
         raise PolylaneError(
             "--chunks takes a plan in one line, such as pipeline=4: what auto finds cannot be divided further"
         )
@@ -135,21 +139,6 @@ def check_plan(plan: Spec | Plan, cluster: Cluster) -> None:
             )
 
 
-def merge_options(plan: Spec | Plan, method: TrainingOptions, request: SimulateRequest) -> tuple[TrainingOptions, int]:
-    """Return the training options and the averaging period, with what the plan says where no option does.
-
-    Raises:
-        PolylaneError: an option contradicts the plan.
-    """
-    every, sync = request.every, plan.sync
-    for name, asked, planned, plain in (("every", every, sync.every, 1), ("shard", method.shard, sync.shard, "none")):
-        if planned not in (plain, asked) and asked != plain:
-            raise PolylaneError(f"--{name} {asked}, but the plan says {name}={planned}: leave one of them out")
-    dtype = plan.precision if request.dtype is None else method.dtype
-    shard = method.shard if sync.shard == "none" else sync.shard
-    return replace(method, dtype=dtype, shard=shard), max(every, sync.every)
-
-
 def slow_down_cluster(cluster: Cluster, options: Sequence[str]) -> Cluster:
     """Return the cluster with stragglers: ``3=0.8`` makes the device of rank 3 four fifths as fast.
 
@@ -179,7 +168,7 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
         "plan": plan.spec,
         "workers": plan.workers,
         "batch": prediction.batch,
-        "method": asdict(method),
+        "method": {**asdict(method), "shard": plan.sync.shard},
         "step_seconds": step,
         "samples_per_second": prediction.samples_per_second,
         "model_flops": flops,

@@ -22,6 +22,7 @@ from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.shard_traffic import ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import PassCosts, StageCosts, add_recomputation, sum_passes
+from polylane.cost.state_sharding import StateSharding
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
@@ -38,7 +39,7 @@ class CostModel:
     Attributes:
         cluster: the devices and the links between them.
         stages: prices of the graph's stages, cached by mesh and samples.
-        method: precision, sharding, recomputation and overlap of the training.
+        method: precision, recomputation and overlap of the training.
         make_clock: device -> clock that prices operators on it.
         update_seconds: (device, trained elements) -> seconds of the optimizer's step.
         optimizer: tensors that the optimizer keeps for each parameter.
@@ -156,8 +157,10 @@ class PlanCost:
 
     def _table(self, stage: int) -> CostTable:
         mesh, rank = self.plan.degrees(stage), self.plan.stages[stage].devices[0]
-        # "data" is priced too: batch normalization sums its statistics over replicas inside the passes.
-        axes = ("data", *self.plan.axes_of(stage)) if mesh.data > 1 else self.plan.axes_of(stage)
+        # "data" is priced too: batch normalization sums its statistics over replicas inside the passes, unless each
+        # replica takes steps of its own, from its own samples.
+        shared = mesh.data > 1 and not self.plan.sync.is_replica_local
+        axes = ("data", *self.plan.axes_of(stage)) if shared else self.plan.axes_of(stage)
         groups = {axis: self.plan.ranks_along(rank, axis) for axis in axes}
         # Stages with equal devices and equally spanned groups share one table.
         ranks, cluster = self.plan.stages[stage].devices, self.basis.cluster
@@ -181,22 +184,27 @@ class PlanCost:
             pieces = [piece for each in chunks for piece in self.node_ranges(each)]
             elements = self.basis.stages.trained_elements(mesh, pieces)
             device = self.basis.slowest_device(self.plan.stages[stage].devices)
-            update = self.basis.update_seconds(device, self.basis.method.count_updated(elements, mesh.data))
+            update = self.basis.update_seconds(device, self.sharding(stage).count_updated(elements))
             passes, sharing = _add_fields(own for own, _ in costs), _add_fields(own for _, own in costs)
             memory = self.peak_memory(stage)
             self._priced[stage] = StagePrediction(mesh, self.local_samples(stage), passes, update, memory, sharing)
         return self._priced[stage]
 
     def _shard_traffic(self, stage: int, own: PassCosts) -> ShardTraffic:
-        """Price ZeRO-3: a block's parameters are gathered before each pass, gradients scattered after backward."""
-        if not self.basis.method.gathers_parameters(self.plan.degree("data", stage)):
+        """Price ZeRO-3 in a pass: a block's parameters are gathered before it, its gradients scattered after backward.
+
+        ZeRO-2 scatters them as well where there are several microbatches, and gathers nothing here.
+        """
+        sharding = self.sharding(stage)
+        if not sharding.in_passes:
             return ShardTraffic()
-        ranks = self.plan.ranks_along(self.plan.stages[stage].devices[0], "data")
+        ranks = sharding.group(self.plan.ranks_along(self.plan.stages[stage].devices[0], "data"))
         blocks = [self.parameter_bytes(stage, names) for names in self._block_parameters(stage) if names]
         # One gather per pass: gathers=1 prices the forward pass, and with the reduce-scatter the backward
         # pass.
-        traffic, turn = ShardTrafficSeconds.of(self.basis.cluster, blocks, ranks, gathers=1), self.basis.host_overhead
-        gathered = bytes_per_rank("all_gather", sum(blocks), len(ranks))
+        gathers, turn = int(sharding.gathers_parameters), self.basis.host_overhead
+        traffic = ShardTrafficSeconds.of(self.basis.cluster, blocks, ranks, gathers)
+        gathered = gathers * bytes_per_rank("all_gather", sum(blocks), len(ranks))
         scattered = bytes_per_rank("reduce_scatter", sum(blocks), len(ranks))
         return ShardTraffic(
             exposed_seconds(own.forward + own.waits + turn, traffic.gathers),
@@ -213,10 +221,10 @@ class PlanCost:
     def peak_memory(self, stage: int) -> peak.MemoryBreakdown:
         """Return the bytes of a stage's busiest rank at the peak of the step, with all stages that it has."""
         chunks, lane = self.plan.chunks(stage), self._lanes[self.plan.stage_groups[stage]]
-        basis, load, replicas = self.basis, self.trained_bytes(*chunks), self.plan.degree("data", stage)
+        basis, load = self.basis, self.trained_bytes(*chunks)
         needs = {each: self.microbatch_memory(each) for each in chunks}
         trained = {each: self.trained_bytes(each).trained for each in chunks}
-        return peak.peak_memory(lane, needs, trained, load, basis.method, replicas, basis.margin)
+        return peak.peak_memory(lane, needs, trained, load, basis.method, self.sharding(stage), basis.margin)
 
     @cached_property
     def _lanes(self) -> Lanes:
@@ -227,7 +235,11 @@ class PlanCost:
     def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""
         load = self.trained_bytes(*self.plan.chunks(stage))
-        return peak.shard_trained_bytes(load, self.basis.method, self.plan.degree("data", stage))
+        return peak.shard_trained_bytes(load, self.basis.method, self.sharding(stage))
+
+    def sharding(self, stage: int) -> StateSharding:
+        """Return what the replicas of a stage share out, as the plan says."""
+        return StateSharding.of(self.plan.sync, self.plan.degree("data", stage), self.plan.microbatches)
 
     def microbatch_memory(self, stage: int) -> PeakMemory:
         """Return the memory that one microbatch takes on a stage's busiest rank."""

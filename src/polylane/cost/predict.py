@@ -9,7 +9,6 @@ from functools import cached_property
 from polylane.cost.plan_cost import CostModel, PlanCost, StagePrediction
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.task_lanes import TaskBuilder
-from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
@@ -94,26 +93,21 @@ def predict(
     batch: int,
     every: bool = False,
     exact: bool = True,
-    period: int = 1,
 ) -> Prediction:
     """Predict one step of a plan.
 
     Equal workers are simulated once: one of each stage, unless workers share cores or their devices differ.
 
     Args:
-        basis: cluster, prices and training options.
+        basis: cluster, prices, precision and recomputation.
         partition: the graph cut into the plan's stages.
-        plan: meshes, devices and schedule of the stages.
+        plan: meshes, devices and schedule of the stages, and how their replicas synchronize: with ``every`` above 1
+            they reduce no gradients, and average their parameters in the last of so many steps (Stich, 2019).
         batch: samples of a step, over all replicas.
         every: whether every worker has a lane (up to :data:`LANES`), even where they are equal.
         exact: whether memory is traced at the local samples; else it is scaled from those of the capture.
-        period: steps between two averagings of the replicas' parameters, without gradient reduction (local SGD: Stich,
-            2019); 1: gradients are reduced in every step.
-
-    Raises:
-        PolylaneError: the plan's replicas cannot take local steps.
     """
-    alone = _is_replica_local(basis, plan, period)
+    alone = plan.sync.every > 1 and plan.data > 1
     ranks = range(plan.workers)
     # One lane per stage is exact only if workers are interchangeable: same devices, no shared cores.
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
@@ -131,22 +125,7 @@ def predict(
         sums = map(doing.build_averaging_tasks, programs)
         timeline, between = simulate_tasks([[*a, *b] for a, b in zip(tasks, sums, strict=True)], hosts), timeline
     stages = tuple(scene.predict_stage(first) for first in plan.first_chunks)
-    return Prediction(plan, timeline, stages, batch, lanes, period if alone else 1, between)
-
-
-def _is_replica_local(basis: CostModel, plan: Plan, period: int) -> bool:
-    """Return whether replicas take steps without synchronizing (local SGD)."""
-    if period < 1:
-        raise PolylaneError(f"replicas must sum every so many steps, at least 1, not {period}")
-    if period == 1 or plan.data == 1:
-        return False
-    if basis.method.shard != "none":
-        raise PolylaneError(
-            f"shard {basis.method.shard!r} needs replicas that are alike; those that sum every {period} steps are not"
-        )
-    if plan.resplits_batch:
-        raise PolylaneError(f"replicas can sum every {period} steps only where all stages have as many of them")
-    return True
+    return Prediction(plan, timeline, stages, batch, lanes, plan.sync.every if alone else 1, between)
 
 
 def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:

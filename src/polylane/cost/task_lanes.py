@@ -66,9 +66,11 @@ class TaskBuilder:
 
     def _parameter_collective(self, program: Program) -> tuple[float, int]:
         """Return seconds and bytes of the all-gather of updated parameters (ZeRO-1 and ZeRO-2), all buckets at once."""
-        key = (program.stage, program.replicas)
+        sharding = self._scene.sharding(program.stage)
+        ranks = sharding.group(program.replicas, program.replica)
+        key = (program.stage, tuple(ranks))
         if key not in self._steps:
-            kind, ranks = self._scene.basis.method.parameter_collective, program.replicas
+            kind = sharding.parameter_collective
             size = sum(self._scene.parameter_bytes(program.stage, bucket.parameters) for bucket in program.buckets)
             seconds = network.collective_seconds(self._scene.basis.cluster, kind if size else "", size, ranks, None)
             self._steps[key] = seconds, int(bytes_per_rank(kind, size, len(ranks)))
@@ -155,18 +157,20 @@ class TaskBuilder:
         With sharded optimizer states the gradients are reduce-scattered over the replicas; all other ranks that
         contribute to them (of operator axes, of stages with tied weights) then all-reduce the shards.
         """
-        cluster, method = self._scene.basis.cluster, self._scene.basis.method
-        ranks: Sequence[int] = bucket.ranks
+        cluster, ranks = self._scene.basis.cluster, bucket.ranks
         stages = {self._stage_and_replica[rank][0] for rank in ranks}
         # Stages with tied weights may shard them differently: the largest local size counts.
         size, seconds, bytes_ = max(self._scene.parameter_bytes(stage, bucket.parameters) for stage in stages), 0.0, 0.0
-        # Two steps: reduce-scatter over the replicas of one stage, then all-reduce of the shards over the
-        # rest: the ranks that have the same replica index.
-        if method.shard != "none" and len({self._plan.degree("data", stage) for stage in stages}) == 1:
-            replicas, first = self._plan.ranks_along(ranks[0], "data"), self._stage_and_replica[ranks[0]][1]
-            seconds = network.collective_seconds(cluster, method.gradient_collective, size, replicas, None)
-            bytes_ = bytes_per_rank(method.gradient_collective, size, len(replicas))
-            size, ranks = size / len(replicas), [rank for rank in ranks if self._stage_and_replica[rank][1] == first]
+        sharding = self._scene.sharding(min(stages))
+        # Two steps: reduce-scatter over a sharding group of one stage, then all-reduce of the shards over the
+        # rest: the ranks that hold the same shard.
+        if sharding.kind != "none" and len({self._plan.degree("data", stage) for stage in stages}) == 1:
+            first, degree = self._stage_and_replica[ranks[0]][1], sharding.degree
+            group = sharding.group(self._plan.ranks_along(ranks[0], "data"), first)
+            seconds = network.collective_seconds(cluster, sharding.gradient_collective, size, group, None)
+            bytes_ = bytes_per_rank(sharding.gradient_collective, size, degree)
+            size, alike = size / degree, first % degree
+            ranks = tuple(rank for rank in ranks if self._stage_and_replica[rank][1] % degree == alike)
         seconds += network.collective_seconds(cluster, "all_reduce", size, ranks, None)
         return seconds, bytes_ + bytes_per_rank("all_reduce", size, len(ranks))
 
