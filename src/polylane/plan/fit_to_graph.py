@@ -9,8 +9,9 @@ import networkx as nx
 from polylane.errors import PolylaneError, suggest_name
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, StageCrossing, cut_positions
+from polylane.plan.checks import MESH, check
 from polylane.plan.pinned_placements import check_pins
-from polylane.plan.plan import MESH, Fingerprint, Plan, Stage, check
+from polylane.plan.plan import Fingerprint, Plan, Stage
 from polylane.plan.spec import Degrees, Spec
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder, value_specs
+from polylane.graph.partition import Partition
 from polylane.graph.precision import dtypes_under_autocast
 from polylane.plan.plan import Plan
 from polylane.program.check import check
@@ -29,6 +31,7 @@ from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
 from polylane.schedule.action import WEIGHT_PASSES
 from polylane.schedule.schedules import splits_backward
+from polylane.sharding.stage_layouts import StageLayouts
 
 
 def lower_programs(
@@ -95,8 +98,16 @@ def bind_program(
     # The user's own Python may leave a parameter without a gradient.
     optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
-    in_halves = splits_backward(plan.schedule)
-    arguments = _bind_tensors(program, tensors, mesh, shards, counts)
+    binder = StageBinder(
+        partition=partition,
+        layouts=compiled.layouts,
+        coordinates=mesh.coordinates,
+        arguments=_bind_tensors(program, tensors, mesh, shards, counts),
+        device=tensors.device,
+        autocast=autocast,
+        dtypes=dtypes,
+        in_halves=splits_backward(plan.schedule),
+    )
     runners, reducers = dict[int, StageRunner](), dict[int, AllReducer]()
     for stage, buckets in _buckets_by_stage(program, plan, codec).items():
         hooks, own = StageHooks(), replace(program, buckets=buckets)
@@ -105,19 +116,7 @@ def bind_program(
             reducers[stage] = cut.reducer
         elif buckets:
             reducers[stage] = AllReducer(buckets, held, optional, transport, codec, program.replicas)
-        code, layout = extract_stage(partition, stage, tensors.device, hooks, in_halves), compiled.layouts[stage]
-        local_code = None
-        if layout is not None:
-            local_code = LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks, in_halves)
-        runners[stage] = StageRunner(
-            code=code,
-            tensors=arguments,
-            differentiable_inputs=frozenset(c.value for c in program.inputs(stage) if c.requires_grad),
-            device=tensors.device,
-            autocast=autocast,
-            local_code=local_code,
-            hooks=hooks,
-        )
+        runners[stage] = binder.bind_stage(stage, hooks)
     travelling = value_specs(partition, dtypes, compiled.layouts[program.stage], mesh.coordinates)
     return Executor(
         program=program,
@@ -132,6 +131,49 @@ def bind_program(
         batch_statistics=counts or None,
         per_sample=plan.per_sample,
     )
+
+
+class StageBinder(NamedTuple):
+    """What the stages of a worker have in common when their code is bound to its tensors.
+
+    Attributes:
+        partition: the graph and its cuts into stages.
+        layouts: how the operators of every stage are sharded.
+        coordinates: this worker's index on each axis of its mesh.
+        arguments: what the placeholders of the stages' code stand for, by role.
+        device: device of the worker's tensors.
+        autocast: dtype of autocast, or None without it.
+        dtypes: results of operators whose dtype autocast changes, by name.
+        in_halves: whether backward passes are in two halves.
+    """
+
+    partition: Partition
+    layouts: StageLayouts
+    coordinates: Mapping[str, int]
+    arguments: dict[tuple[str, Any], Any]
+    device: torch.device
+    autocast: torch.dtype | None
+    dtypes: Mapping[str, torch.dtype]
+    in_halves: bool
+
+    def bind_stage(self, stage: int, hooks: StageHooks) -> StageRunner:
+        """Return the runner of one stage, whose code gets the gates of ``hooks``."""
+        partition, layout, local_code = self.partition, self.layouts[stage], None
+        code = extract_stage(partition, stage, self.device, hooks, self.in_halves)
+        if layout is not None:
+            at, dtypes = self.coordinates, self.dtypes
+            local_code = LocalStageCode(code, partition, layout, at, dtypes, hooks, self.in_halves)
+        return StageRunner(
+            code=code,
+            tensors=self.arguments,
+            differentiable_inputs=frozenset(
+                c.value for c in partition.crossings if stage in c.consumers and c.requires_grad
+            ),
+            device=self.device,
+            autocast=self.autocast,
+            local_code=local_code,
+            hooks=hooks,
+        )
 
 
 def _buckets_by_stage(
