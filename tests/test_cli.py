@@ -268,6 +268,15 @@ def test_version() -> None:
             "lanes interleaved --stages 2 --chunks 0 --microbatches 2",
             "Invalid value for '--chunks': must be at least 1",
         ),
+        ("lanes pipedream-2bw --stages 4 --microbatches 2", "needs at least 3 microbatches in a batch for 4 stages"),
+        (
+            "lanes 1f1b --stages 4 --microbatches 2 --vertical-sync",
+            "vertical sync is an option of pipedream, not of 1f1b",
+        ),
+        (
+            "lanes pipedream --stages 4 --microbatches 2 --batches 3",
+            "several batches are drawn of pipedream-2bw, not of",
+        ),
         ("lanes afab --stages 2 --microbatches 2 --svg tiny.py/a.svg", "tiny.py/a.svg cannot be written"),
     ],
 )

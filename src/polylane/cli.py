@@ -294,6 +294,8 @@ def lanes(
     ],
     microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", min=1, help="Microbatches in a batch.")],
     chunks: options.Chunks = None,
+    batches: options.Batches = None,
+    vertical_sync: options.VerticalSync = False,
     forward: options.ForwardTicks = "1",
     backward: options.BackwardTicks = "2",
     weight: options.WeightTicks = None,
@@ -308,7 +310,8 @@ def lanes(
     utilization of each worker from its first pass to its last one, and the most microbatches that it holds at once.
 
     interleaved and zb-v cut each stage into chunks (a, b, ...); durations are then those of a chunk. zb-h1, zb-h2 and
-    zb-v run backward passes in two halves: input gradients, then weight gradients.
+    zb-v run backward passes in two halves: input gradients, then weight gradients. pipedream (a batch is one
+    microbatch) and pipedream-2bw are drawn as runs with updates, but no plan runs them.
 
     \b
     Examples:
@@ -324,6 +327,8 @@ def lanes(
         stages=stages,
         chunks=chunks,
         microbatches=microbatches,
+        batches=batches,
+        vertical_sync=vertical_sync,
         forward=forward,
         backward=backward,
         weight=weight,

@@ -13,10 +13,11 @@ from polylane.commands import planning
 from polylane.commands.printing import print_json, write_text
 from polylane.commands.requests import LanesRequest
 from polylane.errors import PolylaneError
-from polylane.inspection.schedule_report import lanes_summary, lanes_timeline
+from polylane.inspection.schedule_report import ScheduleShape, draw_schedule, lanes_summary
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.swimlane.layout import build_rows, format_number, format_percent
 from polylane.observe.timeline import Timeline
+from polylane.schedule.schedules import ASYNCHRONOUS
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
 from polylane.yaml_file import read
 
@@ -32,23 +33,27 @@ def run(request: LanesRequest) -> None:
     """
     drawn = _read_stages(request)
     try:
-        timeline = lanes_timeline(
-            request.schedule,
-            drawn.graph if drawn.names else drawn.graph.stages,
-            request.microbatches,
+        schedule = draw_schedule(
+            ScheduleShape(
+                schedule=request.schedule,
+                stages=drawn.graph if drawn.names else drawn.graph.stages,
+                microbatches=request.microbatches,
+                chunks=request.chunks,
+                batches=request.batches,
+                vertical_sync=request.vertical_sync,
+            ),
             drawn.forward,
             drawn.backward,
             weight=None if request.weight is None else _ticks("--weight", request.weight),
             hop=_number("--hop", request.hop, request.hop),
-            chunks=request.chunks,
         )
     except ValueError as error:
         raise PolylaneError(str(error)) from error
+    timeline, summary = schedule.timeline, lanes_summary(schedule)
     if request.svg is not None:
         write_text(request.svg, swimlane.svg(timeline))
     if request.html is not None:
         write_text(request.html, swimlane.html(timeline))
-    summary = lanes_summary(timeline)
     if request.json:
         print_json(summary)
         return
@@ -73,6 +78,12 @@ def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:
         f"{format_number(peak)} on {name}" for peak, name in zip(summary["peak_live_microbatches"], names, strict=True)
     )
     print(f"peak live microbatches: {live}")
+    if summary["schedule"] not in ASYNCHRONOUS:
+        return
+    steady = summary["steady_utilization"]
+    print(f"utilization while the pipeline is full: {'never full' if steady is None else format_percent(steady)}")
+    for key, title in (("weight_versions", "versions of weights"), ("staleness", "updates that weights lack")):
+        print(f"{title}: " + ", ".join(f"{each} on {name}" for each, name in zip(summary[key], names, strict=True)))
 
 
 # The command line's stages and durations -----------------------------------------------------------------------------
@@ -107,7 +118,7 @@ def _read_stages(request: LanesRequest) -> _Drawn:
     stages, ticks = request.stages, (_ticks("--forward", request.forward), _ticks("--backward", request.backward))
     # A number, also a negative one, is a count of stages, for a sentence about its value; anything else is a path.
     drawn = _chain(stages, *ticks) if stages.strip().lstrip("-").isdecimal() else _read(Path(stages), *ticks)
-    if drawn.graph.stages * request.microbatches * (request.chunks or 1) > MOST:
+    if drawn.graph.stages * request.microbatches * (request.chunks or 1) * (request.batches or 1) > MOST:
         chunks = f" times --chunks {request.chunks}" if request.chunks else ""
         raise PolylaneError(
             f"--stages {stages} times --microbatches {request.microbatches}{chunks} are more than {MOST:,} passes, too "

@@ -188,6 +188,8 @@ class LanesRequest:
         stages: a number of stages in a chain, or the path of a YAML file of stages that branch.
         chunks: how many parts each stage of a chain is cut into, all on its worker; None: as the schedule has them.
         microbatches: number of microbatches in a batch.
+        batches: number of batches of a run of pipedream-2bw; None: two.
+        vertical_sync: whether the stages of pipedream compute on the same version of the weights.
         forward: ticks of one forward pass, or one number for each stage as in 1,2,1.
         backward: ticks of one backward pass, given like ``forward``.
         weight: the ticks of it that weight gradients take, given like ``forward``; None: half of them.
@@ -201,6 +203,8 @@ class LanesRequest:
     stages: str
     chunks: int | None = None
     microbatches: int
+    batches: int | None = None
+    vertical_sync: bool = False
     forward: str = "1"
     backward: str = "2"
     weight: str | None = None

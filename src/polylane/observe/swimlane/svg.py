@@ -15,6 +15,7 @@ from polylane.schedule.action import COMPUTE, ActionKind
 LANE, THIN, GAP, TOP, BOTTOM, RIGHT = 26, 7, 8, 64, 62, 24
 TICK = 24  # width of one tick in theory, unless the picture would be wider than WIDEST
 NARROW, WIDEST = 480, 1200
+MARK = 3  # width of the mark of an update that takes no time
 LETTER = 7.0  # width of one letter of a 12 pixel sans serif, rounded up
 
 _STYLE = f"""
@@ -142,6 +143,13 @@ def _boxes(row: layout.LaneRow, picture: _Picture, y: float) -> Iterator[str]:
         )
         for span in wide:
             yield from _box(span, row.number(span), picture, top, height)
+    for span in row.updates():
+        x = picture.left + (span.start - picture.timeline.start()) * picture.scale
+        said = escape(f"update, stage {span.action.stage}, after microbatch {span.action.microbatch}")
+        yield (
+            f'<rect x="{x - MARK:.2f}" y="{y:g}" width="{MARK}" height="{LANE}" '
+            f'fill="{layout.STYLES[span.action.kind].fill}"><title>{said}</title></rect>'
+        )
 
 
 def _box(span: Span, number: str, picture: _Picture, top: float, height: float) -> Iterator[str]:
