@@ -75,6 +75,7 @@ Warmup = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 ScheduleName = Literal["naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw"]
+Compare = Annotated[bool, typer.Option("--compare", help="All schedules side by side, in place of one.")]
 Chunks = Annotated[
     int | None,
     typer.Option(

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from polylane.commands import planning
+from polylane.commands.compare_lanes import print_comparison
 from polylane.commands.printing import print_json, write_text
 from polylane.commands.requests import LanesRequest
 from polylane.errors import PolylaneError
-from polylane.inspection.schedule_report import ScheduleShape, draw_schedule, lanes_summary
+from polylane.inspection.schedule_comparison import ComparedModel
+from polylane.inspection.schedule_report import DrawnSchedule, ScheduleShape, draw_schedule, lanes_summary
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.swimlane.layout import build_rows, format_number, format_percent
 from polylane.observe.timeline import Timeline
@@ -31,24 +33,54 @@ def run(request: LanesRequest) -> None:
     Raises:
         PolylaneError: stages that cannot be read, durations that do not fit them, or a file that cannot be written.
     """
+    _check_mode(request)
     drawn = _read_stages(request)
+    weight = None if request.weight is None else _ticks("--weight", request.weight)
+    stages, hop = drawn.graph if drawn.names else drawn.graph.stages, _number("--hop", request.hop, request.hop)
     try:
-        schedule = draw_schedule(
-            ScheduleShape(
-                schedule=request.schedule,
-                stages=drawn.graph if drawn.names else drawn.graph.stages,
+        if request.schedule is None:
+            model = ComparedModel(
+                stages=stages,
                 microbatches=request.microbatches,
                 chunks=request.chunks,
-                batches=request.batches,
-                vertical_sync=request.vertical_sync,
-            ),
-            drawn.forward,
-            drawn.backward,
-            weight=None if request.weight is None else _ticks("--weight", request.weight),
-            hop=_number("--hop", request.hop, request.hop),
+                forward=drawn.forward,
+                backward=drawn.backward,
+                weight=weight,
+                hop=hop,
+            )
+            print_comparison(request, model)
+            return
+        shape = ScheduleShape(
+            schedule=request.schedule,
+            stages=stages,
+            microbatches=request.microbatches,
+            chunks=request.chunks,
+            batches=request.batches,
+            vertical_sync=request.vertical_sync,
         )
+        _print_schedule(request, draw_schedule(shape, drawn.forward, drawn.backward, weight=weight, hop=hop))
     except ValueError as error:
         raise PolylaneError(str(error)) from error
+    if drawn.names and not request.json:
+        print("stages: " + ", ".join(f"{number} {name}" for number, name in enumerate(drawn.names)))
+
+
+def _check_mode(request: LanesRequest) -> None:
+    """Check that one schedule is asked for, or all of them.
+
+    Raises:
+        PolylaneError: neither or both, or options of one schedule where all are drawn.
+    """
+    if request.compare == (request.schedule is not None):
+        raise PolylaneError("name the schedule to draw, or give --compare for all of them")
+    single = {"--svg": request.svg, "--batches": request.batches, "--vertical-sync": request.vertical_sync or None}
+    for option, value in single.items():
+        if request.compare and value is not None:
+            raise PolylaneError(f"{option} is for one schedule: with --compare, --html writes the pictures of all")
+
+
+def _print_schedule(request: LanesRequest, schedule: DrawnSchedule) -> None:
+    """Print one schedule, and write the pictures that are asked for."""
     timeline, summary = schedule.timeline, lanes_summary(schedule)
     if request.svg is not None:
         write_text(request.svg, swimlane.svg(timeline))
@@ -62,8 +94,6 @@ def run(request: LanesRequest) -> None:
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print((swimlane.ansi if colours else swimlane.text)(timeline, width), end="")
     _print_figures(timeline, summary)
-    if drawn.names:
-        print("stages: " + ", ".join(f"{number} {name}" for number, name in enumerate(drawn.names)))
 
 
 def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:

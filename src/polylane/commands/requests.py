@@ -184,7 +184,8 @@ class LanesRequest:
     """The options of ``polylane lanes``.
 
     Attributes:
-        schedule: name of the schedule, see :data:`polylane.schedule.schedules.NAMES`.
+        schedule: name of the schedule, see :data:`polylane.schedule.schedules.NAMES`; None with ``compare``.
+        compare: whether all schedules are drawn side by side.
         stages: a number of stages in a chain, or the path of a YAML file of stages that branch.
         chunks: how many parts each stage of a chain is cut into, all on its worker; None: as the schedule has them.
         microbatches: number of microbatches in a batch.
@@ -199,7 +200,8 @@ class LanesRequest:
         json: print the figures as one JSON object, in place of the picture.
     """
 
-    schedule: str
+    schedule: str | None
+    compare: bool = False
     stages: str
     chunks: int | None = None
     microbatches: int

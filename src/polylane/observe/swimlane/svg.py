@@ -54,16 +54,22 @@ class _Picture:
     scale: float
 
 
-def svg(timeline: Timeline) -> str:
+def svg(timeline: Timeline, extent: float = 0) -> str:
     """Return the swimlane as a standalone SVG document: a lane per rank, numbered by microbatch, with axis and legend.
 
     Communication during compute is on a thin row below it. Spans narrower than a pixel and a half are drawn together:
     each pixel column is filled in proportion to the time that they take, so that the coloured area stays true.
+
+    Args:
+        timeline: the spans that are drawn.
+        extent: the time that the picture is as wide as, so that several have one scale; never less than the makespan.
     """
     lanes = layout.build_rows(timeline)
     left = 24 + LETTER * max((len(row.label) for row in lanes), default=0)
-    plot = min(WIDEST, max(NARROW, TICK * timeline.makespan())) if timeline.unit == "ticks" else WIDEST
-    scale = plot / (timeline.makespan() or 1)
+    extent = max(extent, timeline.makespan())
+    plot = min(WIDEST, max(NARROW, TICK * extent)) if timeline.unit == "ticks" else WIDEST
+    scale = plot / (extent or 1)
+    plot *= timeline.makespan() / extent if extent else 1
     picture = _Picture(timeline, transfer_times(timeline.spans), left, plot, scale)
     ground: list[str] = []
     boxes: list[str] = []
