@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -268,6 +269,22 @@ def test_version() -> None:
             "lanes interleaved --stages 2 --chunks 0 --microbatches 2",
             "Invalid value for '--chunks': must be at least 1",
         ),
+        ("lanes pipedream-2bw --stages 4 --microbatches 2", "needs at least 3 microbatches in a batch for 4 stages"),
+        (
+            "lanes 1f1b --stages 4 --microbatches 2 --vertical-sync",
+            "vertical sync is an option of pipedream, not of 1f1b",
+        ),
+        (
+            "lanes pipedream --stages 4 --microbatches 2 --batches 3",
+            "several batches are drawn of pipedream-2bw, not of",
+        ),
+        ("lanes --stages 2 --microbatches 2", "name the schedule to draw, or give --compare for all of them"),
+        ("lanes afab --compare --stages 2 --microbatches 2", "name the schedule to draw, or give --compare for all of"),
+        (
+            "lanes --compare --stages 2 --microbatches 2 --svg a.svg",
+            "--svg is for one schedule: with --compare, --htm",
+        ),
+        ("lanes --compare --stages 2 --microbatches 2 --forward 1,2,3", "3 durations for 2 stages"),
         ("lanes afab --stages 2 --microbatches 2 --svg tiny.py/a.svg", "tiny.py/a.svg cannot be written"),
     ],
 )
@@ -409,6 +426,38 @@ def test_lanes_of_branches() -> None:
 def test_lanes_of_every_schedule(line: str, busy: int, area: int, live: list[float]) -> None:
     told = json.loads(call("lanes", *line.split(), "--json").stdout)
     assert (told["busy"], told["area"], told["peak_live_microbatches"]) == (busy, area, live)
+
+
+def test_lanes_compared(tmp_path: Path) -> None:
+    page = tmp_path / "schedules.html"
+    line = ("lanes", "--compare", "--stages", "4", "--microbatches", "8")
+    told = json.loads(call(*line, "--json", "--html", page).stdout)
+    by_title = {each["title"]: each for each in told["schedules"]}
+    assert {title: each["makespan"] for title, each in by_title.items()} == {
+        "naive": 96,
+        "afab": 33,
+        "1f1b": 33,
+        "interleaved, 2 chunks": 28.5,
+        "zb-h1": 27,
+        "zb-h2": 27,
+        "zb-v, 2 chunks": 25.5,
+        "pipedream": 33,
+        "pipedream, vertical sync": 33,
+        "pipedream-2bw, 2 batches": 57,
+    }
+    assert [round(each["messages_over_1f1b"] * 3) for each in told["schedules"]] == [3, 3, 3, 7, 3, 3, 6, 3, 3, 3]
+    assert [max(each["peak_live_microbatches"]) for each in told["schedules"]] == [1, 8, 4, 5.5, 4, 7, 4, 4, 4, 4]
+    assert by_title["zb-h2"]["worker_utilization"] == [1] * 4 and told["left_out"] == {}
+    assert page.read_text().count("<svg") == 10 and "pipedream-2bw" in page.read_text()
+    shown = call(*line).stdout
+    assert re.search(r"zb-v, 2 chunks +25.5 +94.1 % +100.0 % +- +4 +1 +0 +2 x", shown)
+
+
+def test_what_is_left_out_of_a_comparison_is_said() -> None:
+    file = Path(__file__).parent.parent / "examples" / "lanes" / "branches.yaml"
+    told = json.loads(call("lanes", "--compare", "--stages", file, "--microbatches", "1", "--json").stdout)
+    assert set(told["left_out"]) == {"interleaved, 2 chunks", "zb-v, 2 chunks", "pipedream-2bw, 2 batches"}
+    assert "needs at least 2 microbatches" in told["left_out"]["pipedream-2bw, 2 batches"]
 
 
 def test_chunks_need_stages_that_they_divide() -> None:

@@ -287,13 +287,16 @@ cli_planning.register(app)
 
 @app.command()
 def lanes(
-    schedule: Annotated[options.ScheduleName, typer.Argument(help="Which schedule.", show_default=False)],
     stages: Annotated[
         str,
         typer.Option("--stages", metavar="K|FILE", help="A number of stages, or a YAML file of stages that branch."),
     ],
     microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", min=1, help="Microbatches in a batch.")],
+    schedule: Annotated[options.ScheduleName | None, typer.Argument(help="Which schedule.", show_default=False)] = None,
+    compare: options.Compare = False,
     chunks: options.Chunks = None,
+    batches: options.Batches = None,
+    vertical_sync: options.VerticalSync = False,
     forward: options.ForwardTicks = "1",
     backward: options.BackwardTicks = "2",
     weight: options.WeightTicks = None,
@@ -308,7 +311,9 @@ def lanes(
     utilization of each worker from its first pass to its last one, and the most microbatches that it holds at once.
 
     interleaved and zb-v cut each stage into chunks (a, b, ...); durations are then those of a chunk. zb-h1, zb-h2 and
-    zb-v run backward passes in two halves: input gradients, then weight gradients.
+    zb-v run backward passes in two halves: input gradients, then weight gradients. pipedream (a batch is one
+    microbatch) and pipedream-2bw are drawn as runs with updates, but no plan runs them. --compare draws all schedules
+    of one model, whose stages keep their durations when they are cut into chunks.
 
     \b
     Examples:
@@ -316,14 +321,18 @@ def lanes(
       polylane lanes zb-v --stages 4 --microbatches 8
       polylane lanes interleaved --stages 4 --chunks 2 --microbatches 8 --hop 1
       polylane lanes 1f1b --stages examples/lanes/branches.yaml --microbatches 8
+      polylane lanes --compare --stages 4 --microbatches 8 --html schedules.html
     """
     from polylane.commands import lanes as command
 
     request = LanesRequest(
         schedule=schedule,
+        compare=compare,
         stages=stages,
         chunks=chunks,
         microbatches=microbatches,
+        batches=batches,
+        vertical_sync=vertical_sync,
         forward=forward,
         backward=backward,
         weight=weight,

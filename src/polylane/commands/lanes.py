@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from polylane.commands import planning
+from polylane.commands.compare_lanes import print_comparison
 from polylane.commands.printing import print_json, write_text
 from polylane.commands.requests import LanesRequest
 from polylane.errors import PolylaneError
-from polylane.inspection.schedule_report import lanes_summary, lanes_timeline
+from polylane.inspection.schedule_comparison import ComparedModel
+from polylane.inspection.schedule_report import DrawnSchedule, ScheduleShape, draw_schedule, lanes_summary
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.swimlane.layout import build_rows, format_number, format_percent
 from polylane.observe.timeline import Timeline
+from polylane.schedule.schedules import ASYNCHRONOUS
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
 from polylane.yaml_file import read
 
@@ -30,25 +33,59 @@ def run(request: LanesRequest) -> None:
     Raises:
         PolylaneError: stages that cannot be read, durations that do not fit them, or a file that cannot be written.
     """
+    _check_mode(request)
     drawn = _read_stages(request)
+    weight = None if request.weight is None else _ticks("--weight", request.weight)
+    stages, hop = drawn.graph if drawn.names else drawn.graph.stages, _number("--hop", request.hop, request.hop)
     try:
-        timeline = lanes_timeline(
-            request.schedule,
-            drawn.graph if drawn.names else drawn.graph.stages,
-            request.microbatches,
-            drawn.forward,
-            drawn.backward,
-            weight=None if request.weight is None else _ticks("--weight", request.weight),
-            hop=_number("--hop", request.hop, request.hop),
+        if request.schedule is None:
+            model = ComparedModel(
+                stages=stages,
+                microbatches=request.microbatches,
+                chunks=request.chunks,
+                forward=drawn.forward,
+                backward=drawn.backward,
+                weight=weight,
+                hop=hop,
+            )
+            print_comparison(request, model)
+            return
+        shape = ScheduleShape(
+            schedule=request.schedule,
+            stages=stages,
+            microbatches=request.microbatches,
             chunks=request.chunks,
+            batches=request.batches,
+            vertical_sync=request.vertical_sync,
         )
+        _print_schedule(request, draw_schedule(shape, drawn.forward, drawn.backward, weight=weight, hop=hop))
     except ValueError as error:
         raise PolylaneError(str(error)) from error
+    if drawn.names and not request.json:
+        print("stages: " + ", ".join(f"{number} {name}" for number, name in enumerate(drawn.names)))
+
+
+def _check_mode(request: LanesRequest) -> None:
+    """Check that one schedule is asked for, or all of them.
+
+    Raises:
+        PolylaneError: neither or both, or options of one schedule where all are drawn.
+    """
+    if request.compare == (request.schedule is not None):
+        raise PolylaneError("name the schedule to draw, or give --compare for all of them")
+    single = {"--svg": request.svg, "--batches": request.batches, "--vertical-sync": request.vertical_sync or None}
+    for option, value in single.items():
+        if request.compare and value is not None:
+            raise PolylaneError(f"{option} is for one schedule: with --compare, --html writes the pictures of all")
+
+
+def _print_schedule(request: LanesRequest, schedule: DrawnSchedule) -> None:
+    """Print one schedule, and write the pictures that are asked for."""
+    timeline, summary = schedule.timeline, lanes_summary(schedule)
     if request.svg is not None:
         write_text(request.svg, swimlane.svg(timeline))
     if request.html is not None:
         write_text(request.html, swimlane.html(timeline))
-    summary = lanes_summary(timeline)
     if request.json:
         print_json(summary)
         return
@@ -57,8 +94,6 @@ def run(request: LanesRequest) -> None:
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print((swimlane.ansi if colours else swimlane.text)(timeline, width), end="")
     _print_figures(timeline, summary)
-    if drawn.names:
-        print("stages: " + ", ".join(f"{number} {name}" for number, name in enumerate(drawn.names)))
 
 
 def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:
@@ -73,6 +108,12 @@ def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:
         f"{format_number(peak)} on {name}" for peak, name in zip(summary["peak_live_microbatches"], names, strict=True)
     )
     print(f"peak live microbatches: {live}")
+    if summary["schedule"] not in ASYNCHRONOUS:
+        return
+    steady = summary["steady_utilization"]
+    print(f"utilization while the pipeline is full: {'never full' if steady is None else format_percent(steady)}")
+    for key, title in (("weight_versions", "versions of weights"), ("staleness", "updates that weights lack")):
+        print(f"{title}: " + ", ".join(f"{each} on {name}" for each, name in zip(summary[key], names, strict=True)))
 
 
 # The command line's stages and durations -----------------------------------------------------------------------------
@@ -107,7 +148,7 @@ def _read_stages(request: LanesRequest) -> _Drawn:
     stages, ticks = request.stages, (_ticks("--forward", request.forward), _ticks("--backward", request.backward))
     # A number, also a negative one, is a count of stages, for a sentence about its value; anything else is a path.
     drawn = _chain(stages, *ticks) if stages.strip().lstrip("-").isdecimal() else _read(Path(stages), *ticks)
-    if drawn.graph.stages * request.microbatches * (request.chunks or 1) > MOST:
+    if drawn.graph.stages * request.microbatches * (request.chunks or 1) * (request.batches or 1) > MOST:
         chunks = f" times --chunks {request.chunks}" if request.chunks else ""
         raise PolylaneError(
             f"--stages {stages} times --microbatches {request.microbatches}{chunks} are more than {MOST:,} passes, too "

@@ -70,6 +70,9 @@ DEFAULT_CHUNKS = {name: schedule.default for name, schedule in _CHUNKED.items()}
 # All names, in the order in which they are shown.
 NAMES = (*SCHEDULES, "interleaved", *_SPLIT, "zb-v")
 
+# Schedules that `polylane.schedule.asynchronous` has the lanes of, and that no plan runs.
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
+
 
 def splits_backward(schedule: str) -> bool:
     """Return whether the schedule runs backward passes in two halves: input gradients, then weight gradients.
@@ -158,5 +161,7 @@ def live_bound(
 
 
 def _check_name(schedule: str) -> None:
+    if schedule in ASYNCHRONOUS:
+        raise ValueError(f"the schedule {schedule} is asynchronous: polylane lanes draws it, but no plan runs it")
     if schedule not in NAMES:
         raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(NAMES)}")

@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 
 from counting import calls
-from polylane.inspection.schedule_report import lanes_summary, lanes_timeline
+from polylane.inspection.schedule_report import ScheduleShape, draw_schedule, lanes_summary, lanes_timeline
 from polylane.observe.swimlane.layout import (
     STYLES,
     build_rows,
@@ -438,6 +438,19 @@ def test_halves_of_backward_passes_and_chunks_in_characters() -> None:
     ]
 
 
+def test_updates_of_no_length_are_marked() -> None:
+    """In the cell of the pass before, or as a narrow box over its end."""
+    timeline = draw_schedule(ScheduleShape(schedule="pipedream", stages=2, microbatches=2)).timeline
+    assert text(timeline).splitlines()[3:] == [
+        "stage 0 │  0 1 · ·<0#0 ·<1#1",
+        "stage 1 │  · 0<0#0 1<1#1 · ·",
+        "0 forward   <0 backward   # step   · idle",
+    ]
+    assert text(replace(timeline, unit="seconds"), width=60).count("#") == 4 + 1  # and the legend
+    titles = [each.text for each in ElementTree.fromstring(svg(timeline)).iter(f"{SVG}title")]
+    assert "update, stage 1, after microbatch 0" in titles
+
+
 def test_chunks_have_letters_in_pictures() -> None:
     timeline = lanes_timeline("interleaved", 2, 2)
     numbers = {each.text for each in ElementTree.fromstring(svg(timeline)).iter(f"{SVG}text")}
@@ -460,15 +473,19 @@ def test_fills_of_passes_differ_in_lightness() -> None:
 
 
 def test_summary_of_a_schedule() -> None:
-    assert lanes_summary(lanes_timeline("1f1b", 4, 8)) == {
+    assert lanes_summary(draw_schedule(ScheduleShape(schedule="1f1b", stages=4, microbatches=8))) == {
         "schedule": "1f1b",
         "stages": 4,
         "chunks": 1,
         "microbatches": 8,
         "utilization": 96 / 132,
         "worker_utilization": pytest.approx([24 / 33, 24 / 30, 24 / 27, 1]),
+        "steady_utilization": pytest.approx(1),
         "makespan": 33,
         "busy": 96,
         "area": 132,
         "peak_live_microbatches": [4, 3, 2, 1],
+        "weight_versions": [1, 1, 1, 1],
+        "staleness": [0, 0, 0, 0],
+        "messages": 48,
     }

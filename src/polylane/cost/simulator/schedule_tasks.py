@@ -24,7 +24,8 @@ def simulate_schedule(
     """Simulate the passes of a schedule, each as early as the passes that it reads from allow.
 
     Args:
-        lanes: ``lanes[s]`` has the forward and backward passes of stage s in order. If the graph has more stages than
+        lanes: ``lanes[s]`` has the forward and backward passes of stage s in order; an update of its weights after a
+            microbatch's backward is a step of that microbatch, which takes no time. If the graph has more stages than
             there are lanes, a lane has those of all the virtual stages of one rank, in any order.
         forward: duration of one forward pass, one number for all stages or one for each.
         backward: duration of one whole backward pass, one number for all stages or one for each.
@@ -128,12 +129,13 @@ def pass_ticks(
         ActionKind.BACKWARD: whole,
         ActionKind.BACKWARD_INPUT: [all_ - part for part, all_ in zip(second, whole, strict=True)],
         ActionKind.BACKWARD_WEIGHT: second,
+        ActionKind.STEP: [0] * stages,
     }
 
 
 def _neighbours(action: Action, graph: StageGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the stages whose passes a pass reads from, and those that read from it: of values, or of gradients."""
-    if action.kind is ActionKind.BACKWARD_WEIGHT:
+    if action.kind in (ActionKind.BACKWARD_WEIGHT, ActionKind.STEP):
         return (), ()  # gradients of parameters stay on their stage
     before, after = graph.predecessors[action.stage], graph.successors[action.stage]
     return (before, after) if action.kind is ActionKind.FORWARD else (after, before)
@@ -155,6 +157,7 @@ _BEFORE = {
     ActionKind.BACKWARD: (ActionKind.FORWARD,),
     ActionKind.BACKWARD_INPUT: (ActionKind.FORWARD,),
     ActionKind.BACKWARD_WEIGHT: (ActionKind.BACKWARD_INPUT,),
+    ActionKind.STEP: (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT),
 }
 
 
@@ -192,7 +195,7 @@ def _lanes_of_stages(lanes: Sequence[Sequence[Action]], graph: StageGraph) -> di
     lane_of = {} if virtual else {stage: stage for stage in range(graph.stages)}
     for number, lane in enumerate(lanes):
         for action in lane:
-            if action.kind not in PASSES or action.microbatch is None:
+            if action.kind not in PASSES | {ActionKind.STEP} or action.microbatch is None:
                 raise ValueError(f"lanes hold forwards and backwards of a microbatch only, not {action}")
             if virtual and not 0 <= action.stage < graph.stages:
                 raise ValueError(f"lane {number} holds {describe_action(action)}: there are {graph.stages} stages")

@@ -64,6 +64,10 @@ class LaneRow:
     thin: tuple[Span, ...]
     stages: tuple[int, ...]
 
+    def updates(self) -> tuple[Span, ...]:
+        """Return the updates that take no time, as in theory: pictures mark where they are."""
+        return tuple(span for span in self.main if span.action.kind is ActionKind.STEP and span.end == span.start)
+
     def number(self, span: Span) -> str:
         """Return the microbatch of a pass, with a letter for its chunk where there are several; "" for what has none.
 

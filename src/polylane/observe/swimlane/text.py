@@ -20,8 +20,9 @@ def text(timeline: Timeline, width: int = 100) -> str:
 
     In ticks it is drawn as in papers: a cell per tick, the forward of microbatch 3 as ``3``, its backward as ``<3``, or
     in two halves as ``<3`` (input gradients) and ``=3`` (weight gradients). On a rank with several chunks a letter says
-    which: ``3a``, ``<3b``. In seconds, or where the ticks do not fit, each column shows the style that fills most of
-    its time, and the microbatch where there is room; communication during compute is on a line of its own below.
+    which: ``3a``, ``<3b``. An update that takes no time is a ``#`` in the cell before it. In seconds, or where the
+    ticks do not fit, each column shows the style that fills most of its time, and the microbatch where there is room;
+    communication during compute is on a line of its own below.
 
     Args:
         timeline: theoretical, predicted or measured spans.
@@ -128,6 +129,10 @@ def _cells(timeline: Timeline, lanes: Sequence[layout.LaneRow], cell: int) -> li
                 filled = (f"{_sign(span, row):>{cell}}", layout.STYLES[span.action.kind])
                 for tick in range(round(span.start - first), round(span.end - first)):
                     cells[tick] = filled
+            # An update that takes no time has no cell of its own: it is marked in the one before.
+            for span in row.updates() if spans is row.main else ():
+                last, mark = round(span.start - first) - 1, layout.STYLES[span.action.kind].glyph + row.number(span)
+                cells[max(0, last)] = (f"{mark:>{cell}}", cells[last][1])
             if spans or label:
                 grid.append((label, cells))
     return grid
@@ -150,6 +155,9 @@ def _columns(timeline: Timeline, lanes: Sequence[layout.LaneRow], room: int) -> 
         main = [_fullest_style(share, layout.IDLE.glyph) for share in layout.style_shares(row.main, first, width, room)]
         for span in row.main:
             _write_number(main, span, row, (span.start - first) / width, (span.end - first) / width)
+        for span in row.updates():
+            style = layout.STYLES[span.action.kind]
+            main[max(0, round((span.start - first) / width) - 1)] = (style.glyph, style)
         grid.append((row.label, main))
         thin = [_fullest_style(share, " ") for share in layout.style_shares(row.thin, first, width, room)]
         if any(style is not layout.IDLE for _, style in thin):
