@@ -9,6 +9,7 @@ import torch
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder, value_specs
+from polylane.errors import PolylaneError
 from polylane.graph.precision import dtypes_under_autocast
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, without_replica_sync
@@ -25,6 +26,7 @@ from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
+from polylane.schedule.action import ActionKind
 
 
 def lower_programs(
@@ -78,6 +80,9 @@ def bind_program(
         replica_local: whether the replica takes steps of its own, without the others' statistics.
         codec: gradient compressor of the objective; its error feedback is shared by all bound programs. Default:
             gradients are summed uncompressed.
+
+    Raises:
+        PolylaneError: the schedule has backward passes in two halves, and workers keep only shards of parameters.
     """
     plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
     transport, mesh = connections.transport, connections.mesh
@@ -94,14 +99,23 @@ def bind_program(
     if shards.flat_buffers:
         cut = build_sharded_program(program, plan, shards, held, optional, transport, mesh.waits)
     hooks = StageHooks() if cut is None else cut
-    code, layout = extract_stage(partition, stage, tensors.device, hooks), compiled.layouts[stage]
+    layout = compiled.layouts[stage]
+    splits = any(action.kind is ActionKind.BACKWARD_WEIGHT for action in program.actions)
+    if splits and shards.keeps_only_shards:
+        raise PolylaneError(
+            f"schedule: {plan.schedule} and shard: parameters exclude each other, since weights are released between "
+            "the two halves of a backward pass: take shard: gradients, or another schedule"
+        )
+    # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
+    code = extract_stage(partition, stage, tensors.device, hooks, splits and layout is None)
+    local = LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks, splits) if layout else None
     runner = StageRunner(
         code=code,
         tensors=_bind_tensors(program, tensors, mesh, shards, counts),
         differentiable_inputs=frozenset(c.value for c in program.receives if c.requires_grad),
         device=tensors.device,
         autocast=autocast,
-        local_code=None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks),
+        local_code=local,
         hooks=hooks,
     )
     travelling = value_specs(partition, dtypes, layout, mesh.coordinates)
