@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from polylane.errors import PolylaneError
 from polylane.plan.pinned_placements import check_axes
 from polylane.plan.spec import check_workers, format_degrees
-from polylane.schedule.schedules import DEFAULT_CHUNKS, assign_stages
+from polylane.schedule.schedules import DEFAULT_CHUNKS, assign_stages, splits_backward
 
 if TYPE_CHECKING:
     from polylane.plan.plan import Plan
@@ -102,6 +102,11 @@ def _check_sync(plan: Plan) -> None:
                 f"{plan.title}: sync.within: {plan.degree('data', stage)} replicas of stage {stage} cannot be divided "
                 f"into groups of {sync.within}"
             )
+    if splits_backward(plan.schedule) and sync.shard == "parameters":
+        raise PolylaneError(
+            f"{plan.title}: schedule: {plan.schedule} and shard: parameters exclude each other, since weights are "
+            "released between the two halves of a backward pass: take shard: gradients, or another schedule"
+        )
     for rank in plan.slow:
         if not 0 <= rank < plan.workers:
             raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {plan.workers} workers")

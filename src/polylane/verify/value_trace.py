@@ -101,6 +101,13 @@ class _TracingRunner(StageRunner):
         self._keep_values(microbatch, self.kept_gradients.pop(microbatch))
         return result
 
+    def backward_input(
+        self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None
+    ) -> dict[str, Tensor]:
+        result = super().backward_input(microbatch, gradients, seed)
+        self._keep_values(microbatch, self.kept_gradients.pop(microbatch))
+        return result
+
     def _keep_values(self, microbatch: int, kept: KeptValues) -> None:
         self.trace.values |= {(microbatch, name): value for name, value in kept.values.items()}
 

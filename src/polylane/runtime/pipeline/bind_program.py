@@ -85,6 +85,9 @@ def bind_program(
         replica_local: whether the replica takes steps of its own, without the others' statistics.
         codec: gradient compressor of the objective; its error feedback is shared by all bound programs. Default:
             gradients are summed uncompressed.
+
+    Raises:
+        PolylaneError: the schedule has backward passes in two halves, and workers keep only shards of parameters.
     """
     plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
     transport, mesh = connections.transport, connections.mesh
@@ -159,7 +162,8 @@ class StageBinder(NamedTuple):
     def bind_stage(self, stage: int, hooks: StageHooks) -> StageRunner:
         """Return the runner of one stage, whose code gets the gates of ``hooks``."""
         partition, layout, local_code = self.partition, self.layouts[stage], None
-        code = extract_stage(partition, stage, self.device, hooks, self.in_halves)
+        # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
+        code = extract_stage(partition, stage, self.device, hooks, self.in_halves and layout is None)
         if layout is not None:
             at, dtypes = self.coordinates, self.dtypes
             local_code = LocalStageCode(code, partition, layout, at, dtypes, hooks, self.in_halves)

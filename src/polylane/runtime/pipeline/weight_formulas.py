@@ -120,10 +120,7 @@ def _left_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         x, grad = x.unsqueeze(-1), grad.unsqueeze(-1)
     if weight.dim() == 1:
         grad = grad.unsqueeze(-2)
-    if weight.dim() <= 2:
-        product = torch.einsum("...nm,...km->nk", grad, x.conj())
-    else:
-        product = grad @ x.mT.conj()
+    product = torch.einsum("...nm,...km->nk", grad, x.conj()) if weight.dim() <= 2 else grad @ x.mT.conj()
     return product.squeeze(-2) if weight.dim() == 1 else product
 
 

@@ -40,6 +40,11 @@ class _WeightRecord:
     weight: Tensor
     gradient: Tensor
 
+    def compute(self) -> tuple[DeferredCall, list[Tensor]]:
+        """Return the call, and the gradients of its weight and of its bias if it has one."""
+        found = self.call.formula.gradients(self.gradient, self.kept, self.weight)
+        return self.call, [gradient for gradient in found if gradient is not None]
+
 
 class DeferredGradients:
     """The gradients of one microbatch's weights, from the forward pass until the second half of its backward pass.
@@ -88,28 +93,29 @@ class DeferredGradients:
         pending = Counter(self._groups[slot] for slot, _ in cuts)
         for record in self._records:
             pending.update(self._groups[slot] for slot in record.call.slots)
-        gradients: dict[int, dict[int, Tensor]] = {group: {} for group in pending}
+        sums: dict[int, dict[int, Tensor]] = {group: {} for group in pending}
         while cuts:
-            self._add(*cuts.pop(), gradients, pending)
+            slot, gradient = cuts.pop()
+            self._add(slot, [gradient], sums, pending)
         while self._records:
-            record = self._records.popleft()
-            found = record.call.formula.gradients(record.gradient, record.kept, record.weight)
-            call, record = record.call, None  # type: ignore[assignment]  # the last reference to input and gradient
-            for slot, gradient in zip(call.slots, found, strict=False):
-                assert gradient is not None
-                self._add(slot, gradient, gradients, pending)
+            call, found = self._records.popleft().compute()
+            for slot in call.slots:
+                self._add(slot, found, sums, pending)
         self.values.clear()
 
-    def _add(self, slot: int, gradient: Tensor, gradients: dict[int, dict[int, Tensor]], pending: Counter[int]) -> None:
-        """Add one contribution to a weight value's gradient; the last one of a group sends the group's on."""
-        group, value = self._groups[slot], self.values[slot]
+    def _add(self, slot: int, found: list[Tensor], sums: dict[int, dict[int, Tensor]], pending: Counter[int]) -> None:
+        """Add the first of some gradients, taken from their list, to its weight value's sum.
+
+        The last one of a group sends the group's on; nobody else may refer to it then, or autograd would copy it.
+        """
+        group, value, gradient = self._groups[slot], self.values[slot], found.pop(0)
         if value is not None:  # else it is frozen
             gradient = gradient.sum_to_size(value.shape).to(value.dtype)
-            own = gradients[group]
+            own = sums[group]
             own[slot] = own[slot] + gradient if slot in own else gradient
+        del gradient
         pending[group] -= 1
-        if pending[group] == 0 and (complete := gradients.pop(group)):
-            del gradient
+        if pending[group] == 0 and (complete := sums.pop(group)):
             self._send_on(complete)
 
     def _send_on(self, complete: dict[int, Tensor]) -> None:

@@ -45,6 +45,13 @@ class ShardedStageHooks(StageHooks):
             yield
             self.reducer.end_backward()
 
+    @contextmanager
+    def backward_weight(self) -> Iterator[None]:
+        # Gradients of the first half are reduced with those of the second: a bucket may have both.
+        self.reducer.begin_backward()
+        yield
+        self.reducer.end_backward()
+
 
 def build_sharded_program(
     program: Program,
