@@ -26,6 +26,7 @@ from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
+from polylane.program.server_assignment import server_rank
 from polylane.schedule.action import Action
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
@@ -175,7 +176,9 @@ class PlanCost:
             own = sum_passes(table, pieces)
             elements = self.basis.stages.trained_elements(mesh, pieces)
             device = self.basis.slowest_device(self.plan.stages[stage].devices)
-            update = self.basis.update_seconds(device, self.sharding(stage).count_updated(elements))
+            # Servers update the weights, in their own time.
+            updated = self.sharding(stage).count_updated(elements)
+            update = 0.0 if self.plan.sync.has_servers else self.basis.update_seconds(device, updated)
             memory, sharing = self.peak_memory(stage), self._shard_traffic(stage, own)
             self._priced[stage] = StagePrediction(mesh, self.local_samples(stage), own, update, memory, sharing)
         return self._priced[stage]
@@ -279,13 +282,43 @@ class PlanCost:
         # Tensors larger than a bucket are reduced in place; smaller ones are copied into a flat buffer.
         copied = sum(size for size in sizes.values() if size <= BUCKET_BYTES) if shared else 0
         block = max((sum(sizes[name] for name in each) for each in self._block_parameters(stage)), default=0)
+        kept = sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names)
         return peak.TrainedBytes(
             fixed + trained,
             trained,
-            sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names),
+            self._synchronized_states(stage, trained, kept),
             self.basis.optimizer.step_bytes(list(sizes.values())),
             copied,
             block,
+        )
+
+    def _synchronized_states(self, stage: int, trained: float, kept: float) -> float:
+        """Return the bytes of states of a rank, with what synchronization keeps: residuals, anchors, servers' weights.
+
+        Args:
+            stage: the rank's stage.
+            trained: bytes of its trained parameters.
+            kept: bytes of its optimizer's states.
+        """
+        sync = self.plan.sync
+        if sync.has_servers:
+            hosts = [] if sync.dedicated else [server_rank(self.plan, s) for s in range(sync.server_count)]
+            most = max((hosts.count(rank) for rank in self.plan.stages[stage].devices), default=0)
+            # A server has weights, optimizer states, a sum of gradients and a message of them.
+            return most / sync.server_count * (3 * self._model_bytes[0] + self._model_bytes[1]) if most else 0.0
+        if sync.compress is not None:
+            return kept + trained  # error feedback keeps what was not sent
+        if sync.outer is not None:
+            return kept + (2 if sync.outer.momentum else 1) * trained  # the anchor and its momentum
+        return kept
+
+    @cached_property
+    def _model_bytes(self) -> tuple[float, float]:
+        """Bytes of all trained parameters of the model, and of their optimizer's states."""
+        found = [(n, info) for n, info in self.partition.graph.parameters.items() if info.trainable]
+        return (
+            float(sum(info.bytes for _, info in found)),
+            float(sum(self.basis.optimizer.bytes(name, info.shape) for name, info in found)),
         )
 
     def sharded_graph(self, stage: int) -> ShardedGraphCost:
