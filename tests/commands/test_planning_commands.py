@@ -320,6 +320,25 @@ def test_bad_input(recipe: Path, line: str, sentence: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "way",
+    [
+        "wire=bfloat16",
+        "compress=powersgd:4:0",
+        "compress=top_k:0.01",
+        "shard=parameters,within=2",
+        "every=4,warmup=10,outer=0.7:0.9",
+        "servers=2",
+        "servers=1,dedicated=yes,staleness=3",
+    ],
+)
+def test_nothing_that_runs_is_refused(recipe: Path, way: str) -> None:
+    result = call("simulate", "layers.py", "--cluster", "5:a100-80g", "--plan", f"data=4,{way}", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["step_seconds"] > 0 and [row["traffic"] for row in found["bytes"]] == ["data"]
+
+
+@pytest.mark.parametrize(
     ("plan", "option"), [("data=4", "shard=optimizer"), ("data=2,pipeline=2,microbatches=4", "every=4")]
 )
 def test_an_option_says_what_a_key_of_the_plan_says(recipe: Path, plan: str, option: str) -> None:

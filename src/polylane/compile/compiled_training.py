@@ -15,7 +15,6 @@ from polylane.compile.objectives import Objective, named_parameters
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
 from polylane.compile.sample_shares import compute_shares
-from polylane.compile.server_assignment import assign_parameters
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
@@ -26,6 +25,7 @@ from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.profiling.time_operators import measure
+from polylane.program.server_assignment import assign_parameters
 from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.counts import capture_with_counts

@@ -27,6 +27,7 @@ from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
+from polylane.program.server_assignment import server_rank
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -184,7 +185,9 @@ class PlanCost:
             pieces = [piece for each in chunks for piece in self.node_ranges(each)]
             elements = self.basis.stages.trained_elements(mesh, pieces)
             device = self.basis.slowest_device(self.plan.stages[stage].devices)
-            update = self.basis.update_seconds(device, self.sharding(stage).count_updated(elements))
+            # Servers update the weights, in their own time.
+            updated = self.sharding(stage).count_updated(elements)
+            update = 0.0 if self.plan.sync.has_servers else self.basis.update_seconds(device, updated)
             passes, sharing = _add_fields(own for own, _ in costs), _add_fields(own for _, own in costs)
             memory = self.peak_memory(stage)
             self._priced[stage] = StagePrediction(mesh, self.local_samples(stage), passes, update, memory, sharing)
@@ -295,13 +298,43 @@ class PlanCost:
         copied = sum(size for size in sizes.values() if size <= BUCKET_BYTES) if shared else 0
         blocks = (each for stage in stages for each in self._block_parameters(stage))
         block = max((sum(sizes[name] for name in each) for each in blocks), default=0)
+        kept = sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names)
         return peak.TrainedBytes(
             fixed + trained,
             trained,
-            sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names),
+            self._synchronized_states(stages[0], trained, kept),
             self.basis.optimizer.step_bytes(list(sizes.values())),
             copied,
             block,
+        )
+
+    def _synchronized_states(self, stage: int, trained: float, kept: float) -> float:
+        """Return the bytes of states of a rank, with what synchronization keeps: residuals, anchors, servers' weights.
+
+        Args:
+            stage: the rank's stage.
+            trained: bytes of its trained parameters.
+            kept: bytes of its optimizer's states.
+        """
+        sync = self.plan.sync
+        if sync.has_servers:
+            hosts = [] if sync.dedicated else [server_rank(self.plan, s) for s in range(sync.server_count)]
+            most = max((hosts.count(rank) for rank in self.plan.stages[stage].devices), default=0)
+            # A server has weights, optimizer states, a sum of gradients and a message of them.
+            return most / sync.server_count * (3 * self._model_bytes[0] + self._model_bytes[1]) if most else 0.0
+        if sync.compress is not None:
+            return kept + trained  # error feedback keeps what was not sent
+        if sync.outer is not None:
+            return kept + (2 if sync.outer.momentum else 1) * trained  # the anchor and its momentum
+        return kept
+
+    @cached_property
+    def _model_bytes(self) -> tuple[float, float]:
+        """Bytes of all trained parameters of the model, and of their optimizer's states."""
+        found = [(n, info) for n, info in self.partition.graph.parameters.items() if info.trainable]
+        return (
+            float(sum(info.bytes for _, info in found)),
+            float(sum(self.basis.optimizer.bytes(name, info.shape) for name, info in found)),
         )
 
     def sharded_graph(self, stage: int) -> ShardedGraphCost:

@@ -6,7 +6,9 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
+from polylane.cost.parameter_servers import ServerCosts
 from polylane.cost.plan_cost import CostModel, PlanCost, StagePrediction
+from polylane.cost.simulator.server_queue import ServedSteps
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.task_lanes import TaskBuilder
 from polylane.graph.partition import Partition
@@ -33,6 +35,7 @@ class Prediction:
         lanes: rank of the worker that each lane shows.
         period: steps between two averagings over replicas (local SGD); ``timeline`` is the step that ends with one.
         local_step_timeline: timeline of the steps without averaging; None if all steps are equal.
+        served: how replicas advance that synchronize through parameter servers, over many steps; else None.
     """
 
     plan: Plan
@@ -42,6 +45,7 @@ class Prediction:
     lanes: tuple[int, ...]
     period: int = 1
     local_step_timeline: Timeline | None = None
+    served: ServedSteps | None = None
 
     def mean_over_period(self, of: Callable[[Timeline], float]) -> float:
         """Return the mean over a period of a figure of a step's timeline."""
@@ -51,8 +55,8 @@ class Prediction:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a step, on average over a period."""
-        return self.mean_over_period(Timeline.makespan)
+        """Seconds of a step, on average over a period; with servers, over many steps of all replicas."""
+        return self.served.seconds if self.served is not None else self.mean_over_period(Timeline.makespan)
 
     @cached_property
     def utilization(self) -> float:
@@ -107,7 +111,7 @@ def predict(
         every: whether every worker has a lane (up to :data:`LANES`), even where they are equal.
         exact: whether memory is traced at the local samples; else it is scaled from those of the capture.
     """
-    alone = plan.sync.every > 1 and plan.data > 1
+    alone, served = plan.sync.every > 1 and plan.data > 1, plan.sync.has_servers
     ranks = range(plan.workers)
     # One lane per stage is exact only if workers are interchangeable: same devices, no shared cores.
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
@@ -116,7 +120,7 @@ def predict(
     scene = PlanCost(basis, partition, plan, batch, exact)
     doing = TaskBuilder(scene, lanes)
     by_rank = _lower_programs(scene, partition, None if single else lanes)
-    programs = [without_replica_sync(by_rank[rank], plan) if alone else by_rank[rank] for rank in lanes]
+    programs = [without_replica_sync(by_rank[rank], plan) if alone or served else by_rank[rank] for rank in lanes]
     tasks = [doing.build_tasks(program) for program in programs]
     hosts = doing.build_hosts() if single else ()
     timeline, between = simulate_tasks(tasks, hosts), None
@@ -124,8 +128,12 @@ def predict(
     if alone:
         sums = map(doing.build_averaging_tasks, programs)
         timeline, between = simulate_tasks([[*a, *b] for a, b in zip(tasks, sums, strict=True)], hosts), timeline
+    steps = None
+    if served:
+        found = ServerCosts(scene).advance(timeline, lanes)
+        timeline, steps = found.timeline, found.steps
     stages = tuple(scene.predict_stage(first) for first in plan.first_chunks)
-    return Prediction(plan, timeline, stages, batch, lanes, plan.sync.every if alone else 1, between)
+    return Prediction(plan, timeline, stages, batch, lanes, plan.sync.every if alone else 1, between, steps)
 
 
 def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:
