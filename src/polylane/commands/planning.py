@@ -135,8 +135,7 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
     Raises:
         PolylaneError: an option contradicts a key of the plan, or the plan cannot have both.
     """
-    from polylane.plan.checks import check
-    from polylane.plan.plan import Plan
+    from polylane.plan.plan import Plan, check
     from polylane.plan.spec import PRECISIONS
     from polylane.plan.sync import SUM
 

@@ -9,10 +9,10 @@ import networkx as nx
 from polylane.errors import PolylaneError, suggest_name
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, StageCrossing, cut_positions
-from polylane.plan.checks import MESH, check
 from polylane.plan.pinned_placements import check_pins
-from polylane.plan.plan import Fingerprint, Plan, Stage
+from polylane.plan.plan import Plan, check
 from polylane.plan.spec import Degrees, Spec
+from polylane.plan.stage import MESH, Fingerprint, Stage
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
 
 # One replica of a stage, whose ranks shard its operators: (first sample as a fraction of the batch, stage, replica).

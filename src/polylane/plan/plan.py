@@ -3,100 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal
 
 import pydantic
 import yaml
-from pydantic_core import PydanticCustomError
 
 from polylane.errors import PolylaneError
-from polylane.plan.checks import MESH, check
-from polylane.plan.pinned_placements import read_pattern
-from polylane.plan.spec import Degrees, Spec, format_degrees
+from polylane.plan.pinned_placements import check_axes
+from polylane.plan.spec import Degrees, check_workers, format_degrees
+from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
+from polylane.schedule.schedules import DEFAULT_CHUNKS, assign_stages, splits_backward
 from polylane.yaml_file import Count, FileForm, StrictMapping, error_sentence, first_error, read
 
 _OPERATOR_AXES = ("sequence", "tensor")
-
-
-class Fingerprint(StrictMapping):
-    """Which graph a plan is for, with enough of it to say what differs from another graph.
-
-    Attributes:
-        id: hash of the graph's nodes, shapes and edges.
-        nodes: number of nodes of the graph.
-        parameters: number of parameter tensors of the graph.
-    """
-
-    id: str
-    nodes: pydantic.StrictInt
-    parameters: pydantic.StrictInt
-
-
-def _in_pairs(nodes: tuple[str, ...]) -> tuple[str, ...]:
-    if not nodes or len(nodes) % 2:
-        wanted = "there must be two names, the first node or module and the last (of every piece), not {n}"
-        raise PydanticCustomError("pairs", wanted, {"n": len(nodes)})
-    return nodes
-
-
-class Stage(StrictMapping):
-    """One pipeline stage: a part of the graph on a mesh of devices, which may have other stages as well (chunks).
-
-    Attributes:
-        nodes: the first and the last node, by the user's module path ("layer2.3": all of that module) or by a node's
-            own name ("layer2.3.conv1/conv2d"); a stage of several pieces names the first and the last of each.
-        devices: ranks of the mesh of data x sequence x tensor, in row-major order.
-        mesh: number of ranks along each axis; 1 for an axis that is left out.
-        placements: by name of a parameter or node, its placement along an axis ("replicate", "shard(1)", "partial");
-            placements of all other tensors are chosen.
-    """
-
-    nodes: Annotated[tuple[str, ...], pydantic.AfterValidator(_in_pairs)]
-    devices: tuple[pydantic.StrictInt, ...]
-    mesh: dict[Literal["data", "sequence", "tensor"], Count] = pydantic.Field(default={"data": 1})
-    placements: dict[
-        str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
-    ] = pydantic.Field(default={})
-
-    @property
-    def pieces(self) -> tuple[tuple[str, str], ...]:
-        """The first and the last node of each piece."""
-        return tuple(zip(self.nodes[::2], self.nodes[1::2], strict=True))
-
-    def degree(self, axis: str) -> int:
-        """Return the number of ranks along an axis of the mesh."""
-        return next((degree for name, degree in self.mesh.items() if name == axis), 1)
-
-
-class _StageIndex(NamedTuple):
-    """Where ranks and stages are.
-
-    Attributes:
-        stages: the stages that it was computed for.
-        places: by rank, its first stage and its position among the devices of that stage.
-        first_chunk: for every stage, the first stage with the same devices.
-        chunks: by first stage, all stages with the same devices, ascending.
-    """
-
-    stages: tuple[Stage, ...]
-    places: dict[int, tuple[int, int]]
-    first_chunk: tuple[int, ...]
-    chunks: dict[int, tuple[int, ...]]
-
-
-def _index_stages(stages: tuple[Stage, ...]) -> _StageIndex:
-    places, first_chunk, chunks = dict[int, tuple[int, int]](), list[int](), dict[int, tuple[int, ...]]()
-    for number, stage in enumerate(stages):
-        first = places[stage.devices[0]][0] if stage.devices and stage.devices[0] in places else number
-        if first == number:
-            places |= {rank: (number, position) for position, rank in enumerate(stage.devices)}
-        first_chunk.append(first)
-        chunks[first] = (*chunks.get(first, ()), number)
-    return _StageIndex(stages, places, tuple(first_chunk), chunks)
 
 
 class Plan(StrictMapping):
@@ -127,7 +51,7 @@ class Plan(StrictMapping):
     per_sample: tuple[str, ...] = ()
     _file: str = pydantic.PrivateAttr("")
     # Computed once for the stages: plans may have a million ranks.
-    _found: _StageIndex | None = pydantic.PrivateAttr(None)
+    _found: StageIndex | None = pydantic.PrivateAttr(None)
 
     @pydantic.model_validator(mode="after")
     def _checked(self, info: pydantic.ValidationInfo) -> Plan:
@@ -316,10 +240,10 @@ class Plan(StrictMapping):
         return number, at
 
     @property
-    def _index(self) -> _StageIndex:
+    def _index(self) -> StageIndex:
         # A copy of the plan with other stages takes this table along: compare whose it is.
         if self._found is None or self._found.stages is not self.stages:
-            self._found = _index_stages(self.stages)
+            self._found = index_stages(self.stages)
         return self._found
 
     @property
@@ -331,13 +255,6 @@ class Plan(StrictMapping):
         words += [*self.sync.to_words(), *straggler_words(self.slow)]
         words += [f"per_sample={'+'.join(self.per_sample)}"] if self.per_sample else []
         return ",".join(words)
-
-
-def default_microbatches(spec: Spec, batch: int) -> int:
-    """Return the spec's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples."""
-    if spec.microbatches is not None:
-        return spec.microbatches
-    return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
 
 
 def dump(plan: Plan) -> str:
@@ -381,3 +298,98 @@ def _keys(place: Sequence[int | str]) -> list[str]:
 
 
 _FORM = FileForm("a plan", _keys)
+
+
+def check(plan: Plan) -> None:
+    """Refuse a plan that contradicts itself, whatever the model.
+
+    Raises:
+        PolylaneError: a stage's devices do not fill its mesh, a device is named twice or left out, a placement is for
+            an axis that the stage does not have, or sync does not fit the meshes.
+    """
+    _check_meshes(plan)
+    _check_devices(plan)
+    _check_chunks(plan)
+    _check_sync(plan)
+
+
+def _check_meshes(plan: Plan) -> None:
+    if not plan.stages:
+        raise PolylaneError(f"{plan.title}: stages: there must be at least one")
+    for index, stage in enumerate(plan.stages):
+        if len(stage.devices) != math.prod(stage.mesh.values()):
+            mesh = ", ".join(f"{axis}={stage.degree(axis)}" for axis in MESH if axis in stage.mesh) or "data=1"
+            raise PolylaneError(f"{plan.title}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
+    check_workers(plan.workers, format_degrees(plan.group_meshes))
+    check_axes([stage.placements for stage in plan.stages], [plan.axes_of(s) for s in range(plan.pipeline)], plan.title)
+
+
+def _check_devices(plan: Plan) -> None:
+    """Refuse ranks that are named twice, or that are not all of 0 to the number of workers."""
+    seen: dict[int, int] = {}
+    for index, stage in enumerate(plan.stages):
+        first = plan.first_chunk(index)
+        alike = first != index and stage.devices == plan.stages[first].devices and plan.have_same_mesh(first, index)
+        if alike and plan.schedule in DEFAULT_CHUNKS:
+            continue  # a further chunk of the same workers
+        for device in stage.devices:
+            if device in seen:
+                where = (
+                    f"stages.{index}.devices names {device} twice"
+                    if seen[device] == index
+                    else f"device {device} is on stages {seen[device]} and {index}"
+                )
+                chunks = "; stages that share workers have the same devices, in the same order, and the same mesh"
+                several = chunks if plan.schedule in DEFAULT_CHUNKS else ""
+                raise PolylaneError(f"{plan.title}: {where}: every worker has one place{several}")
+            seen[device] = index
+    # All different, so they are 0 to most if and only if none of these is missing.
+    most = len(seen) - 1
+    missing = next((device for device in range(len(seen)) if device not in seen), None)
+    if missing is not None:
+        other = next(device for device in seen if not 0 <= device <= most)
+        raise PolylaneError(
+            f"{plan.title}: devices must be numbered from 0 to {most}: {other} is there, but {missing} is not"
+        )
+
+
+def _check_chunks(plan: Plan) -> None:
+    """Refuse stages on other workers than the schedule gives them to."""
+    groups, given = len(plan.first_chunks), plan.stage_groups
+    chunks, left = divmod(plan.pipeline, groups)
+    try:
+        wanted = None if left else assign_stages(plan.schedule, groups, chunks)
+    except ValueError as error:
+        raise PolylaneError(f"{plan.title}: stages: {error}") from None
+    if given != wanted:
+        stage = 0 if wanted is None else next(s for s in range(plan.pipeline) if given[s] != wanted[s])
+        why = (
+            f"{plan.pipeline} stages on {groups} groups of workers, some with more than others"
+            if wanted is None
+            else f"stage {stage} is on the workers of stage {plan.first_chunk(stage)}, and the schedule "
+            f"{plan.schedule} has it on those of stage {plan.first_chunks[wanted[stage]]}"
+        )
+        raise PolylaneError(f"{plan.title}: stages: {why}")
+
+
+def _check_sync(plan: Plan) -> None:
+    """Refuse sync options that the meshes do not allow."""
+    sync = plan.sync
+    # A replica that takes steps of its own, or that servers count, must be one replica of every stage.
+    if plan.resplits_batch and (sync.is_replica_local or sync.has_servers):
+        key = "kind: parameter_server" if sync.has_servers else f"every: {sync.every}"
+        raise PolylaneError(f"{plan.title}: sync.{key} needs as many replicas of every stage: give all the same data")
+    for stage in range(plan.pipeline):
+        if sync.within is not None and plan.degree("data", stage) % sync.within:
+            raise PolylaneError(
+                f"{plan.title}: sync.within: {plan.degree('data', stage)} replicas of stage {stage} cannot be divided "
+                f"into groups of {sync.within}"
+            )
+    if splits_backward(plan.schedule) and sync.shard == "parameters":
+        raise PolylaneError(
+            f"{plan.title}: schedule: {plan.schedule} and shard: parameters exclude each other, since weights are "
+            "released between the two halves of a backward pass: take shard: gradients, or another schedule"
+        )
+    for rank in plan.slow:
+        if not 0 <= rank < plan.workers:
+            raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {plan.workers} workers")

@@ -182,6 +182,13 @@ def check_workers(workers: int, degrees: Sequence[str]) -> None:
         )
 
 
+def default_microbatches(spec: Spec, batch: int) -> int:
+    """Return the spec's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples."""
+    if spec.microbatches is not None:
+        return spec.microbatches
+    return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
+
+
 def parse(text: str) -> Spec:
     """Read a one-line plan.
 

@@ -26,8 +26,8 @@ from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, balance_stages, cut_positions
 from polylane.plan import fit_to_graph as fit
-from polylane.plan.plan import Plan, default_microbatches
-from polylane.plan.spec import Degrees, Spec
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Degrees, Spec, default_microbatches
 from polylane.planner.stage_curves import CurveCache
 from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
 from polylane.sharding.stage_layouts import SHARED_BY, tensors_on_unequal_meshes, values_between_meshes

@@ -11,6 +11,7 @@ import torch
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder, value_specs
+from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.graph.precision import dtypes_under_autocast
 from polylane.plan.plan import Plan
@@ -85,21 +86,15 @@ def bind_program(
         replica_local: whether the replica takes steps of its own, without the others' statistics.
         codec: gradient compressor of the objective; its error feedback is shared by all bound programs. Default:
             gradients are summed uncompressed.
-
-    Raises:
-        PolylaneError: the schedule has backward passes in two halves, and workers keep only shards of parameters.
     """
     plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
-    transport, mesh = connections.transport, connections.mesh
-    partition, graph = program.partition, program.partition.graph
+    transport, mesh, partition = connections.transport, connections.mesh, program.partition
+    graph = partition.graph
     counts = BatchStatistics(graph.code.fx, {node.name for s in program.stages for node in partition.nodes(s)})
-    used = {name for s in program.stages for name in (*partition.parameters(s), *partition.buffers(s))}
-    tensors.move_to_device({*used, *counts.buffers})
+    tensors.move_to_device({*_used_names(program), *counts.buffers})
     parameters = tensors.parameters()
-    autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
-    dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
-    # The user's own Python may leave a parameter without a gradient.
-    optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+    autocast, dtypes = _autocast_of(plan, graph, tensors.device)
+    optional = _optional_parameters(graph)
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
     binder = StageBinder(
         partition=partition,
@@ -113,7 +108,7 @@ def bind_program(
     )
     runners, reducers = dict[int, StageRunner](), dict[int, AllReducer]()
     for stage, buckets in _buckets_by_stage(program, plan, codec).items():
-        hooks, own = StageHooks(), replace(program, buckets=buckets)
+        own, hooks = replace(program, buckets=buckets), StageHooks()
         if shards.flat_buffers:
             hooks = cut = build_sharded_program(own, plan, shards, held, optional, transport, mesh.waits)
             reducers[stage] = cut.reducer
@@ -200,6 +195,24 @@ def _buckets_by_stage(
         else:
             found[max(using, key=lambda stage: last.get(stage, -1))].append(bucket)
     return {stage: tuple(buckets) for stage, buckets in found.items()}
+
+
+def _used_names(program: Program) -> set[str]:
+    """Return names of the parameters and buffers that the worker's stages read or write."""
+    partition = program.partition
+    return {name for s in program.stages for name in (*partition.parameters(s), *partition.buffers(s))}
+
+
+def _optional_parameters(graph: Graph) -> set[str]:
+    """Return names of the parameters that the user's own Python reads, and so may leave without a gradient."""
+    return {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+
+
+def _autocast_of(plan: Plan, graph: Graph, device: torch.device) -> tuple[torch.dtype | None, dict[str, torch.dtype]]:
+    """Return the dtype of autocast, None without it; and the results whose dtype it changes, by name."""
+    if plan.precision != "bfloat16":
+        return None, {}
+    return torch.bfloat16, dtypes_under_autocast(graph, device.type, torch.bfloat16)
 
 
 def _bind_tensors(
