@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.errors import PolylaneError
 from polylane.graph.precision import dtypes_under_autocast
+from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, without_replica_sync
 from polylane.program.program import Program
@@ -18,7 +20,7 @@ from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.pipeline.stage_code import OWN_PYTHON, LocalStageCode, StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_code import OWN_PYTHON, LocalStageCode, StageCode, StageHooks, extract_stage
 from polylane.runtime.pipeline.stage_runner import StageRunner
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.compression.compressor import GradientCompressor
@@ -27,6 +29,7 @@ from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
 from polylane.schedule.action import ActionKind
+from polylane.sharding.layout import Layout
 
 
 def lower_programs(
@@ -80,35 +83,23 @@ def bind_program(
         replica_local: whether the replica takes steps of its own, without the others' statistics.
         codec: gradient compressor of the objective; its error feedback is shared by all bound programs. Default:
             gradients are summed uncompressed.
-
-    Raises:
-        PolylaneError: the schedule has backward passes in two halves, and workers keep only shards of parameters.
     """
     plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
     transport, mesh = connections.transport, connections.mesh
-    partition, graph, stage = program.partition, program.partition.graph, program.stage
-    counts = BatchStatistics(graph.code.fx, {node.name for node in partition.nodes(stage)})
-    tensors.move_to_device({*partition.parameters(stage), *partition.buffers(stage), *counts.buffers})
+    partition, graph, layout = program.partition, program.partition.graph, compiled.layouts[program.stage]
+    counts = BatchStatistics(graph.code.fx, {node.name for node in partition.nodes(program.stage)})
+    tensors.move_to_device({*partition.parameters(program.stage), *partition.buffers(program.stage), *counts.buffers})
     parameters = tensors.parameters()
     autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
     dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
     # The user's own Python may leave a parameter without a gradient.
     optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
+    _require_whole_parameters(program, plan, shards)
     cut = None
     if shards.flat_buffers:
         cut = build_sharded_program(program, plan, shards, held, optional, transport, mesh.waits)
-    hooks = StageHooks() if cut is None else cut
-    layout = compiled.layouts[stage]
-    splits = any(action.kind is ActionKind.BACKWARD_WEIGHT for action in program.actions)
-    if splits and shards.keeps_only_shards:
-        raise PolylaneError(
-            f"schedule: {plan.schedule} and shard: parameters exclude each other, since weights are released between "
-            "the two halves of a backward pass: take shard: gradients, or another schedule"
-        )
-    # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
-    code = extract_stage(partition, stage, tensors.device, hooks, splits and layout is None)
-    local = LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks, splits) if layout else None
+    code, local = _extract_code(program, layout, tensors.device, cut or StageHooks(), mesh, dtypes)
     runner = StageRunner(
         code=code,
         tensors=_bind_tensors(program, tensors, mesh, shards, counts),
@@ -116,7 +107,7 @@ def bind_program(
         device=tensors.device,
         autocast=autocast,
         local_code=local,
-        hooks=hooks,
+        hooks=cut or StageHooks(),
     )
     travelling = value_specs(partition, dtypes, layout, mesh.coordinates)
     return Executor(
@@ -132,6 +123,40 @@ def bind_program(
         batch_statistics=counts or None,
         per_sample=plan.per_sample,
     )
+
+
+def _splits_backward(program: Program) -> bool:
+    return any(action.kind is ActionKind.BACKWARD_WEIGHT for action in program.actions)
+
+
+def _require_whole_parameters(program: Program, plan: Plan, shards: Shards) -> None:
+    """Check that weights are there in both halves of a backward pass.
+
+    Raises:
+        PolylaneError: the schedule has backward passes in two halves, and workers keep only shards of parameters.
+    """
+    if shards.keeps_only_shards and _splits_backward(program):
+        raise PolylaneError(
+            f"schedule: {plan.schedule} and shard: parameters exclude each other, since weights are released between "
+            "the two halves of a backward pass: take shard: gradients, or another schedule"
+        )
+
+
+def _extract_code(
+    program: Program,
+    layout: Layout | None,
+    device: torch.device,
+    hooks: StageHooks,
+    mesh: WorkerMesh,
+    dtypes: Mapping[str, torch.dtype],
+) -> tuple[StageCode, LocalStageCode | None]:
+    """Extract the code of the program's stage, and what rewrites it where its operators are sharded."""
+    partition, splits = program.partition, _splits_backward(program)
+    # Where code is rewritten for sharded operators, the gradients that wait are those of what it is rewritten to.
+    code = extract_stage(partition, program.stage, device, hooks, splits and layout is None)
+    if layout is None:
+        return code, None
+    return code, LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks, splits)
 
 
 def _bind_tensors(
