@@ -68,8 +68,8 @@ class InterleavedTaskBuilder(TaskBuilder):
             self._first_reader(program.stage, bucket) if overlap else self._workers.stages_of_worker(program.stage)[0]
         )
 
-    def _ready_fraction(self, stage: int, bucket: GradientBucket) -> float:
-        return self._chunks._ready_fraction(self._first_reader(stage, bucket), bucket)
+    def _ready_fraction(self, stage: int, bucket: GradientBucket, kind: ActionKind) -> float:
+        return self._chunks._ready_fraction(self._first_reader(stage, bucket), bucket, kind)
 
     def _first_reader(self, worker: int, bucket: GradientBucket) -> int:
         """Return a worker's first stage that reads a parameter of the bucket: the last to run its backward pass."""

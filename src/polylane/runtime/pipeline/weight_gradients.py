@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.runtime.pipeline.weight_formulas import Position, WeightFormula, operand_at
+from polylane.placement.weight_formulas import Position, WeightFormula, operand_at
 
 # The role of the placeholder by which a stage's code gets the :class:`DeferredGradients` of its pass.
 DEFERRED = ("deferred", "gradients")
