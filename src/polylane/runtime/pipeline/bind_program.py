@@ -88,14 +88,16 @@ def bind_program(
             gradients are summed uncompressed.
     """
     plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
-    transport, mesh, partition = connections.transport, connections.mesh, program.partition
-    graph = partition.graph
+    transport, mesh = connections.transport, connections.mesh
+    partition, graph = program.partition, program.partition.graph
     counts = BatchStatistics(graph.code.fx, {node.name for s in program.stages for node in partition.nodes(s)})
     tensors.move_to_device({*_used_names(program), *counts.buffers})
     parameters = tensors.parameters()
     autocast, dtypes = _autocast_of(plan, graph, tensors.device)
-    optional = _optional_parameters(graph)
-    held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
+    held, optional = (
+        {n: parameters[n] for bucket in program.buckets for n in bucket.parameters},
+        _optional_parameters(graph),
+    )
     binder = StageBinder(
         partition=partition,
         layouts=compiled.layouts,
