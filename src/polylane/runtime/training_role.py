@@ -99,7 +99,11 @@ class TrainingRole:
             return ParameterServerSync(self._holding, host, self._trainers, self._connections.mesh.waits)
         if self.plan.sync.every > 1:
             return LocalSgd(self._holding, self._trainers)
-        return GradientSync(self._transport)
+        rule = GradientSync(self._transport)
+        if self._binding.pipeline is not None:
+            # The loss of a batch is known when the last stage has seen it: no other stage waits for that.
+            rule.max_steps_in_flight = 2 + self._binding.pipeline.delay
+        return rule
 
     @property
     def slack(self) -> int:
@@ -113,6 +117,12 @@ class TrainingRole:
             samples: number of samples of the batches that they are for.
         """
         return self._binding.fit_to_samples(self._binding.bind_graph(self._prepared.main, programs), samples)
+
+    def empty_pipeline(self) -> None:
+        """Finish the batches that are under way in an asynchronous pipeline; collective, and nothing elsewhere."""
+        if self._binding.pipeline is not None:
+            with allow_own_calls():
+                self._binding.pipeline.empty()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -197,6 +207,7 @@ class TrainingRole:
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
+        self.empty_pipeline()
         own = self._own(batch)
         with allow_own_calls():
             lane = self._cache.compiled_for(name, own, training=False)
@@ -246,6 +257,7 @@ class TrainingRole:
         return {name: parameter.grad for name, parameter in held.items()}
 
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
+        self.empty_pipeline()
         self._rule.load_summed_gradients(name)
         gradients = self._full_tensors.gradients(self._trainers[name].parameter_order)
         self._rule.broadcast_result(CollectiveCall.WHOLE_GRADIENTS, gradients)
@@ -261,12 +273,14 @@ class TrainingRole:
         return self._holding.shards.local_part(name, tensor)
 
     def state_dict(self) -> dict[str, Tensor]:
+        self.empty_pipeline()
         with self._rule.averaged_weights():
             state = self._full_tensors.state_dict()
             self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
         return state
 
     def save(self, path: Path) -> None:
+        self.empty_pipeline()
         try:
             with self._rule.averaged_weights():
                 self._full_tensors.save(path)
@@ -278,6 +292,7 @@ class TrainingRole:
 
     def gather(self, make: Callable[[], Any]) -> list[Any]:
         """Gather every worker's plain value by rank, dedicated servers last; ``make`` returns this worker's."""
+        self.empty_pipeline()
         return self._rule.all_gather_object(make())
 
     def sent_bytes(self) -> dict[str, float]:
@@ -309,6 +324,7 @@ class TrainingRole:
 
     def close(self) -> None:
         """Wait for all messages of this worker, end its connections, and leave the other workers."""
+        self.empty_pipeline()
         self._stale.close()
         self._limit_in_flight(1)
         self._rule.close()
