@@ -126,11 +126,10 @@ def trace_pass(training: ComparedTraining, world: World, step: int, backward: bo
     programs = lower_programs(prepared, prepared.main, training=backward)
     whole = Batch.whole(batch)
     worker = role.lane(programs, whole.samples).executor
-    runner = worker.runner
     replica = 0 if "data" in worker.mesh.axes else worker.program.replica
     own = ValueTrace(worker.program.stage, replica, worker.mesh.coordinates)
     # The same stage code on the same tensors, so that what is traced is what training runs.
-    worker.runner = _TracingRunner(**vars(runner), trace=own)
+    worker.runners = {stage: _TracingRunner(**vars(runner), trace=own) for stage, runner in worker.runners.items()}
     with torch.set_grad_enabled(backward), allow_own_calls():
         worker.run(whole, step, training.seed, lambda state: None)
     role.close()
