@@ -55,9 +55,9 @@ class TaskBuilder:
             elif action.kind is ActionKind.REDUCE:
                 assert action.value is not None
                 bucket = buckets[action.value]
-                completing = last[self._completing_stage(program, bucket)]
-                found += self._reduction_tasks(program, action, bucket, completing)
-                for at, seconds in zip((completing, STEP), self._codec_seconds(program, bucket), strict=True):
+                ending = last[self._completing_stage(program, bucket)]
+                found += self._reduction_tasks(program, action, bucket, ending)
+                for at, seconds in zip((ending, STEP), self._codec_seconds(program, bucket), strict=True):
                     codecs[at] += seconds
             else:
                 found.append(self._compute_task(program, action))
@@ -177,10 +177,9 @@ class TaskBuilder:
         """Return the reduction of a bucket once the last backward pass completes it; none if the passes reduce it."""
         key = (program.stage, bucket.name, bucket.ranks)
         if key not in self._sums:
-            packed = self._compressed(program, bucket)
+            packed, overlap = self._compressed(program, bucket), self._scene.basis.method.overlap
             seconds, bytes_ = (packed.seconds, packed.bytes) if packed else self._gradient_collective(bucket)
-            overlaps = self._scene.basis.method.overlap
-            fraction = self._ready_fraction(last, bucket) if overlaps else 1.0
+            fraction = self._ready_fraction(last.stage, bucket, last.kind) if overlap else 1.0
             transfer = TransferTime(seconds, cpu=self._transfer_cores(bucket.ranks))
             self._sums[key] = (int(bytes_), transfer, fraction) if seconds or bytes_ else None
         found = self._sums[key]
@@ -274,10 +273,10 @@ class TaskBuilder:
         """Names of the parameters that each stage reads."""
         return [set(self._scene.partition.parameters(stage)) for stage in range(self._scene.partition.stages)]
 
-    def _ready_fraction(self, last: Action, bucket: GradientBucket) -> float:
-        """Return the fraction of a stage's last backward pass after which the gradients of a bucket are complete."""
-        table, pieces = self._scene.table(last.stage), self._scene.node_ranges(last.stage)
-        way = "backward_weight" if last.kind is ActionKind.BACKWARD_WEIGHT else "backward"
+    def _ready_fraction(self, stage: int, bucket: GradientBucket, kind: ActionKind) -> float:
+        """Return the fraction of the last backward pass after which the gradients of a bucket are complete."""
+        table, pieces = self._scene.table(stage), self._scene.node_ranges(stage)
+        way = "backward_weight" if kind is ActionKind.BACKWARD_WEIGHT else "backward"
         whole = sum(table.between(way, *piece) for piece in pieces)
         uses = self._scene.basis.stages.first_uses
         # The backward pass runs from the last node to the first: a bucket is complete once the earliest

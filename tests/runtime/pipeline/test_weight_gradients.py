@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from eager_and_captured import captured
-from halves import Pipeline, interleavings, pipeline, take_gradients
 from split_checks import on_rank
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 from whole_graphs import execute, on_mesh, random_split, run_split, subject
 
 import models
+from halves import Pipeline, interleavings, pipeline, take_gradients
 from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
 from polylane.graph.batch import cast_leaves, flatten
 from polylane.graph.precision import unwrap_settings
