@@ -43,7 +43,7 @@ class CountingFlops:
         return 0.0, 0.0
 
 
-@pytest.mark.parametrize("name", ["gpt", "digits", "t5"])
+@pytest.mark.parametrize("name", ["gpt", "digits", pytest.param("t5", marks=pytest.mark.slow)])
 def test_the_weight_half_is_what_runs_in_it(name: str) -> None:
     """Operations of the second half, predicted and counted; and both halves are the whole."""
     graph, model, case = captured(name, in_float64=True)
@@ -61,7 +61,7 @@ def test_the_weight_half_is_what_runs_in_it(name: str) -> None:
     assert costs.backward_weight == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-@pytest.mark.parametrize("name", ["gpt", "digits", "t5"])
+@pytest.mark.parametrize("name", ["gpt", "digits", pytest.param("t5", marks=pytest.mark.slow)])
 def test_between_the_halves_lives_what_is_predicted(name: str) -> None:
     """In bytes, within 5 %, on two stages; gradients of parameters are not counted."""
     graph, model, case = captured(name, in_float64=True)
