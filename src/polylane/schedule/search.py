@@ -107,16 +107,20 @@ def _played(problem: ScheduleProblem, orders: Orders, makespan: float, origin: s
 def _starts(problem: ScheduleProblem) -> list[_Candidate]:
     """Return the orders that fit into the memory, best first, of several that end together only one."""
     found: dict[tuple[float, float], _Candidate] = {}
-    for origin, orders in _made_orders(problem):
-        if not fits_memory(problem, orders) or (played := play_orders(problem, orders)) is None:
-            continue
-        candidate = _played(problem, orders, played.makespan, origin)
-        found.setdefault(candidate.rank, candidate)
+    for made in (_written_orders(problem), _listed_orders(problem)):
+        for origin, orders in made:
+            if not fits_memory(problem, orders) or (played := play_orders(problem, orders)) is None:
+                continue
+            candidate = _played(problem, orders, played.makespan, origin)
+            found.setdefault(candidate.rank, candidate)
+        # What is written down is quickly played; rules are tried only where they can end earlier.
+        if min(found)[0] <= problem.lower_bound * (1 + SLACK):
+            break
     return [found[rank] for rank in sorted(found)]
 
 
-def _made_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
-    """Yield orders with what made them: schedules by name first, so that a name stands for what it is as good as."""
+def _written_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
+    """Yield orders with their names: schedules first, so that a name stands for what it is as good as."""
     for name in NAMES:
         if splits_backward(name) and not problem.split:
             continue
@@ -128,11 +132,15 @@ def _made_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
     if problem.count == problem.graph.stages and problem.workers == tuple(range(problem.count)):
         for extra, lanes in _longer_warm_ups(problem):
             yield f"1f1b with {extra} more forwards for each stage behind", lanes_to_orders(problem, lanes)
+    yield "one microbatch at a time", _one_at_a_time(problem)
+
+
+def _listed_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
+    """Yield the orders of list scheduling, with the numbers of their rules."""
     for number, rule in enumerate(list_rules(problem)):
         orders = schedule_list(problem, rule)
         if orders is not None:
             yield f"rule {number}", orders
-    yield "one microbatch at a time", _one_at_a_time(problem)
 
 
 def _longer_warm_ups(problem: ScheduleProblem) -> Iterator[tuple[str, Lanes]]:
