@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 
 from polylane.schedule.exact_order import optimal_orders
 from polylane.schedule.list_scheduling import list_rules, schedule_list
@@ -110,13 +110,18 @@ def _played(problem: ScheduleProblem, orders: Orders, makespan: float, origin: s
 def _starts(problem: ScheduleProblem, rules: int) -> list[_Candidate]:
     """Return the orders that fit into the memory, best first, of several that end together only one."""
     found: dict[tuple[float, float], _Candidate] = {}
-    for origin, orders in chain(_written_orders(problem), islice(_listed_orders(problem), rules)):
-        if origin.startswith("rule") and min(found)[0] <= problem.lower_bound * (1 + SLACK):
-            break  # no further rule can end earlier; what is written down is quickly played, all of it
-        if not fits_memory(problem, orders) or (played := play_orders(problem, orders)) is None:
-            continue
-        candidate = _played(problem, orders, played.makespan, origin)
-        found.setdefault(candidate.rank, candidate)
+
+    def play(origin: str, orders: Orders) -> None:
+        if fits_memory(problem, orders) and (played := play_orders(problem, orders)) is not None:
+            candidate = _played(problem, orders, played.makespan, origin)
+            found.setdefault(candidate.rank, candidate)
+
+    for origin, orders in _written_orders(problem):
+        play(origin, orders)
+    for origin, orders in islice(_listed_orders(problem), rules):
+        if min(found)[0] <= problem.lower_bound * (1 + SLACK):
+            break  # no further rule can end earlier
+        play(origin, orders)
     return [found[rank] for rank in sorted(found)]
 
 
@@ -137,11 +142,11 @@ def _written_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
 
 
 def _listed_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
-    """Yield the orders of list scheduling, with the numbers of their rules."""
-    for number, rule in enumerate(list_rules(problem)):
+    """Yield the orders of list scheduling, with the names of their rules."""
+    for rule in list_rules(problem):
         orders = schedule_list(problem, rule)
         if orders is not None:
-            yield f"rule {number}", orders
+            yield rule.name, orders
 
 
 def _longer_warm_ups(problem: ScheduleProblem) -> Iterator[tuple[str, Lanes]]:
