@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,20 +12,24 @@ from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.graph.precision import dtypes_under_autocast
+from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, without_replica_sync
-from polylane.program.program import Program
+from polylane.program.program import GradientBucket, Program
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.pipeline.stage_runner import OWN_PYTHON, LocalStageCode, StageHooks, StageRunner, extract_stage
+from polylane.runtime.pipeline.stage_code import OWN_PYTHON, LocalStageCode, StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_runner import StageRunner
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
+from polylane.schedule.action import WEIGHT_PASSES
+from polylane.schedule.schedules import splits_backward
 
 
 def lower_programs(
@@ -80,43 +86,120 @@ def bind_program(
     """
     plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
     transport, mesh = connections.transport, connections.mesh
-    partition, graph, stage = program.partition, program.partition.graph, program.stage
-    counts = BatchStatistics(graph.code.fx, {node.name for node in partition.nodes(stage)})
-    tensors.move_to_device({*partition.parameters(stage), *partition.buffers(stage), *counts.buffers})
-    parameters = tensors.parameters()
-    autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
-    dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
-    # The user's own Python may leave a parameter without a gradient.
-    optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
-    held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
-    cut = None
-    if shards.flat_buffers:
-        cut = build_sharded_program(program, plan, shards, held, optional, transport, mesh.waits)
-    hooks = StageHooks() if cut is None else cut
-    code, layout = extract_stage(partition, stage, tensors.device, hooks), compiled.layouts[stage]
-    runner = StageRunner(
-        code=code,
-        tensors=_bind_tensors(program, tensors, mesh, shards, counts),
-        differentiable_inputs=frozenset(c.value for c in program.receives if c.requires_grad),
-        device=tensors.device,
-        autocast=autocast,
-        local_code=None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks),
-        hooks=hooks,
-    )
-    travelling = value_specs(partition, dtypes, layout, mesh.coordinates)
+    partition, graph = program.partition, program.partition.graph
+    counts = BatchStatistics(graph.code.fx, {node.name for s in program.stages for node in partition.nodes(s)})
+    tensors.move_to_device({*_used_names(program), *counts.buffers})
+    arguments = _bind_tensors(program, tensors, mesh, shards, counts)
+    binder = StageBinder(program, compiled, holding, connections, codec, arguments)
+    bound = {stage: binder.bind_stage(stage, own) for stage, own in _buckets_by_stage(program, plan, codec).items()}
+    travelling = value_specs(partition, binder.dtypes, compiled.layouts[program.stage], mesh.coordinates)
     return Executor(
         program=program,
-        runner=runner,
+        runners={stage: runner for stage, (runner, _) in bound.items()},
         resharder=Resharder(program.rank, plan, partition, compiled.layouts, travelling, compiled.orders),
         transport=transport,
         sum_statistics=None if replica_local else connections.sum_replicas,
-        reducer=cut.reducer if cut else AllReducer(program.buckets, held, optional, transport, codec, program.replicas),
+        reducers={stage: reducer for stage, (_, reducer) in bound.items() if reducer is not None},
         mesh=mesh,
         is_replica_local=replica_local,
         straggler=plan.slow.get(program.rank),
         batch_statistics=counts or None,
         per_sample=plan.per_sample,
     )
+
+
+@dataclass
+class StageBinder:
+    """Binds the stages of one worker, one by one, to its tensors.
+
+    Attributes:
+        program, compiled, holding, connections, codec: arguments of :func:`bind_program`.
+        arguments: what the placeholders of the stages' code stand for, by role.
+    """
+
+    program: Program
+    compiled: CompiledGraph
+    holding: LocalModel
+    connections: Connections
+    codec: GradientCompressor | None
+    arguments: dict[tuple[str, Any], Any]
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes of results that autocast changes, by name."""
+        autocast, device = self._autocast, self.holding.tensors.device.type
+        return {} if autocast is None else dtypes_under_autocast(self.program.partition.graph, device, autocast)
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.holding.prepared.plan.precision == "bfloat16" else None
+
+    def bind_stage(self, stage: int, buckets: tuple[GradientBucket, ...]) -> tuple[StageRunner, AllReducer | None]:
+        """Return a stage's runner, and what reduces the gradients of ``buckets``; None: there are none to reduce."""
+        hooks, reducer = self._bind_reduction(buckets)
+        partition, layout, local_code = self.program.partition, self.compiled.layouts[stage], None
+        in_halves, device = splits_backward(self.holding.prepared.plan.schedule), self.holding.tensors.device
+        # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
+        code = extract_stage(partition, stage, device, hooks, in_halves and layout is None)
+        if layout is not None:
+            at = self.connections.mesh.coordinates
+            local_code = LocalStageCode(code, partition, layout, at, self.dtypes, hooks, in_halves)
+        runner = StageRunner(
+            code=code,
+            tensors=self.arguments,
+            differentiable_inputs=frozenset(c.value for c in self.program.inputs(stage) if c.requires_grad),
+            device=device,
+            autocast=self._autocast,
+            local_code=local_code,
+            hooks=hooks,
+        )
+        return runner, reducer
+
+    def _bind_reduction(self, buckets: tuple[GradientBucket, ...]) -> tuple[StageHooks, AllReducer | None]:
+        program, shards, transport = self.program, self.holding.shards, self.connections.transport
+        parameters, graph = self.holding.tensors.parameters(), program.partition.graph
+        held = {name: parameters[name] for bucket in buckets for name in bucket.parameters}
+        # The user's own Python may leave a parameter without a gradient.
+        optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+        if shards.flat_buffers:
+            own, plan, waits = (
+                replace(program, buckets=buckets),
+                self.holding.prepared.plan,
+                self.connections.mesh.waits,
+            )
+            cut = build_sharded_program(own, plan, shards, held, optional, transport, waits)
+            return cut, cut.reducer
+        if not buckets:
+            return StageHooks(), None
+        return StageHooks(), AllReducer(buckets, held, optional, transport, self.codec, program.replicas)
+
+
+def _buckets_by_stage(
+    program: Program, plan: Plan, codec: GradientCompressor | None
+) -> dict[int, tuple[GradientBucket, ...]]:
+    """Return for every stage of a worker the buckets whose gradients its last backward pass completes.
+
+    Several workers reduce a tied weight; they do so behind all buckets of their own, as in the programs' order, so that
+    none waits for another in two groups. A compressor counts its steps: it gets all buckets at once.
+    """
+    last = {action.stage: index for index, action in enumerate(program.actions) if action.kind in WEIGHT_PASSES}
+    ending = max(program.stages, key=lambda stage: last.get(stage, -1))
+    used = {stage: set(program.partition.parameters(stage)) for stage in program.stages}
+    found: dict[int, list[GradientBucket]] = {stage: [] for stage in program.stages}
+    for bucket in program.buckets:
+        alone = len({plan.stage_and_replica(rank)[0] for rank in bucket.ranks}) == 1
+        using = [stage for stage in program.stages if not used[stage].isdisjoint(bucket.parameters)]
+        if codec is not None or not alone or not using:
+            found[ending].append(bucket)
+        else:
+            found[max(using, key=lambda stage: last.get(stage, -1))].append(bucket)
+    return {stage: tuple(buckets) for stage, buckets in found.items()}
+
+
+def _used_names(program: Program) -> set[str]:
+    """Return names of the parameters and buffers that the worker's stages read or write."""
+    partition = program.partition
+    return {name for s in program.stages for name in (*partition.parameters(s), *partition.buffers(s))}
 
 
 def _bind_tensors(
@@ -128,10 +211,11 @@ def _bind_tensors(
     table: dict[tuple[str, Any], Any] = {
         ("constant", name): t.to(tensors.device) for name, t in graph.code.constants.items()
     }
-    for name in partition.parameters(program.stage):
+    stages = program.stages
+    for name in {name for stage in stages for name in partition.parameters(stage)}:
         # What this objective does not optimize takes part as a constant: no gradient is computed for it.
         trainable = graph.parameters[name].trainable
         table["parameter", name] = parameters[name] if trainable else shards.constant_view(name, parameters[name])
-    for name in {*partition.buffers(program.stage), *counts.buffers}:
+    for name in {*counts.buffers, *(name for stage in stages for name in partition.buffers(stage))}:
         table["buffer", name] = buffers[name]
     return table | {("axis", name): axis for name, axis in mesh.axes.items()}
