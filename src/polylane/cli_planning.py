@@ -53,6 +53,16 @@ _Every = Annotated[
 ]
 
 
+_Reserve = Annotated[
+    str | None,
+    typer.Option(
+        "--reserve",
+        metavar="SHARE|SIZE",
+        help='Memory that a found plan leaves free on every device, as in 5% or "2 GiB". Default: 5%.',
+    ),
+]
+
+
 def probe(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Measure this machine into a cluster file.")
@@ -130,6 +140,7 @@ def simulate(
     profile: _Profile = False,
     chunks: _Chunks = 1,
     every: _Every = None,
+    reserve: _Reserve = None,
     json: Json = False,
 ) -> None:
     """Predict a step of a plan on a cluster that need not be there.
@@ -156,6 +167,7 @@ def simulate(
         recompute=recompute,
         shard=shard,
         overlap=overlap,
+        reserve=reserve,
         profile=profile,
         plan=plan,
         slow=tuple(slow or ()),
@@ -189,6 +201,7 @@ def plan(
     recompute: _Recompute = "none",
     shard: _Shard = None,
     every: _Every = None,
+    reserve: _Reserve = None,
     top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many plans to show.")] = 5,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best plan as a file.")
@@ -219,6 +232,7 @@ def plan(
         recompute=recompute,
         shard=shard,
         every=every,
+        reserve=reserve,
         profile=profile,
         plan=plan,
         workers=workers,

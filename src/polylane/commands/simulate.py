@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from polylane.cluster.figures import format_size
 from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
 from polylane.commands.plan import search_for
@@ -54,7 +55,9 @@ def run(request: SimulateRequest) -> None:
     if plan is None:
         fixed = planning.fixed_keys(str(wanted), request)
         method = method if fixed.precision is None else replace(method, dtype=fixed.precision)
-        plan = announce_best(search_for(captured, cluster, request.batch, method, fixed=fixed))
+        plan = announce_best(
+            search_for(captured, cluster, request.batch, method, fixed=fixed, reserve=planning.reserve_of(request))
+        )
     check_plan(plan, cluster)
     method = method if request.dtype is not None else replace(method, dtype=plan.precision)
     basis = build_cost_model(captured, cluster, method)
@@ -299,7 +302,7 @@ def _show_stages(stages: Sequence[dict[str, Any]]) -> None:
         over = memory["total"] > row["limit"]
         sizes.add_row(
             str(row["stage"]),
-            *(printing.format_count(memory[name], "B") for name in parts),
+            *(format_size(memory[name]) for name in parts),
             style="red" if over else "",
         )
     printing.console().print(times)
@@ -307,9 +310,7 @@ def _show_stages(stages: Sequence[dict[str, Any]]) -> None:
     for row in stages:
         over = row["memory"]["total"] - row["limit"]
         if over > 0:
-            printing.console().print(
-                f"Stage {row['stage']} does not fit: {printing.format_count(over, 'B')} more than a device has."
-            )
+            printing.console().print(f"Stage {row['stage']} does not fit: {format_size(over)} more than a device has.")
 
 
 def _show_breakdown(rows: Sequence[dict[str, Any]]) -> None:

@@ -145,7 +145,9 @@ class StageMeshSearch:
         if (number, live) not in self._bytes:
             option = self.options[number]
             self._bytes[number, live] = self.estimates.footprint(
-                option.elements, option.activation_bytes * live, option.mesh.data
+                option.elements,
+                option.activation_bytes * live + self.estimates.gathered_bytes(option.mesh),
+                option.mesh.data,
             )
         return self._bytes[number, live]
 
