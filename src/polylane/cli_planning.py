@@ -180,23 +180,30 @@ def simulate(
     command.run(request)
 
 
+# Options of plan alone.
+_Fixed = Annotated[
+    str | None,
+    typer.Option(
+        "--plan", metavar="KEYS", help="Keys that the plan must have, as in data=2,shard=parameters. Default: none."
+    ),
+]
+_MostWorkers = Annotated[
+    int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most. Default: all.")
+]
+_Memory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help='Memory of a worker, as in "30 GiB". Default: all but --reserve.'),
+]
+
+
 def plan(
     recipe: Recipe,
     cluster: _Cluster,
     batch: Batch = 64,
     set_: Set = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            "--plan", metavar="KEYS", help="Keys that the plan must have, as in data=2,shard=parameters. Default: none."
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most. Default: all.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help='Memory of a worker, as in "30 GB". Default: all.')
-    ] = None,
+    plan: _Fixed = None,
+    workers: _MostWorkers = None,
+    memory: _Memory = None,
     dtype: _Dtype = "float32",
     recompute: _Recompute = "none",
     shard: _Shard = None,
@@ -211,13 +218,14 @@ def plan(
 ) -> None:
     """Find the fastest plan for a cluster, and say why it is.
 
-    Compares replicas, pipelines, split operators, stages with meshes of their own and numbers of microbatches by
-    estimated times, and simulates the best of them. Says what bounds the best plan, what would make it faster, and what
-    does not fit.
+    Compares replicas and what they share out, pipelines, split operators, stages with meshes of their own and numbers
+    of microbatches by estimated times, and simulates the best of them. Says what bounds the best plan, what would make
+    it faster, and what does not fit. What changes a training's numbers (every=, wire=, ...) is never chosen unasked.
 
     \b
     Examples:
       polylane plan examples/gpt.py --cluster 8:a100-80g --batch 256 --dtype bfloat16 -o plan.yaml
+      polylane plan examples/gpt.py --cluster 8:a100-80g --plan data=4,shard=parameters --reserve "4 GiB"
       polylane plan examples/gpt.py --cluster 2x1:gtx-1080-ti --set hidden=1024 --set layers=24
     """
     from polylane.commands import plan as command

@@ -92,7 +92,7 @@ def test_chunks_of_a_stage_are_interleaved(recipe: Path) -> None:
         assert sum(row["nodes"] for row in each["breakdown"] if row["operator"] == "linear") == 16
     sent = [row["bytes"] for each in (plain, found) for row in each["bytes"] if row["traffic"] == "pipeline"]
     assert sent[0] < sent[1]
-    assert "2 chunks" in Path("lanes.html").read_text()
+    assert "chunks=2" in Path("lanes.html").read_text()
 
 
 def test_replicas_may_sum_parameters_every_so_many_steps(recipe: Path) -> None:
@@ -297,9 +297,9 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
             "the plan says shard=gradients",
         ),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 0", "--chunks must be at least 1, not 0"),
-        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 2", "the plan has one stage"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 2", "there is one stage: add pipeline=2"),
         ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2 --chunks 99", "2 stages of 99 chunks are 198"),
-        ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2,schedule=afab --chunks 2", "not afab"),
+        ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2,schedule=afab --chunks 2", "afab has one stage"),
         ("simulate layers.py --cluster 2:a100-80g --plan auto --chunks 2", "what auto finds cannot be divided further"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 0", "--every must be at least 1, not 0"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 2 --shard gradients", "replicas that are"),

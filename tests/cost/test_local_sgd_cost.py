@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import jobs
 from polylane.cluster.cluster import Cluster
@@ -15,10 +17,11 @@ from polylane.cost.network.collectives import collective_seconds
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict
 from polylane.errors import PolylaneError
+from polylane.graph.capture.capture import capture
 from polylane.observe.timeline import Span, Timeline
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
-from polylane.planner.problem import subdivide_plan
+from polylane.planner.problem import fit_plan
 from polylane.schedule.action import ActionKind
 from polylane.yaml_file import parse as mapping
 
@@ -42,7 +45,8 @@ def predicted(
 ) -> Prediction:
     found = jobs.basis(jobs.blocks(8, 256), "8:a100-80g", TrainingOptions(**how))  # type: ignore[arg-type]
     found = replace(found, cluster=parse(cluster) if isinstance(cluster, str) else cluster)
-    return predict(found, *subdivide_plan(found, spec_of(f"{plan},every={period}"), batch, chunks), batch, every=every)
+    spec = spec_of(f"{plan},every={period}").with_chunks(chunks)
+    return predict(found, *fit_plan(found, spec, batch), batch, every=every)
 
 
 def sums(timeline: Timeline | None, rank: int = 0) -> list[Span]:
@@ -145,6 +149,17 @@ def test_a_line_says_sites_as_a_file_does() -> None:
     line = parse("2x1x2:a100-80g,sites=internet-1g")
     for period in (1, 32):
         assert predicted("data=4", period, line).seconds == predicted("data=4", period, file).seconds
+
+
+def test_replicas_that_step_alone_share_no_statistics() -> None:
+    """Batch normalization then sees the samples of one replica: nothing is summed inside its passes."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    trainable = [name for name, _ in model.named_parameters()]
+    basis = jobs.basis(capture(model, jobs.mean_square, torch.zeros(2, 16), trainable=trainable), "4:a100-80g")
+    lines = ("data=4", "data=4,every=4", "data=4,servers=1,staleness=2", "data=4,servers=1")
+    waits = [predict(basis, *setup.fit_plan(basis, spec_of(s), 64), 64).stages[0].passes.waits for s in lines]
+    assert waits[0] == waits[3] > 0 and waits[1] == waits[2] == 0
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def _with_exact_memory(answer: SearchResult) -> SearchResult:
     from polylane.planner.problem import fit_to_meshes
 
     for index, found in enumerate(answer.ranked_plans):
-        basis = fit_to_meshes(answer.estimates.basis, found.partition, found.plan)
+        basis = fit_to_meshes(answer.estimates.basis, found.partition, found.plan, answer.estimates.batch)
         prediction = predict(basis, found.partition, found.plan, answer.estimates.batch)
         if max(stage.memory.total for stage in prediction.stages) <= found.candidate.memory_limit:
             first = replace(found, prediction=prediction)

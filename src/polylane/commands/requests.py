@@ -183,3 +183,40 @@ class ProbeRequest:
     workers: int | None = None
     recipes: tuple[RecipeRequest, ...] = ()
     json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanesRequest:
+    """The options of ``polylane lanes``.
+
+    Attributes:
+        schedule: name of the schedule, see :data:`polylane.schedule.schedules.NAMES`; None with ``compare``.
+        compare: whether all schedules are drawn side by side.
+        stages: a number of stages in a chain, or the path of a YAML file of stages that branch.
+        chunks: how many parts each stage of a chain is cut into, all on its worker; None: as the schedule has them.
+        microbatches: number of microbatches in a batch.
+        batches: number of batches of a run of pipedream-2bw; None: two.
+        vertical_sync: whether the stages of pipedream compute on the same version of the weights.
+        forward: ticks of one forward pass, or one number for each stage as in 1,2,1.
+        backward: ticks of one backward pass, given like ``forward``.
+        weight: the ticks of it that weight gradients take, given like ``forward``; None: half of them.
+        hop: ticks of a value from one worker to another.
+        svg: file for the picture as SVG; None: not written.
+        html: file for the picture as a page; None: not written.
+        json: print the figures as one JSON object, in place of the picture.
+    """
+
+    schedule: str | None
+    compare: bool = False
+    stages: str
+    chunks: int | None = None
+    microbatches: int
+    batches: int | None = None
+    vertical_sync: bool = False
+    forward: str = "1"
+    backward: str = "2"
+    weight: str | None = None
+    hop: str = "0"
+    svg: Path | None = None
+    html: Path | None = None
+    json: bool = False

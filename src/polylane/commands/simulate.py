@@ -41,7 +41,7 @@ def run(request: SimulateRequest) -> None:
     from polylane.cost.predict import predict
     from polylane.observe.swimlane import render as swimlane
     from polylane.plan.plan import Plan
-    from polylane.planner.problem import build_cost_model, fit_to_meshes, subdivide_plan
+    from polylane.planner.problem import build_cost_model, fit_plan, fit_to_meshes
 
     method = planning.method_of(request)
     wanted = parse_auto(request.plan)
@@ -58,22 +58,22 @@ def run(request: SimulateRequest) -> None:
         plan = announce_best(
             search_for(captured, cluster, request.batch, method, fixed=fixed, reserve=planning.reserve_of(request))
         )
+    plan = divide_further(plan, request.chunks)
     check_plan(plan, cluster)
     method = method if request.dtype is not None else replace(method, dtype=plan.precision)
     basis = build_cost_model(captured, cluster, method)
-    partition, fitted = subdivide_plan(basis, plan, request.batch, request.chunks)
-    basis = fit_to_meshes(basis, partition, fitted)
+    partition, fitted = fit_plan(basis, plan, request.batch)
+    basis = fit_to_meshes(basis, partition, fitted, request.batch)
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn)
     found = {"recipe": str(recipe.path), **summary(captured.graph, cluster, prediction, method)}
     if tokens := planning.tokens_per_sample(problem):
         found["tokens_per_second"] = prediction.samples_per_second * tokens
-    found |= {"chunks": request.chunks, "every": prediction.period}
+    found |= {"chunks": fitted.most_chunks, "every": prediction.period}
     if request.breakdown:
         found["breakdown"] = break_down_stages(basis, partition, prediction)
-    more = f" · {request.chunks} chunks" * (request.chunks > 1)
-    more += f" · the last of {prediction.period} steps" * (prediction.period > 1)
+    more = f" · the last of {prediction.period} steps" * (prediction.period > 1)
     for file, draw in ((request.html, swimlane.html), (request.svg, swimlane.svg)):
         if file is not None:
             printing.write_text(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{more} · predicted")))
@@ -101,6 +101,21 @@ def check(request: SimulateRequest, wanted: FixedKeys | None) -> None:
         raise PolylaneError(
             "--chunks takes a plan in one line, such as pipeline=4: what auto finds cannot be divided further"
         )
+
+
+def divide_further(plan: Spec | Plan, chunks: int) -> Spec | Plan:
+    """Return the plan with that many stages on every worker; as it is for 1.
+
+    Raises:
+        PolylaneError: a plan that says where its stages begin, or that has no chunks.
+    """
+    from polylane.plan.plan import Plan
+
+    if chunks > 1 and isinstance(plan, Plan):
+        raise PolylaneError(
+            f"{plan.title} says where its stages begin, which {chunks} chunks of each would change: give it in one line"
+        )
+    return plan if isinstance(plan, Plan) or chunks == 1 else plan.with_chunks(chunks)
 
 
 def check_plan(plan: Spec | Plan, cluster: Cluster) -> None:
@@ -159,7 +174,7 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
         "bubble": prediction.bubble,
         "exposed_communication": prediction.exposed_communication,
         "bytes": sent_bytes(prediction, cluster),
-        "stages": [_stage(prediction, index, cluster) for index in range(plan.pipeline)],
+        "stages": [_stage(prediction, index, cluster) for index in range(len(plan.first_chunks))],
         "price": cluster.price * plan.workers / cluster.count * step / 3600,
     }
 
@@ -189,9 +204,7 @@ def _bytes(prediction: Prediction, timeline: Timeline) -> Counter[tuple[str, int
     from polylane.schedule.action import ActionKind
 
     kinds = {ActionKind.SEND: "pipeline", ActionKind.REDUCE: "data", ActionKind.STEP: "data"}
-    shared = [
-        prediction.stages[prediction.plan.stage_and_replica(rank)[0]].shard_traffic_share for rank in prediction.lanes
-    ]
+    shared = [prediction.stages[prediction.plan.group_of(rank)].shard_traffic_share for rank in prediction.lanes]
     lanes = Counter[tuple[str, int]]()
     for span in timeline.spans:
         parts = {kinds[span.action.kind]: span.bytes} if span.action.kind in kinds else {}
@@ -221,7 +234,7 @@ def _widest_level(plan: Plan, kind: str, cluster: Cluster) -> str:
 
 
 def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, Any]:
-    own = prediction.stages[index]
+    own, devices = prediction.stages[index], prediction.plan.stages[prediction.plan.first_chunks[index]].devices
     return {
         "stage": index,
         "mesh": str(own.mesh),
@@ -231,18 +244,14 @@ def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, An
         "waits": own.collective_seconds,
         "update": own.update_seconds,
         "memory": own.memory.as_dict(),
-        "limit": min(device.memory for device in cluster.devices(prediction.plan.stages[index].devices)),
+        "limit": min(device.memory for device in cluster.devices(devices)),
     }
 
 
 def break_down_stages(basis: Any, partition: Partition, prediction: Prediction) -> list[dict[str, Any]]:
     """Return the seconds of a microbatch by kind of operator, on the busiest rank of every stage."""
     from polylane.cost.plan_cost import PlanCost
-    from polylane.program.lower import deal_stages
 
-    # Interleaved virtual stages are counted with the worker that has them.
-    if partition.stages > prediction.plan.pipeline:
-        partition = deal_stages(partition, prediction.plan.pipeline)
     found, costs = [], PlanCost(basis, partition, prediction.plan, prediction.batch)
     for index in range(prediction.plan.pipeline):
         table, kinds, rows = costs.table(index), defaultdict[str, list[int]](list), list[dict[str, Any]]()

@@ -96,12 +96,15 @@ class CompiledTraining:
 
     @cached_property
     def owning_stages(self) -> dict[str, tuple[int, ...]]:
-        """The stages that use a parameter in any objective, by its canonical name: all of them keep it up to date."""
+        """The stages that use a parameter in any objective, by its canonical name: all of them keep it up to date.
+
+        Of several stages on the same workers, which have the parameter once, it names the first.
+        """
         result: dict[str, set[int]] = {}
         for partition in self.partitions.values():
             for stage in range(partition.stages):
                 for name in partition.parameters(stage):
-                    result.setdefault(name, set()).add(stage)
+                    result.setdefault(name, set()).add(self.plan.first_chunk(stage))
         return {name: tuple(sorted(stages)) for name, stages in result.items()}
 
     def microbatches_of(self, samples: int) -> int:

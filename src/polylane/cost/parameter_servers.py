@@ -140,7 +140,8 @@ class ServerCosts:
         return found
 
     def _held(self, stage: int) -> frozenset[str]:
-        return frozenset(self._scene.partition.parameters(stage)) & self._trained
+        own, partition = self._plan.chunks(stage), self._scene.partition
+        return frozenset(name for each in own for name in partition.parameters(each)) & self._trained
 
     def _bytes(self, stage: int, name: str) -> int:
         """Return the local bytes of a parameter on a rank of a stage, in its own dtype."""
@@ -150,7 +151,7 @@ class ServerCosts:
 
     def _speaks_for(self, rank: int, stage: int, name: str) -> bool:
         """Return whether a worker sends a gradient: the first of its replica that has the same one."""
-        if any(name in self._held(other) for other in range(stage)):
+        if any(name in self._held(other) for other in self._plan.first_chunks if other < stage):
             return False
         sheet, at = self._scene.sharded_graph(stage), self._plan.coordinates(rank)
         cuts = dict(zip(sheet.splits, sheet.placements((f"parameter:{name}", 0)), strict=True))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import TypeVar
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
@@ -27,7 +28,6 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
 from polylane.program.server_assignment import server_rank
-from polylane.schedule.action import Action
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -94,7 +94,7 @@ class ShardTraffic:
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """Predicted cost of the busiest rank of a stage.
+    """Predicted cost of the busiest rank of a group of workers, over all of its stages.
 
     Attributes:
         mesh: degrees of the stage's data, sequence and tensor axes.
@@ -136,6 +136,7 @@ class PlanCost:
         self.exact = exact
         self.basis, self.partition, self.plan, self.batch = basis, partition, plan, batch
         self._priced: dict[int, StagePrediction] = {}
+        self._passes: dict[int, tuple[PassCosts, ShardTraffic]] = {}
         self._tables: dict[int, CostTable] = {}
 
     def local_samples(self, stage: int) -> int:
@@ -169,18 +170,27 @@ class PlanCost:
         memory = min(each.stream for each in cluster.devices(ranks[:2]))
         return self.basis.table(mesh, self.local_samples(stage), device, memory, groups, where)
 
+    def pass_costs(self, stage: int) -> tuple[PassCosts, ShardTraffic]:
+        """Return the costs of one microbatch on one stage's busiest rank, and of its sharded parameters."""
+        if stage not in self._passes:
+            own = sum_passes(self.table(stage), self.node_ranges(stage))
+            self._passes[stage] = own, self._shard_traffic(stage, own)
+        return self._passes[stage]
+
     def predict_stage(self, stage: int) -> StagePrediction:
-        """Predict the busiest rank of a stage."""
+        """Predict the busiest rank of the workers of a stage, over all stages that they have."""
+        stage, chunks = self.plan.first_chunk(stage), self.plan.chunks(stage)
         if stage not in self._priced:
-            table, pieces, mesh = self.table(stage), self.node_ranges(stage), self.plan.degrees(stage)
-            own = sum_passes(table, pieces)
+            mesh, costs = self.plan.degrees(stage), [self.pass_costs(each) for each in chunks]
+            pieces = [piece for each in chunks for piece in self.node_ranges(each)]
             elements = self.basis.stages.trained_elements(mesh, pieces)
             device = self.basis.slowest_device(self.plan.stages[stage].devices)
             # Servers update the weights, in their own time.
             updated = self.sharding(stage).count_updated(elements)
             update = 0.0 if self.plan.sync.has_servers else self.basis.update_seconds(device, updated)
-            memory, sharing = self.peak_memory(stage), self._shard_traffic(stage, own)
-            self._priced[stage] = StagePrediction(mesh, self.local_samples(stage), own, update, memory, sharing)
+            passes, sharing = _add_fields(own for own, _ in costs), _add_fields(own for _, own in costs)
+            memory = self.peak_memory(stage)
+            self._priced[stage] = StagePrediction(mesh, self.local_samples(stage), passes, update, memory, sharing)
         return self._priced[stage]
 
     def _shard_traffic(self, stage: int, own: PassCosts) -> ShardTraffic:
@@ -212,23 +222,23 @@ class PlanCost:
         return sum(sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples) for name in names)
 
     def peak_memory(self, stage: int) -> peak.MemoryBreakdown:
-        """Return the bytes of a stage's busiest rank at the peak of the step."""
-        lane, needs, trained = self._passes_in_memory(stage)
-        basis, load = self.basis, self.trained_bytes(stage)
+        """Return the bytes of a stage's busiest rank at the peak of the step, with all stages that it has."""
+        chunks, lane = self.plan.chunks(stage), self._lanes[self.plan.stage_groups[stage]]
+        basis, load = self.basis, self.trained_bytes(*chunks)
+        needs = {each: self.microbatch_memory(each) for each in chunks}
+        trained = {each: self.trained_bytes(each).trained for each in chunks}
         return peak.peak_memory(lane, needs, trained, load, basis.method, self.sharding(stage), basis.margin)
-
-    def _passes_in_memory(self, stage: int) -> tuple[Sequence[Action], dict[int, PeakMemory], dict[int, float]]:
-        """Return a worker's passes, and by stage the memory of a microbatch and the bytes of trained parameters."""
-        return self._lanes[stage], {stage: self.microbatch_memory(stage)}, {stage: self.trained_bytes(stage).trained}
 
     @cached_property
     def _lanes(self) -> Lanes:
-        """The forward and backward passes of every stage, in the order of the schedule."""
-        return schedule_lanes(self.plan.schedule, StageGraph.of_partition(self.partition), self.plan.microbatches)
+        """The forward and backward passes of every group of workers, in the order of the schedule."""
+        graph = StageGraph.of_partition(self.partition)
+        return schedule_lanes(self.plan.schedule, graph, self.plan.microbatches, workers=self.plan.stage_groups)
 
     def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""
-        return peak.shard_trained_bytes(self.trained_bytes(stage), self.basis.method, self.sharding(stage))
+        load = self.trained_bytes(*self.plan.chunks(stage))
+        return peak.shard_trained_bytes(load, self.basis.method, self.sharding(stage))
 
     def sharding(self, stage: int) -> StateSharding:
         """Return what the replicas of a stage share out, as the plan says."""
@@ -264,29 +274,36 @@ class PlanCost:
             seen.update(read)
         return found
 
-    def trained_bytes(self, stage: int) -> peak.TrainedBytes:
-        """Return the bytes of a rank's parameters, gradients and optimizer state, before sharding over replicas."""
-        graph, sheet = self.partition.graph, self.sharded_graph(stage)
+    def trained_bytes(self, *stages: int) -> peak.TrainedBytes:
+        """Return the bytes of a rank's parameters, gradients and optimizer state, before sharding over replicas.
+
+        Args:
+            stages: stages of the same workers, which have a parameter of several of them once.
+        """
+        graph, sheet = self.partition.graph, self.sharded_graph(stages[0])
+        held = dict.fromkeys(name for stage in stages for name in self.partition.parameters(stage))
         # Sizes in the model's own dtype: shard_trained_bytes converts them to that of the passes.
-        names = [name for name in self.partition.parameters(stage) if graph.parameters[name].trainable]
+        names = [name for name in held if graph.parameters[name].trainable]
         shapes = {name: sheet.busiest_shape(f"parameter:{name}") for name in names}
         item = {name: graph.parameters[name].bytes // max(1, math.prod(graph.parameters[name].shape)) for name in names}
         sizes = {name: math.prod(shapes[name]) * item[name] for name in names}
-        # Frozen parameters, buffers and constants count in full, whatever the sharding.
-        frozen = [n for n in self.partition.parameters(stage) if n not in sizes]
-        fixed = sum(graph.parameters[n].bytes for n in frozen)
-        fixed += sum(graph.buffers[n].bytes for n in self.partition.buffers(stage))
+        # Frozen parameters and buffers are split by operator axes like others, but never shared out over replicas.
+        frozen = [n for n in held if n not in sizes]
+        fixed = sum(sheet.busiest_bytes_of("parameter", n, graph.parameters[n].bytes) for n in frozen)
+        buffers = {n for s in stages for n in self.partition.buffers(s)}
+        fixed += sum(sheet.busiest_bytes_of("buffer", n, graph.buffers[n].bytes) for n in buffers)
         fixed += sum(constant.nbytes for constant in graph.code.constants.values())
         trained = sum(sizes.values())
-        shared = self.plan.degree("data", stage) > 1
+        shared = self.plan.degree("data", stages[0]) > 1
         # Tensors larger than a bucket are reduced in place; smaller ones are copied into a flat buffer.
         copied = sum(size for size in sizes.values() if size <= BUCKET_BYTES) if shared else 0
-        block = max((sum(sizes[name] for name in each) for each in self._block_parameters(stage)), default=0)
+        blocks = (each for stage in stages for each in self._block_parameters(stage))
+        block = max((sum(sizes[name] for name in each) for each in blocks), default=0)
         kept = sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names)
         return peak.TrainedBytes(
             fixed + trained,
             trained,
-            self._synchronized_states(stage, trained, kept),
+            self._synchronized_states(stages[0], trained, kept),
             self.basis.optimizer.step_bytes(list(sizes.values())),
             copied,
             block,
@@ -324,3 +341,12 @@ class PlanCost:
     def sharded_graph(self, stage: int) -> ShardedGraphCost:
         """Return the graph sharded over a stage's mesh."""
         return self.basis.stages.sharded_graph(self.plan.degrees(stage))
+
+
+_Costs = TypeVar("_Costs", PassCosts, ShardTraffic)
+
+
+def _add_fields(costs: Iterable[_Costs]) -> _Costs:
+    """Return the costs whose every field is the sum of those of all given."""
+    first, *others = costs
+    return replace(first, **{f.name: sum(getattr(c, f.name) for c in (first, *others)) for f in fields(first)})

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from polylane.cost.interleave import InterleavedTaskBuilder, InterleavedWorkers
 from polylane.cost.parameter_servers import ServerCosts
 from polylane.cost.plan_cost import CostModel, PlanCost, StagePrediction
 from polylane.cost.simulator.server_queue import ServedSteps
@@ -15,7 +14,7 @@ from polylane.cost.task_lanes import TaskBuilder
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
-from polylane.program.lower import lower, lower_interleaved, without_replica_sync
+from polylane.program.lower import lower, without_replica_sync
 from polylane.program.program import Program
 
 __all__ = ["CostModel", "Prediction", "StagePrediction", "predict"]
@@ -31,7 +30,7 @@ class Prediction:
     Attributes:
         plan: the plan whose step is predicted.
         timeline: a lane for every worker, or for one worker of each stage (``lanes`` gives the ranks).
-        stages: costs of each stage's busiest rank, by stage.
+        stages: costs of each stage's busiest rank, by stage; of several stages on the same workers one, of all.
         batch: samples of a step over all replicas.
         lanes: rank of the worker that each lane shows.
         period: steps between two averagings over replicas (local SGD); ``timeline`` is the step that ends with one.
@@ -105,30 +104,21 @@ def predict(
 
     Args:
         basis: cluster, prices, precision and recomputation.
-        partition: the graph cut into the plan's stages, or into a multiple of them: virtual stages, dealt round-robin
-            and interleaved (:func:`polylane.schedule.interleaved.interleaved`).
+        partition: the graph cut into the plan's stages.
         plan: meshes, devices and schedule of the stages, and how their replicas synchronize: with ``every`` above 1
             they reduce no gradients, and average their parameters in the last of so many steps (Stich, 2019).
         batch: samples of a step, over all replicas.
         every: whether every worker has a lane (up to :data:`LANES`), even where they are equal.
         exact: whether memory is traced at the local samples; else it is scaled from those of the capture.
-
-    Raises:
-        PolylaneError: the plan cannot be interleaved.
     """
     alone, served = plan.sync.every > 1 and plan.data > 1, plan.sync.has_servers
     ranks = range(plan.workers)
     # One lane per stage is exact only if workers are interchangeable: same devices, no shared cores.
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
     single = (every or unlike) and plan.workers <= LANES
-    lanes = tuple(ranks) if single else tuple(stage.devices[0] for stage in plan.stages)
-    scene: PlanCost
-    if partition.stages > plan.pipeline:
-        scene = InterleavedWorkers(basis, partition, plan, batch, exact)
-        doing: TaskBuilder = InterleavedTaskBuilder(scene, lanes)
-    else:
-        scene = PlanCost(basis, partition, plan, batch, exact)
-        doing = TaskBuilder(scene, lanes)
+    lanes = tuple(ranks) if single else tuple(plan.stages[first].devices[0] for first in plan.first_chunks)
+    scene = PlanCost(basis, partition, plan, batch, exact)
+    doing = TaskBuilder(scene, lanes)
     by_rank = _lower_programs(scene, partition, None if single else lanes)
     programs = [without_replica_sync(by_rank[rank], plan) if alone or served else by_rank[rank] for rank in lanes]
     tasks = [doing.build_tasks(program) for program in programs]
@@ -142,7 +132,7 @@ def predict(
     if served:
         found = ServerCosts(scene).advance(timeline, lanes)
         timeline, steps = found.timeline, found.steps
-    stages = tuple(scene.predict_stage(s) for s in range(plan.pipeline))
+    stages = tuple(scene.predict_stage(first) for first in plan.first_chunks)
     return Prediction(plan, timeline, stages, batch, lanes, plan.sync.every if alone else 1, between, steps)
 
 
@@ -150,8 +140,4 @@ def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int]
     """Lower the plan to the programs of the ranks in ``only`` (None: all), by rank."""
     plan = scene.plan
     partials = tuple(scene.basis.stages.partial_gradient_axes(mesh) for mesh in plan.meshes)
-    if partition.stages > plan.pipeline:
-        found = lower_interleaved(partition, plan, partials, only)
-    else:
-        found = lower(partition, plan, None, partials, only)
-    return {program.rank: program for program in found}
+    return {program.rank: program for program in lower(partition, plan, None, partials, only)}

@@ -16,7 +16,7 @@ from polylane.cost.simulator.shared_cores import SharedCores
 from polylane.cost.simulator.task import Task, TransferTime
 from polylane.cost.trained_tensors import bucket_tensors
 from polylane.program.program import GradientBucket, Program
-from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.action import WEIGHT_PASSES, Action, ActionKind
 
 # Key of the optimizer's step among the tasks that compression makes longer, and the name of the outer one.
 STEP, OUTER = "step", "outer"
@@ -43,7 +43,7 @@ class TaskBuilder:
     def build_tasks(self, program: Program) -> list[Task]:
         """Return the tasks of a worker's program."""
         # The last backward pass of a stage: reductions of its gradients can begin in the course of it.
-        last = {action.stage: action for action in program.actions if action.kind is ActionKind.BACKWARD}
+        last = {action.stage: action for action in program.actions if action.kind in WEIGHT_PASSES}
         buckets = {bucket.name: bucket for bucket in program.buckets}
         travels = self._build_routes(program)
         found, codecs = list[Task](), defaultdict[Hashable, float](float)
@@ -90,8 +90,8 @@ class TaskBuilder:
         return self._codecs[key]
 
     def _compute_task(self, program: Program, action: Action) -> Task:
-        own, overhead = self._scene.predict_stage(program.stage), self._scene.basis.host_overhead
-        took, sharing = own.passes, own.shard_traffic
+        # The optimizer steps once for all stages of a worker; passes are priced by stage.
+        (took, sharing), overhead = self._scene.pass_costs(action.stage), self._scene.basis.host_overhead
         if action.kind is ActionKind.FORWARD:
             # ``took.sent`` is the sum of both passes: half for each.
             waits = took.waits + sharing.waits
@@ -100,7 +100,7 @@ class TaskBuilder:
             waits = took.backward_waits + sharing.backward_waits
             return Task(action, took.backward + waits + overhead, waits, int(took.sent / 2 + sharing.backward_sent))
         waits, bytes_ = self._parameter_collective(program)
-        return Task(action, own.update_seconds + waits, waits, bytes_)
+        return Task(action, self._scene.predict_stage(program.stage).update_seconds + waits, waits, bytes_)
 
     def _parameter_collective(self, program: Program) -> tuple[float, int]:
         """Return seconds and bytes of the all-gather of updated parameters (ZeRO-1 and ZeRO-2), all buckets at once."""
@@ -172,7 +172,7 @@ class TaskBuilder:
         if key not in self._sums:
             packed = self._compressed(program, bucket)
             seconds, bytes_ = (packed.seconds, packed.bytes) if packed else self._gradient_collective(bucket)
-            fraction = self._ready_fraction(program.stage, bucket) if self._scene.basis.method.overlap else 1.0
+            fraction = self._ready_fraction(last.stage, bucket) if self._scene.basis.method.overlap else 1.0
             transfer = TransferTime(seconds, cpu=self._transfer_cores(bucket.ranks))
             self._sums[key] = (int(bytes_), transfer, fraction) if seconds or bytes_ else None
         found = self._sums[key]
@@ -250,8 +250,21 @@ class TaskBuilder:
         return elements * whole.bytes / max(1, math.prod(whole.shape))
 
     def _completing_stage(self, program: Program, bucket: GradientBucket) -> int:
-        """Return the worker's stage whose last backward pass completes the gradients of a bucket."""
-        return program.stage
+        """Return the worker's stage whose last backward pass completes the gradients of a bucket.
+
+        It is the first that reads its parameters; a tied weight's is reduced behind all others of the worker, and so
+        are compressed ones.
+        """
+        own, stages = program.stages, {self._stage_and_replica[rank][0] for rank in bucket.ranks}
+        at_once = codec_of(self._plan.sync) or not self._scene.basis.method.overlap
+        if len(own) == 1 or len(stages) > 1 or at_once:
+            return program.stage
+        return next((s for s in own if not self._parameters_read[s].isdisjoint(bucket.parameters)), own[0])
+
+    @cached_property
+    def _parameters_read(self) -> list[set[str]]:
+        """Names of the parameters that each stage reads."""
+        return [set(self._scene.partition.parameters(stage)) for stage in range(self._scene.partition.stages)]
 
     def _ready_fraction(self, stage: int, bucket: GradientBucket) -> float:
         """Return the fraction of the last backward pass after which the gradients of a bucket are complete."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
 from polylane.cost.cost_table import Clock
-from polylane.cost.interleave import check_interleaved
 from polylane.cost.memory.optimizer_state import Factory, OptimizerState, probe_optimizer_state
 from polylane.cost.memory.peak import MARGINS
 from polylane.cost.memory.saved_tensors import BackendSetting
@@ -27,16 +27,17 @@ from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, balance_stages, cut_positions
 from polylane.plan import fit_to_graph as fit
-from polylane.plan.plan import Plan, default_microbatches
-from polylane.plan.spec import Degrees, Spec
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Degrees, Spec, default_microbatches
 from polylane.planner.stage_curves import CurveCache
-from polylane.program.lower import deal_stages
 from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
 from polylane.sharding.stage_layouts import SHARED_BY, tensors_on_unequal_meshes, values_between_meshes
 
 # Passes over a parameter's bytes in an optimizer's step, besides reading and writing its states once: the parameter is
 # read and written, the gradient read, and set to zero for the next step.
 PASSES = 4
+# Fewest samples that placements are chosen for: a dimension of one sample offers no shards.
+LEAST_SAMPLES = 2
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,17 @@ def build_cost_model(
     states = probe_optimizer_state(graph, problem.optimizer, kind)
     # Layouts are chosen for the speed of two neighbouring ranks: operator axes fill a host first.
     rates = network.fit_rank_speed(cluster, range(min(cluster.count, 2)), method.dtype)
-    offer = LayoutOffer(graph, graph.samples)
+    offers = cache(partial(LayoutOffer, graph))
 
-    def chosen(mesh: Degrees, shared: Collection[str] = (), plain: Collection[str] = ()) -> Layout:
+    def chosen(
+        mesh: Degrees, shared: Collection[str] = (), plain: Collection[str] = (), microbatch: int | None = None
+    ) -> Layout:
         degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
         whole = {**dict.fromkeys(shared, SHARED_BY), **problem.whole}
+        # Where the plan is known, for its samples, as its training chooses (`polylane.sharding.stage_layouts`).
+        samples = graph.samples if microbatch is None else max(LEAST_SAMPLES, -(-microbatch // mesh.data))
         return choose_layout(
-            graph, degrees, graph.samples, pins=problem.pins, whole=whole, plain=plain, rates=rates, offer=offer
+            graph, degrees, samples, pins=problem.pins, whole=whole, plain=plain, rates=rates, offer=offers(samples)
         )
 
     setting = BackendSetting(graph.samples, device=kind, **_precision_setting(method))
@@ -96,7 +101,7 @@ def build_cost_model(
     )
 
 
-def fit_to_meshes(found: CostModel, partition: Partition, plan: Plan) -> CostModel:
+def fit_to_meshes(found: CostModel, partition: Partition, plan: Plan, batch: int | None = None) -> CostModel:
     """Return the cost model with the placements that a plan's meshes allow, as its training has them.
 
     Where meshes differ, tensors that several stages hold are whole on all of them, and values that cross are no sums.
@@ -104,12 +109,16 @@ def fit_to_meshes(found: CostModel, partition: Partition, plan: Plan) -> CostMod
     Args:
         found: the cost model, with its placements chosen for meshes alone.
         partition: the graph, divided into the plan's stages.
-        plan: the meshes of the stages.
+        plan: the meshes of the stages, and the number of microbatches.
+        batch: samples of a step, for whose local samples placements are chosen; None: for those of the capture.
     """
-    if plan.is_uniform:
-        return found
-    shared, plain = tensors_on_unequal_meshes([partition], plan), values_between_meshes(partition, plan)
-    return replace(found, stages=found.stages.with_placements(shared=shared, plain=plain))
+    known: dict[str, Any] = {}
+    if not plan.is_uniform:
+        known["shared"] = tensors_on_unequal_meshes([partition], plan)
+        known["plain"] = values_between_meshes(partition, plan)
+    if batch is not None and plan.axes:
+        known["microbatch"] = -(-batch // plan.microbatches)
+    return replace(found, stages=found.stages.with_placements(**known)) if known else found
 
 
 def _with_measured_contention(cluster: Cluster, profile: Profile | None) -> Cluster:
@@ -175,42 +184,17 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
             raise PolylaneError(f"{name}={parts}: a batch of {batch} samples cannot be divided into so many")
     partition = Partition(graph, ())
     if plan.pipeline > 1:
+        most = len(cut_positions(graph)) + 1
+        if plan.chunks > 1 and len(plan.meshes) > most and not graph.is_opaque:
+            raise PolylaneError(
+                f"{plan.pipeline} stages of {plan.chunks} chunks are {len(plan.meshes)}, and the graph can be cut into "
+                f"at most {most}"
+            )
         # Balanced by the times on the widest mesh, with the local samples that it leaves; weights are the
         # stages' workers.
         widest = max(plan.meshes, key=lambda mesh: mesh.workers)
         samples = -(-batch // (microbatches * widest.data))
         table = CurveCache(found, batch).table(widest, samples)
         times = np.diff(table.forward + table.backward + table.waits + table.backward_waits)
-        partition = balance_stages(graph, plan.pipeline, list(times), [mesh.workers for mesh in plan.meshes])
+        partition = balance_stages(graph, len(plan.meshes), list(times), [mesh.workers for mesh in plan.meshes])
     return partition, fit.plan_from_partition(partition, plan, microbatches)
-
-
-def subdivide_plan(found: CostModel, plan: Spec | Plan, batch: int, chunks: int) -> tuple[Partition, Plan]:
-    """Complete a plan of interleaved pipelines: cut the graph into ``chunks`` balanced virtual stages per worker.
-
-    Returns:
-        The graph cut into virtual stages, and the plan of the workers; the plan unchanged for one chunk.
-
-    Raises:
-        PolylaneError: as of :func:`fit_plan`; or the plan cannot be interleaved, has fixed
-            cuts, or has more virtual stages than the graph can be cut into.
-    """
-    if chunks < 1:
-        raise PolylaneError(f"chunks of a stage must be at least 1, not {chunks}")
-    if chunks == 1:
-        return fit_plan(found, plan, batch)
-    check_interleaved(plan)
-    if isinstance(plan, Plan):
-        raise PolylaneError(
-            f"{plan.title} says where its stages begin, which {chunks} chunks of each would change: give it in one line"
-        )
-    graph, stages = found.stages.graph, plan.pipeline * chunks
-    most = len(cut_positions(graph)) + 1
-    if stages > most and not graph.is_opaque:
-        raise PolylaneError(
-            f"{plan.pipeline} stages of {chunks} chunks are {stages}, and the graph can be cut into at most {most}"
-        )
-    microbatches = default_microbatches(plan, batch)
-    # Balanced as a pipeline of ``stages * chunks`` stages, then dealt out to the workers.
-    partition, _ = fit_plan(found, replace(plan, pipeline=stages, microbatches=microbatches), batch)
-    return partition, fit.plan_from_partition(deal_stages(partition, plan.pipeline), plan, microbatches)

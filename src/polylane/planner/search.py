@@ -16,6 +16,7 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import PRECISIONS, Spec
 from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
+from polylane.planner.problem import fit_to_meshes
 from polylane.planner.search_progress import Told, tell_nobody
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.stage_meshes import search_unequal_meshes
@@ -316,7 +317,9 @@ def realize_plan(estimates: CurveCache, candidate: RatedPlan) -> RankedPlan:
     """Return a candidate as a full plan with its exact prediction."""
     partition = Partition(estimates.basis.stages.graph, candidate.cuts, candidate.stage_of_piece)
     plan = make_plan(partition, candidate, estimates.basis.method)
-    prediction = predict(estimates.basis, partition, plan, estimates.batch, exact=False)
+    # Placements that unequal meshes allow: looser ones would flatter these plans beside uniform ones.
+    basis = fit_to_meshes(estimates.basis, partition, plan)
+    prediction = predict(basis, partition, plan, estimates.batch, exact=False)
     return RankedPlan(candidate, plan, partition, prediction)
 
 

@@ -44,6 +44,7 @@ class StageCurves:
         forward, backward: seconds of a pass, collectives included.
         activation_bytes: bytes that a microbatch holds between its passes.
         elements: trained elements of a rank, counted at the first use of each parameter.
+        frozen_bytes: bytes of a rank's parameters that are not trained, counted likewise.
         cut_bytes: bytes that a rank receives if the graph is cut at each position, in one direction (no running sum).
         gather_seconds, scatter_seconds: seconds of overlapped collectives, lower bounds of a pass: parameter gathers of
             each pass, gradient scatters of the backward pass. Their exposed part is in the passes already.
@@ -54,6 +55,7 @@ class StageCurves:
     backward: Array
     activation_bytes: Array
     elements: Array
+    frozen_bytes: Array
     cut_bytes: Array
     gather_seconds: Array
     scatter_seconds: Array
@@ -236,6 +238,7 @@ class CurveCache:
             backward[at],
             held[at],
             self._elements(mesh)[at],
+            self._frozen_bytes(mesh)[at],
             stages.cut_bytes(mesh)[at] * samples,
             np.broadcast_to(gathers, forward.shape)[at],
             np.broadcast_to(scatters, forward.shape)[at],
@@ -324,7 +327,20 @@ class CurveCache:
         if key not in self._counts_cache:
             sheet, counts = self.basis.stages.sharded_graph(mesh), np.zeros(len(self.basis.stages.graph.nodes) + 1)
             for name, position in self.basis.stages.first_uses.items():
+                if not self.basis.stages.graph.parameters[name].trainable:
+                    continue
                 place = (f"parameter:{name}", 0)
                 counts[position + 1] += sheet.busiest_bytes(place, sheet.view.samples) / sheet.itemsize(place)
             self._counts_cache[key] = np.cumsum(counts)
+        return self._counts_cache[key]
+
+    def _frozen_bytes(self, mesh: Degrees) -> Array:
+        key = (mesh.sequence, mesh.tensor, "frozen")
+        if key not in self._counts_cache:
+            graph, sheet = self.basis.stages.graph, self.basis.stages.sharded_graph(mesh)
+            sizes = np.zeros(len(graph.nodes) + 1)
+            for name, position in self.basis.stages.first_uses.items():
+                if not graph.parameters[name].trainable:
+                    sizes[position + 1] += sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples)
+            self._counts_cache[key] = np.cumsum(sizes)
         return self._counts_cache[key]

@@ -13,8 +13,8 @@ from polylane.cost.network.sync_volume import TrainedTensor, compute_sync_bytes,
 from polylane.plan.sync import PowerSGDOptions, SyncOptions, TopKOptions
 
 # The codecs that a device may have a measured rate of, with two figures for a device without: the time of both
-# directions in passes over the gradient's own bytes (as measured on a CPU, by its memory's bandwidth), and the share of
-# it before the messages are sent.
+# directions in passes over the gradient's own bytes (as measured on a CPU, in units of its memory's bandwidth), and the
+# share of it before the messages are sent.
 PASSES = {"bfloat16": (5.0, 0.5), "float16": (20.0, 0.7), "powersgd": (6.0, 0.5), "top_k": (14.0, 0.8)}
 # Rank of PowerSGD at which its rate is measured; larger ones cost their further products.
 MEASURED_RANK = 4
