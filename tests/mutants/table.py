@@ -601,7 +601,7 @@ PRICES = [
     Mutant(
         "hop-for-nothing", "a simulated value is at once on the next stage",
         "cost.simulator.schedule_tasks:_SchedulePasses.__init__",
-        'TransferTime(latency=_per_stage("hop", [hop], 1)[0])',
+        "TransferTime(latency=ticks)",
         "TransferTime()",
         "tests/cost/simulator/test_schedule_tasks.py", unseen="a prediction",
     ),

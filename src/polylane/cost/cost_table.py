@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.network.redistribution import redistribute
+from polylane.cost.weight_halves import weight_shares
 from polylane.graph.graph import Graph
 from polylane.placement import operator_view
 from polylane.placement.operator_view import OperatorNode, OperatorView, TensorKey
@@ -108,6 +109,7 @@ class CostTable:
         issued, backward_issued: seconds of the host to issue the operators; it runs ahead of the device, and delays it
             only where the device has less to do.
         stalled, backward_stalled: of the seconds of computation, those in which the device waits for the host.
+        backward_weight: of ``backward``, seconds of gradients of weights, the second half of a backward pass in two.
     """
 
     samples: int
@@ -120,6 +122,7 @@ class CostTable:
     backward_issued: Array
     stalled: Array
     backward_stalled: Array
+    backward_weight: Array
 
     def between(self, name: str, first: int, end: int) -> float:
         """Return the sum of the array called ``name`` over nodes first..end-1."""
@@ -297,12 +300,13 @@ class ShardedGraphCost:
         size = len(self.graph.nodes)
         # Rows of the 2-row arrays: forward, backward.
         compute, waits, issued = np.zeros((2, size)), np.zeros((2, size)), np.zeros((2, size))
-        traffic = np.zeros(size)
+        traffic, weight, shares = np.zeros(size), np.zeros(size), weight_shares(self.graph, self.view, self.splits)
         for step, positions in self._distinct_operators:
             # SyncBatchNorm: an all-reduce over replicas in each direction that runs.
             sums = _statistics_bytes(step) if "data" in exchange else 0.0
             work = replace(self._operator_work(step, samples), shares_statistics=sums > 0)
             compute[:, positions] = np.array(clock(work))[:, None]
+            weight[positions] = compute[1, positions] * shares[positions]
             issued[:, positions] = np.array(clock.issued(work))[:, None]
             if sums:
                 shared = exchange["data"]("all_reduce", sums)
@@ -332,7 +336,7 @@ class ShardedGraphCost:
         return CostTable(
             # The stalled arrays stay zero here; limit_by_host fills them block by block.
             samples,
-            *(_running_sum(a) for a in (*compute, *waits, traffic, *issued, *np.zeros((2, size)))),
+            *(_running_sum(a) for a in (*compute, *waits, traffic, *issued, *np.zeros((2, size)), weight)),
         )
 
     def _operator_work(self, step: OperatorNode, samples: int) -> OperatorWork:

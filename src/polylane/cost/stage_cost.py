@@ -55,6 +55,7 @@ class PassCosts:
         waits, backward_waits: seconds of collectives inside the passes, on top of the computation.
         sent: bytes sent in these collectives, forward and backward.
         stalled: the part of the computation's seconds in which the device waits for the host to issue operators.
+        backward_weight: the part of ``backward`` that computes gradients of weights, where it is in two halves.
     """
 
     forward: float
@@ -63,6 +64,12 @@ class PassCosts:
     backward_waits: float
     sent: float
     stalled: float = 0.0
+    backward_weight: float = 0.0
+
+    @property
+    def backward_input(self) -> float:
+        """Seconds of the first half of a backward pass in two: all but the gradients of weights."""
+        return self.backward - self.backward_weight
 
 
 class StageCosts:
@@ -252,11 +259,11 @@ def limit_by_host(table: CostTable, bounds: Sequence[int]) -> CostTable:
 
 def sum_passes(table: CostTable, pieces: Sequence[Range]) -> PassCosts:
     """Return the costs of a stage made up of these ranges of nodes."""
-    names = ("forward", "backward", "waits", "backward_waits", "sent", "stalled", "backward_stalled")
-    forward, backward, waits, backward_waits, sent, there, back = (
+    names = ("forward", "backward", "waits", "backward_waits", "sent", "stalled", "backward_stalled", "backward_weight")
+    forward, backward, waits, backward_waits, sent, there, back, weight = (
         sum(table.between(name, first, end) for first, end in pieces) for name in names
     )
-    return PassCosts(forward, backward, waits, backward_waits, sent, there + back)
+    return PassCosts(forward, backward, waits, backward_waits, sent, there + back, weight)
 
 
 def add_recomputation(table: CostTable, repeated: Array) -> CostTable:
