@@ -71,6 +71,8 @@ def run(request: SimulateRequest) -> None:
     if tokens := planning.tokens_per_sample(problem):
         found["tokens_per_second"] = prediction.samples_per_second * tokens
     found |= {"chunks": fitted.most_chunks, "every": prediction.period}
+    if prediction.served is not None:
+        found["apart"] = prediction.served.apart
     if request.breakdown:
         found["breakdown"] = break_down_stages(basis, partition, prediction)
     more = f" · the last of {prediction.period} steps" * (prediction.period > 1)
@@ -289,6 +291,8 @@ def print_prediction(found: dict[str, Any]) -> None:
         f"{found['mfu']:.1%} of the peak; workers compute {found['utilization']:.1%} of the time, wait in the pipeline "
         f"{found['bubble']:.1%}, for messages {found['exposed_communication']:.1%}."
     )
+    if found.get("apart"):
+        screen.print(f"Replicas are up to {printing.format_plural(found['apart'], 'step')} apart.")
     for row in found["bytes"]:
         where = "between sites" if row["level"] == "cluster" else f"within a {row['level']}"
         sent = printing.format_count(row["bytes"], "B")
