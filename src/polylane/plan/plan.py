@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import pydantic
-import yaml
 
 from polylane.errors import PolylaneError
 from polylane.plan.pinned_placements import check_axes
@@ -18,7 +16,7 @@ from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, index_stag
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, assign_stages, splits_backward
-from polylane.yaml_file import Count, FileForm, StrictMapping, error_sentence, first_error, read
+from polylane.yaml_file import Count, StrictMapping
 
 _OPERATOR_AXES = ("sequence", "tensor")
 
@@ -110,7 +108,7 @@ class Plan(StrictMapping):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether the pipeline is not emptied between steps, so that weights are updated while batches are under way."""
+        """Whether the pipeline is not emptied between steps: weights are updated while batches are under way."""
         return self.schedule in ASYNCHRONOUS
 
     @property
@@ -265,50 +263,6 @@ class Plan(StrictMapping):
         words += [*self.sync.to_words(), *straggler_words(self.slow)]
         words += [f"per_sample={'+'.join(self.per_sample)}"] if self.per_sample else []
         return ",".join(words)
-
-
-def dump(plan: Plan) -> str:
-    """Format a plan as YAML."""
-    # Keys at their defaults are left out where most plans have no use for them; sync always shows its kind.
-    data = plan.model_dump(mode="json", exclude={"slow"} | ({"graph"} if plan.graph is None else set()))
-    for key in ("per_sample", "vertical_sync"):
-        if not data[key]:
-            del data[key]
-    if plan.slow:
-        data["slow"] = {rank: slow.model_dump() for rank, slow in plan.slow.items()}
-    for stage in data["stages"]:
-        if not stage["placements"]:
-            del stage["placements"]
-    said = plan.sync.model_dump(mode="json", exclude_defaults=True)
-    data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.has_servers else {"every": plan.sync.every}), **said}
-    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
-
-
-def load(path: str | Path) -> Plan:
-    """Read a plan file.
-
-    Raises:
-        PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names it.
-    """
-    data = read(path, "plan")
-    try:
-        return Plan.model_validate(data, context={"file": str(path)})
-    except pydantic.ValidationError as error:
-        first = first_error(error)
-        if first["loc"][0] == "polylane":
-            raise PolylaneError(
-                f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
-            ) from error
-        raise PolylaneError(f"plan {path}: {error_sentence(first, _FORM, data)}") from error
-
-
-def _keys(place: Sequence[int | str]) -> list[str]:
-    """Return the keys that a mapping at a place of a plan file may have, for suggestions in errors."""
-    models: dict[str, type[StrictMapping]] = {"graph": Fingerprint, "stages": Stage, "sync": SyncOptions}
-    return list((models[str(place[0])] if place else Plan).model_fields)
-
-
-_FORM = FileForm("a plan", _keys)
 
 
 def check(plan: Plan) -> None:

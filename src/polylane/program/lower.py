@@ -54,7 +54,7 @@ def lower(
 
 
 def _lanes_of_step(plan: Plan, graph: StageGraph) -> Lanes:
-    """Return what each group of workers does in a step: its passes; with its updates where the pipeline never pauses."""
+    """Return what each group of workers does in a step: its passes, and in asynchronous pipelines its updates."""
     if plan.is_asynchronous:
         return steady_step(graph, plan.microbatches)
     return schedule_lanes(plan.schedule, graph, plan.microbatches, workers=plan.stage_groups)
@@ -70,7 +70,7 @@ def _assemble_program(
         plan: what runs where, for meshes and ranks.
         lanes: for every group of workers, its passes in order.
         summed: gradient buckets of all ranks, in the order of reduction.
-        rank: the worker's rank.
+        rank: rank of the worker whose program it is.
     """
     first, replica = plan.stage_and_replica(rank)
     own_stages = plan.chunks(first)

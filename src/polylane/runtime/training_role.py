@@ -19,6 +19,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span
+from polylane.plan.plan import Plan
 from polylane.program.program import Program
 from polylane.runtime.compile_cache import CompileCache
 from polylane.runtime.data import loader as data
@@ -81,6 +82,7 @@ class TrainingRole:
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
         self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
+        _refuse_whole_norms(self.plan, clip_norm)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
         self._cache = CompileCache(prepared, self._binding, example)
@@ -330,3 +332,12 @@ class TrainingRole:
         self._rule.close()
         self._connections.close()
         self.world.leave()
+
+
+def _refuse_whole_norms(plan: Plan, clip_norm: float | None) -> None:
+    """Refuse a bound on the norm of all gradients where stages never have those of one batch at the same time."""
+    if plan.is_asynchronous and clip_norm is not None and plan.pipeline > 1:
+        raise PolylaneError(
+            f"clip_norm bounds the norm of all stages' gradients of a batch, and under schedule={plan.schedule} stages "
+            "update at different times: leave it out, or take a schedule that waits"
+        )

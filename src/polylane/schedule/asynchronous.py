@@ -157,7 +157,7 @@ def weight_delays(
     one under ``pipedream-2bw``.
 
     Args:
-        schedule: "pipedream" or "pipedream-2bw".
+        schedule: name of the schedule, "pipedream" or "pipedream-2bw".
         stages: number of stages of a chain, k, or the graph of the stages.
         microbatches: number of microbatches of a batch.
         vertical_sync: whether a batch sees the same version on all stages.

@@ -1,7 +1,7 @@
 """Weight versions of an asynchronous pipeline: those on which batches under way compute, kept beside the newest.
 
-Weight stashing (Narayanan et al., "PipeDream", SOSP 2019, section 3.3): the backward pass of a batch uses the weights of
-its forward pass, though updates of earlier batches have come in between.
+Weight stashing (Narayanan et al., "PipeDream", SOSP 2019, section 3.3): the backward pass of a batch uses the weights
+of its forward pass, though updates of earlier batches have come in between.
 
     update         0        1        2        3
     kept           v0       v0 v1    v1 v2    v2 v3      a stage whose weights lack one update

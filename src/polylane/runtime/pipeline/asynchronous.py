@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from polylane.compile.sample_shares import Batch
 from polylane.observe.timeline import Span
 from polylane.runtime.parameters.weight_versions import WeightVersions
-from polylane.runtime.pipeline.executor import Executor, runs
+from polylane.runtime.pipeline.batch_tables import runs
+from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.pipeline.step_result import StepState
 from polylane.schedule.action import Action, ActionKind
 
@@ -27,8 +28,8 @@ class _BatchUnderWay:
     Attributes:
         executor: fitted to the batch's size.
         batch: the batch, as this worker has it.
-        state: of its passes.
-        finish: updates the weights.
+        state: the state of its passes on this worker.
+        finish: updates the weights, called with the state.
     """
 
     executor: AsynchronousExecutor
@@ -126,7 +127,7 @@ class AsynchronousExecutor(Executor):
                     other.executor._post_receive(ahead, other.state)
                 posted += 1
             own = self.pipeline.batches.get(number - action.steps_back)
-            if own is not None and runs(action, own.state):
+            if own is not None and runs(action, own.state.tables):
                 own.executor._run_of(own, action, number - action.steps_back)
                 spans += own.state.spans
                 own.state.spans = []

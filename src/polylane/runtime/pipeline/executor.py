@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from polylane.observe.timeline import Span
 from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
-from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, count_microbatches
+from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, count_microbatches, receive_horizons, runs
 from polylane.runtime.pipeline.sample_witness import check_calls, is_witnessed_step
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
 from polylane.runtime.pipeline.step_result import StepState
@@ -29,9 +28,6 @@ from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
 from polylane.schedule.action import PASSES, Action, ActionKind
-
-# Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
-LOOKAHEAD = 2
 
 
 @dataclass
@@ -68,7 +64,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._slowness = 1.0
-        self._receive_horizon = _receive_horizons(self.program.actions)
+        self._receive_horizon = receive_horizons(self.program.actions)
         self.microbatches = count_microbatches(self.program)
         self._reducer_of = {bucket: reducer for reducer in self.reducers.values() for bucket in reducer.bucket_names}
         self._inputs = {stage: self.program.inputs(stage) for stage in self.program.stages}
@@ -104,7 +100,7 @@ class Executor:
         state = self._begin(batch, step, seed)
         posted = 0
         for index, action in enumerate(self.program.actions):
-            if not runs(action, state):
+            if not runs(action, state.tables):
                 continue
             while posted < self._receive_horizon[index]:
                 self._post_receive(self.program.actions[posted], state)
@@ -395,23 +391,3 @@ class Executor:
     def _zero_value(self, name: str, samples: int, state: StepState) -> Tensor:
         shape = state.tables.shapes[name, samples]
         return torch.zeros(shape, dtype=self.resharder.value_specs[name].dtype, device=self.any_runner.device)
-
-
-_SEND_OR_RECEIVE = (ActionKind.SEND, ActionKind.RECEIVE)
-
-
-def runs(action: Action, state: StepState) -> bool:
-    """Return whether an action has anything to do for a batch."""
-    if action.microbatch is not None and action.microbatch not in state.tables.shares:
-        return False  # a microbatch without samples, skipped by every worker alike
-    if action.kind is ActionKind.REDUCE and not state.tables.shares:
-        return False  # a replica-local step without samples of its own: there is nothing to sum
-    # An empty box: the peer skips its half of the message, too.
-    return action.kind not in _SEND_OR_RECEIVE or action in state.tables.routes
-
-
-def _receive_horizons(actions: tuple[Action, ...]) -> list[int]:
-    """Return, for every action, the position up to which receives are posted before it runs."""
-    compute = [i for i, a in enumerate(actions) if a.kind in PASSES]
-    ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
-    return [compute[i] if i < len(compute) else len(actions) for i in ahead]
