@@ -11,7 +11,7 @@ from polylane.plan import straggler as stragglers
 from polylane.plan import sync as syncs
 from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.schedules import DEFAULT_CHUNKS, NAMES, assign_stages
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, NAMES, assign_stages
 from polylane.settings import split_pairs
 
 # Written in place of a plan, it asks for the best one that the planner finds.
@@ -212,6 +212,8 @@ def _parse_line(text: str) -> Spec:
     if not given and not opened:
         raise PolylaneError("nothing is said: give degrees, as in data=2,pipeline=2, or data=1 for one worker")
     schedule, precision = given.get("schedule"), given.get("precision", "float32")
+    if schedule in ASYNCHRONOUS:
+        raise PolylaneError(f"schedule={schedule} is asynchronous: polylane lanes draws it, but no plan runs it")
     if schedule is not None and schedule not in NAMES:
         raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(NAMES)}")
     if precision not in PRECISIONS:
