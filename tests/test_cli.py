@@ -28,7 +28,7 @@ from polylane.commands.printing import format_ranges
 from polylane.commands.requests import RecipeRequest
 from polylane.compile.compiled_training import compile_training
 from polylane.observe.timeline import Timeline
-from polylane.plan import plan as plans
+from polylane.plan import plan_file as plans
 from polylane.sharding.integer_program import IntegerProgram
 from polylane.verify import verify as verification
 

@@ -189,6 +189,20 @@ class ShardedGraphCost:
         """Return the busiest rank's local shape of a parameter or buffer ("parameter:fc.weight")."""
         return busiest_local_shape(self.shape((source, 0), self.view.samples), self.placements((source, 0)))
 
+    def busiest_bytes_of(self, kind: str, name: str, whole: int) -> float:
+        """Return the bytes of a parameter or buffer on the busiest rank, in its own dtype.
+
+        Args:
+            kind: "parameter" or "buffer".
+            name: canonical name of it.
+            whole: bytes of all of it, which count where no operator of the graph reads it.
+        """
+        key = (f"{kind}:{name}", 0)
+        if key not in self._tensors:
+            return float(whole)
+        elements = math.prod(self._tensors[key].shape)
+        return whole * math.prod(self.busiest_shape(key[0])) / elements if elements else 0.0
+
     def itemsize(self, key: TensorKey) -> int:
         """Return bytes per element of a tensor as the passes compute with it."""
         tensor = self._tensors[key]

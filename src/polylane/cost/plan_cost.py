@@ -287,10 +287,11 @@ class PlanCost:
         shapes = {name: sheet.busiest_shape(f"parameter:{name}") for name in names}
         item = {name: graph.parameters[name].bytes // max(1, math.prod(graph.parameters[name].shape)) for name in names}
         sizes = {name: math.prod(shapes[name]) * item[name] for name in names}
-        # Frozen parameters, buffers and constants count in full, whatever the sharding.
+        # Frozen parameters and buffers are split by operator axes like others, but never shared out over replicas.
         frozen = [n for n in held if n not in sizes]
-        fixed = sum(graph.parameters[n].bytes for n in frozen)
-        fixed += sum(graph.buffers[n].bytes for n in {n for s in stages for n in self.partition.buffers(s)})
+        fixed = sum(sheet.busiest_bytes_of("parameter", n, graph.parameters[n].bytes) for n in frozen)
+        buffers = {n for s in stages for n in self.partition.buffers(s)}
+        fixed += sum(sheet.busiest_bytes_of("buffer", n, graph.buffers[n].bytes) for n in buffers)
         fixed += sum(constant.nbytes for constant in graph.code.constants.values())
         trained = sum(sizes.values())
         shared = self.plan.degree("data", stages[0]) > 1
