@@ -62,7 +62,6 @@ def test_microbatches_are_left_open() -> None:
         ("microbatches=1048577", "microbatches=1048577 is more than 1,048,576"),
         ("data=1024,tensor=2048", "data=1024 times tensor=2048 would be more than 1,048,576 workers, the most"),
         ("data=", "'data=' is not of the form key=value"),
-        ("schedule=pipedream", "schedule=pipedream is asynchronous: polylane lanes draws it, but no plan runs it"),
         ("schedule=gpipe", "schedule=gpipe is not known, known are naive, afab, 1f1b"),
         ("precision=float16", "precision=float16 is not known, known are float32, bfloat16"),
     ],

@@ -198,13 +198,16 @@ def least_makespan(each: ScheduleProblem) -> float:
         ((0, 1), 2, (1.0, 1.0)),
         ((0, 1), 3, (2.0, 2.0)),
         ((0, 1), 3, (2.0, 3.0)),
-        ((0, 0), 2, (3.0,)),
-        ((0, 1, 1, 0), 1, (2.0, 2.0)),
+        ((0, 1, 1, 0), 1, ()),
+        ((0, 1, 1, 0), 2, (2.0, 3.0)),
+        ((0, 1, 0, 1), 2, (3.0, 2.0)),
     ],
 )
 def test_the_integer_program_is_exact(owners: tuple[int, ...], microbatches: int, memory: tuple[float, ...]) -> None:
     numbers = random.Random(microbatches)
     for _ in range(3):
+        # Whole backward passes where there would be too many orders to play.
+        split = len(owners) == 2 or microbatches == 1
         ticks = [tuple(numbers.randint(1, 5) for _ in owners) for _ in range(3)]
         small = problem(
             owners,
@@ -214,6 +217,7 @@ def test_the_integer_program_is_exact(owners: tuple[int, ...], microbatches: int
             weight_gradient=ticks[2],
             hop=numbers.randint(0, 2),
             memory=memory,
+            split=split,
         )
         # From a makespan that any order reaches, so that nothing is ordered in advance by a good one.
         exact = optimal_orders(small, sum(small.seconds) + 2 * len(owners) * microbatches * 4, most_pairs=200)
