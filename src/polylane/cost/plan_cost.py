@@ -28,6 +28,7 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
 from polylane.program.server_assignment import server_rank
+from polylane.schedule.asynchronous import weight_delays
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -301,13 +302,21 @@ class PlanCost:
         block = max((sum(sizes[name] for name in each) for each in blocks), default=0)
         kept = sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names)
         return peak.TrainedBytes(
-            fixed + trained,
+            fixed + trained * (1 + self._stashed_versions(stages[0])),
             trained,
             self._synchronized_states(stages[0], trained, kept),
             self.basis.optimizer.step_bytes(list(sizes.values())),
             copied,
             block,
         )
+
+    def _stashed_versions(self, stage: int) -> int:
+        """Return how many versions of the trained weights a stage keeps beside the newest: for batches under way."""
+        plan = self.plan
+        if not plan.is_asynchronous:
+            return 0
+        graph = StageGraph.of_partition(self.partition)
+        return weight_delays(plan.schedule, graph, plan.microbatches, plan.vertical_sync)[stage]
 
     def _synchronized_states(self, stage: int, trained: float, kept: float) -> float:
         """Return the bytes of states of a rank, with what synchronization keeps: residuals, anchors, servers' weights.
