@@ -29,6 +29,7 @@ from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
 from polylane.program.server_assignment import server_rank
 from polylane.schedule.asynchronous import weight_delays
+from polylane.schedule.round_robin import replica_lanes
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -142,7 +143,8 @@ class PlanCost:
 
     def local_samples(self, stage: int) -> int:
         """Return the most samples that a replica of a stage has in one microbatch."""
-        return -(-self.batch // (self.plan.microbatches * self.plan.degree("data", stage)))
+        parts = 1 if self.plan.takes_turns else self.plan.degree("data", stage)
+        return -(-self.batch // (self.plan.microbatches * parts))
 
     def node_ranges(self, stage: int) -> list[Range]:
         return [(first, end) for first, end, owner in self.partition.pieces if owner == stage]
@@ -160,8 +162,8 @@ class PlanCost:
     def _table(self, stage: int) -> CostTable:
         mesh, rank = self.plan.degrees(stage), self.plan.stages[stage].devices[0]
         # "data" is priced too: batch normalization sums its statistics over replicas inside the passes, unless each
-        # replica takes steps of its own, from its own samples.
-        shared = mesh.data > 1 and not self.plan.sync.is_replica_local
+        # replica takes steps of its own, from its own samples, or has whole microbatches.
+        shared = mesh.data > 1 and not (self.plan.sync.is_replica_local or self.plan.takes_turns)
         axes = ("data", *self.plan.axes_of(stage)) if shared else self.plan.axes_of(stage)
         groups = {axis: self.plan.ranks_along(rank, axis) for axis in axes}
         # Stages with equal devices and equally spanned groups share one table.
@@ -232,9 +234,16 @@ class PlanCost:
 
     @cached_property
     def _lanes(self) -> Lanes:
-        """The forward and backward passes of every group of workers, in the order of the schedule."""
-        graph = StageGraph.of_partition(self.partition)
-        return schedule_lanes(self.plan.schedule, graph, self.plan.microbatches, workers=self.plan.stage_groups)
+        """The forward and backward passes of every group of workers, in the order of the schedule.
+
+        Of replicas in turn those of the first one: no other has more microbatches.
+        """
+        graph, plan = StageGraph.of_partition(self.partition), self.plan
+        if not plan.takes_turns:
+            return schedule_lanes(plan.schedule, graph, plan.microbatches, plan.stage_groups)
+        replicas = [degrees.data for degrees in plan.meshes]
+        every = replica_lanes(plan.schedule, graph, plan.microbatches, replicas, plan.stage_groups)
+        return tuple(lanes[0] for lanes in every)
 
     def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""
@@ -316,7 +325,7 @@ class PlanCost:
         if not plan.is_asynchronous:
             return 0
         graph = StageGraph.of_partition(self.partition)
-        return weight_delays(plan.schedule, graph, plan.microbatches, plan.vertical_sync)[stage]
+        return weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)[stage]
 
     def _synchronized_states(self, stage: int, trained: float, kept: float) -> float:
         """Return the bytes of states of a rank, with what synchronization keeps: residuals, anchors, servers' weights.

@@ -15,6 +15,7 @@ from polylane.plan.spec import Degrees, check_workers, format_degrees
 from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
+from polylane.schedule.round_robin import WARM_UPS
 from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, assign_stages, splits_backward
 from polylane.yaml_file import Count, StrictMapping
 
@@ -32,6 +33,8 @@ class Plan(StrictMapping):
         schedule: name of a pipeline schedule (:data:`polylane.schedule.schedules.NAMES`).
         vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
         microbatches: number of microbatches of a step.
+        replicas: whether the replicas of a stage split every microbatch, or compute whole ones in turn ("round-robin":
+            replica r of d has microbatches r, r + d, r + 2d, ...; PipeDream's replicated stages).
         sync: how replicas synchronize gradients or weights.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
         slow: by rank, how it is made a straggler, to see the effect on the others.
@@ -47,6 +50,7 @@ class Plan(StrictMapping):
     ] = "1f1b"
     vertical_sync: bool = False
     microbatches: Count = 1
+    replicas: Literal["split", "round-robin"] = "split"
     sync: SyncOptions = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
     slow: Slowness = pydantic.Field(default={})
@@ -156,9 +160,34 @@ class Plan(StrictMapping):
         return all(self.have_same_mesh(0, stage) for stage in range(self.pipeline))
 
     @property
-    def resplits_batch(self) -> bool:
-        """Whether stages have different numbers of replicas, so that batches are resplit between them."""
+    def has_uneven_replicas(self) -> bool:
+        """Whether stages have different numbers of replicas."""
         return len({degrees.data for degrees in self.meshes}) > 1
+
+    @property
+    def resplits_batch(self) -> bool:
+        """Whether stages divide a microbatch over different numbers of replicas: it is resplit between them."""
+        return self.has_uneven_replicas and not self.takes_turns
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the replicas of a stage compute whole microbatches in turn."""
+        return self.replicas == "round-robin"
+
+    @property
+    def most_turns(self) -> int:
+        """Number of microbatches of a step that a replica computes on, on the stage where it is most."""
+        fewest = min(degrees.data for degrees in self.meshes) if self.takes_turns else 1
+        return -(-self.microbatches // fewest)
+
+    def exchanges_shards(self, a: int, b: int) -> bool:
+        """Return whether a rank of one stage sends its whole shard of a value to one counterpart on the other.
+
+        Stages with the same mesh do, and those that differ only in how many replicas compute microbatches in turn.
+        """
+        if self.have_same_mesh(a, b):
+            return True
+        return self.takes_turns and all(self.degree(axis, a) == self.degree(axis, b) for axis in _OPERATOR_AXES)
 
     def have_same_mesh(self, a: int, b: int) -> bool:
         """Return whether two stages have the same mesh: each rank of the one then has a counterpart on the other."""
@@ -211,14 +240,27 @@ class Plan(StrictMapping):
         every = ({**here, axis: index} for index in range(self.degree(axis, stage)))
         return tuple(self.rank_at(stage, at["data"], at) for at in every)
 
-    def peers(self, rank: int, stage: int) -> tuple[int, ...]:
+    def peers(self, rank: int, stage: int, microbatch: int | None = None) -> tuple[int, ...]:
         """Return the ranks of another stage with which this one may exchange values.
 
         On a stage with the same mesh it is the counterpart alone; with as many replicas, all ranks of the same replica;
-        else all ranks of the stage.
+        else all ranks of the stage. Where replicas take turns, it is the replica that has the same microbatch.
+
+        Args:
+            rank: the rank that is asked for.
+            stage: number of the other stage.
+            microbatch: number of the microbatch whose values are exchanged; None: any that the rank may have.
         """
         own, (_, replica) = self._stage_and_indices(rank)[0], self.stage_and_replica(rank)
         devices = self.stages[stage].devices
+        if self.takes_turns:
+            degree = self.degree("data", stage)
+            # Microbatches r, r + d, ... meet all replicas whose number is r modulo the common divisor of both degrees.
+            step = math.gcd(self.degree("data", own), degree)
+            met = range(replica % step, degree, step) if microbatch is None else (microbatch % degree,)
+            size, at = len(devices) // degree, self._index.places[rank][1] % (len(self.stages[own].devices) // self.degree("data", own))
+            kept = slice(at, at + 1) if self.exchanges_shards(own, stage) else slice(None)
+            return tuple(device for each in met for device in devices[each * size : (each + 1) * size][kept])
         if self.have_same_mesh(own, stage):
             return (devices[self._index.places[rank][1]],)
         if self.degree("data", own) != self.degree("data", stage):
@@ -256,7 +298,8 @@ class Plan(StrictMapping):
     @property
     def spec(self) -> str:
         """The plan in one line, as :func:`.spec.parse` reads it; bounds and placements of the stages are left out."""
-        words = [*format_degrees(self.group_meshes), f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
+        words = [*format_degrees(self.group_meshes), *([f"replicas={self.replicas}"] if self.takes_turns else [])]
+        words += [f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
         words += [f"chunks={self.most_chunks}"] if self.most_chunks > 1 else []
         words += ["vertical_sync=yes"] if self.vertical_sync else []
         words += [] if self.precision == "float32" else [f"precision={self.precision}"]
@@ -276,6 +319,7 @@ def check(plan: Plan) -> None:
     _check_devices(plan)
     _check_chunks(plan)
     _check_sync(plan)
+    _check_turns(plan)
 
 
 def _check_meshes(plan: Plan) -> None:
@@ -341,7 +385,7 @@ def _check_sync(plan: Plan) -> None:
     """Refuse sync options that the meshes do not allow."""
     sync = plan.sync
     # A replica that takes steps of its own, or that servers count, must be one replica of every stage.
-    if plan.resplits_batch and (sync.is_replica_local or sync.has_servers):
+    if plan.has_uneven_replicas and (sync.is_replica_local or sync.has_servers):
         key = "kind: parameter_server" if sync.has_servers else f"every: {sync.every}"
         raise PolylaneError(f"{plan.title}: sync.{key} needs as many replicas of every stage: give all the same data")
     for stage in range(plan.pipeline):
@@ -361,6 +405,33 @@ def _check_sync(plan: Plan) -> None:
             raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {plan.workers} workers")
 
 
+def _check_turns(plan: Plan) -> None:
+    """Refuse what replicas that compute whole microbatches in turn cannot have."""
+    if not plan.takes_turns:
+        return
+    what = f"{plan.title}: replicas: {plan.replicas}"
+    if plan.microbatches < plan.data:
+        raise PolylaneError(
+            f"{what}: {plan.data} replicas have only {plan.microbatches} microbatches to compute in turn: give "
+            f"microbatches: {plan.data} or more"
+        )
+    if not plan.sync.is_plain_sum:
+        raise PolylaneError(
+            f"{what}: sync ({','.join(plan.sync.to_words())}) is for replicas that split every microbatch: leave sync "
+            "out, or take replicas: split"
+        )
+    if plan.has_uneven_replicas and plan.schedule not in WARM_UPS:
+        raise PolylaneError(
+            f"{what}: schedule: {plan.schedule} needs as many replicas of every stage: give all the same data, or take "
+            f"one of {', '.join(WARM_UPS)}"
+        )
+    if plan.is_asynchronous and plan.microbatches % plan.data:
+        raise PolylaneError(
+            f"{what}: under schedule: {plan.schedule} all replicas have as many microbatches of every update: "
+            f"microbatches: {plan.microbatches} is no multiple of data={plan.data}"
+        )
+
+
 def _check_asynchronous(plan: Plan) -> None:
     """Refuse what an asynchronous pipeline cannot have, and what only it can have."""
     if plan.vertical_sync and plan.schedule != "pipedream":
@@ -372,8 +443,9 @@ def _check_asynchronous(plan: Plan) -> None:
             f"{plan.title}: sync ({','.join(plan.sync.to_words())}): under schedule: {plan.schedule} replicas sum the "
             "gradients of every update: leave sync out"
         )
-    if plan.schedule == "pipedream-2bw" and plan.microbatches < plan.pipeline - 1:
+    if plan.schedule == "pipedream-2bw" and plan.most_turns < plan.pipeline - 1:
+        least = (plan.pipeline - 1) * (plan.data if plan.takes_turns else 1)
         raise PolylaneError(
             f"{plan.title}: microbatches: {plan.microbatches}: schedule: pipedream-2bw of {plan.pipeline} stages needs "
-            f"at least {plan.pipeline - 1}, so that an update is there when the next batch but one begins"
+            f"at least {least}, so that an update is there when the next batch but one begins"
         )

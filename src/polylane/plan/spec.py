@@ -18,9 +18,10 @@ from polylane.settings import split_pairs
 AUTO = "auto"
 
 PRECISIONS = ("float32", "bfloat16")
+REPLICAS = ("split", "round-robin")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches", "chunks")
-_KEYS = (*_COUNTS, "schedule", "vertical_sync", "precision", *syncs.KEYS, "slow", "per_sample")
+_KEYS = (*_COUNTS, "schedule", "replicas", "vertical_sync", "precision", *syncs.KEYS, "slow", "per_sample")
 
 # Most workers that a plan may have, and most microbatches: ten times the largest machines.
 MOST = 2**20
@@ -69,6 +70,8 @@ class Spec:
             itself; "model" for all of it.
         chunks: number of stages of every worker.
         vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
+        replicas: "split", each replica of a stage computes a part of every microbatch; or "round-robin", they compute
+            whole microbatches in turn.
 
     Raises:
         PolylaneError: degrees are given beside stages that have others, there are too many workers, or the schedule
@@ -88,6 +91,7 @@ class Spec:
     per_sample: tuple[str, ...] = ()
     chunks: int = 1
     vertical_sync: bool = False
+    replicas: str = "split"
 
     def __post_init__(self) -> None:
         if self.stages:
@@ -144,8 +148,8 @@ class Spec:
 
     @property
     def resplits_batch(self) -> bool:
-        """Whether stages have different numbers of replicas, so that batches are resplit between them."""
-        return len({degrees.data for degrees in self.group_meshes}) > 1
+        """Whether stages divide a microbatch over different numbers of replicas: it is resplit between them."""
+        return self.replicas == "split" and len({degrees.data for degrees in self.group_meshes}) > 1
 
     @property
     def workers(self) -> int:
@@ -187,10 +191,14 @@ def check_workers(workers: int, degrees: Sequence[str]) -> None:
 def default_microbatches(spec: Spec, batch: int) -> int:
     """Return the spec's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples.
 
-    One under ``pipedream``, which fills the pipeline with the batches of further steps.
+    One under ``pipedream``, which fills the pipeline with the batches of further steps. Replicas that compute whole
+    microbatches in turn need as many of them each.
     """
     if spec.microbatches is not None:
         return spec.microbatches
+    if spec.replicas == "round-robin":
+        each = 1 if spec.pipeline == 1 or spec.schedule == "pipedream" else 4 * spec.pipeline
+        return spec.data * max(1, min(each, batch // spec.data))
     if spec.schedule == "pipedream":
         return 1
     return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
@@ -223,6 +231,9 @@ def _parse_line(text: str) -> Spec:
         raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(RUNNABLE)}")
     if precision not in PRECISIONS:
         raise PolylaneError(f"precision={_shorten(precision)} is not known, known are {', '.join(PRECISIONS)}")
+    replicas = given.get("replicas", "split")
+    if replicas not in REPLICAS:
+        raise PolylaneError(f"replicas={_shorten(replicas)} is not known, known are {', '.join(REPLICAS)}")
     counts = {key: _parse_count(key, given[key]) for key in _COUNTS if key in given}
     microbatches = counts.pop("microbatches", None)
     sync = syncs.parse_sync({key: given[key] for key in syncs.KEYS if key in given})
@@ -237,6 +248,7 @@ def _parse_line(text: str) -> Spec:
         **counts,
         chunks=chunks,
         schedule=schedule,
+        replicas=replicas,
         vertical_sync=_parse_switch("vertical_sync", given.get("vertical_sync", "no")),
         microbatches=microbatches,
         precision=precision,

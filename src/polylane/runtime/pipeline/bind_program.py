@@ -102,7 +102,7 @@ def bind_program(
         runners={stage: runner for stage, (runner, _) in bound.items()},
         resharder=Resharder(program.rank, plan, partition, compiled.layouts, travelling, compiled.orders),
         transport=transport,
-        sum_statistics=None if replica_local else connections.sum_replicas,
+        sum_statistics=None if replica_local or plan.takes_turns else connections.sum_replicas,
         reducers={stage: reducer for stage, (_, reducer) in bound.items() if reducer is not None},
         mesh=mesh,
         is_replica_local=replica_local,

@@ -94,7 +94,8 @@ def open_connections(
     if plan.sync.shard == "parameters":
         groups = sorted({shard_group(plan, rank) for rank in ranks})
         apart[AGREEMENT] = connect(world, [], groups, tag=3, own_groups=True)
-    if plan.data == 1 or not statistics or prepared.batch_is_sharded:
+    # Replicas that take turns have whole microbatches: they sum what is counted of the batch before the first pass.
+    if plan.data == 1 or not statistics or prepared.batch_is_sharded or plan.takes_turns:
         return Connections(transport, None, mesh, apart)
     # Statistics interleave with the gradients' reductions, in an order that differs between workers.
     apart[STATISTICS] = summing = connect(world, [], replicas, tag=1, own_groups=True)
@@ -114,7 +115,7 @@ def _syncs_statistics(partition: Partition) -> bool:
 
 def replica_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
     """Return all ranks of the same replica, on every stage; all ranks if stages have different numbers of replicas."""
-    if plan.resplits_batch:
+    if plan.has_uneven_replicas:
         return tuple(range(plan.workers))
     replica = plan.stage_and_replica(rank)[1]
     return tuple(other for other in range(plan.workers) if plan.stage_and_replica(other)[1] == replica)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polylane.compile.reshard import Resharder, extract_box, write_box
-from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
+from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.errors import ActionFailed, PeerLost
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
@@ -19,7 +19,7 @@ from polylane.observe.timeline import Span
 from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
-from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, count_microbatches, receive_horizons, runs
+from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, receive_horizons, runs
 from polylane.runtime.pipeline.sample_witness import check_calls, is_witnessed_step
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
 from polylane.runtime.pipeline.step_result import StepState
@@ -27,7 +27,7 @@ from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
-from polylane.schedule.action import PASSES, Action, ActionKind
+from polylane.schedule.action import PASSES, WEIGHT_PASSES, Action, ActionKind
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Executor:
     def __post_init__(self) -> None:
         self._slowness = 1.0
         self._receive_horizon = receive_horizons(self.program.actions)
-        self.microbatches = count_microbatches(self.program)
+        self.microbatches = self.program.microbatches
         self._reducer_of = {bucket: reducer for reducer in self.reducers.values() for bucket in reducer.bucket_names}
         self._inputs = {stage: self.program.inputs(stage) for stage in self.program.stages}
         self._outputs = {stage: self.program.outputs(stage) for stage in self.program.stages}
@@ -79,7 +79,8 @@ class Executor:
     def fit_to_samples(self, samples: int) -> Executor:
         """Return this executor fitted to batches of one size: with its tables, and the code for its shares' sizes."""
         fitted, program = copy.copy(self), self.program
-        shares = compute_shares(samples, self.microbatches, len(program.replicas), program.replica)
+        replicas, in_turn = len(program.replicas), program.takes_turns
+        shares = compute_shares(samples, self.microbatches, replicas, program.replica, in_turn)
         own = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
         tables = build_tables(self.program, self.resharder, samples, own, self._batch_is_sharded)
         fitted._tables, sizes = tables, set(tables.held.values())
@@ -99,8 +100,10 @@ class Executor:
         """
         state = self._begin(batch, step, seed)
         posted = 0
+        if not state.tables.shares and not self.is_replica_local:
+            self._launch_zeros()
         for index, action in enumerate(self.program.actions):
-            if not runs(action, state.tables):
+            if not runs(action, state.tables, sums=not self.is_replica_local):
                 continue
             while posted < self._receive_horizon[index]:
                 self._post_receive(self.program.actions[posted], state)
@@ -113,16 +116,27 @@ class Executor:
             state.wait_sent(key)
         return state
 
+    def _launch_zeros(self) -> None:
+        """Take part in the sums of gradients of a batch of which this replica has no microbatch."""
+        ends = {a.stage: index for index, a in enumerate(self.program.actions) if a.kind in WEIGHT_PASSES}
+        # In the order in which the other replicas' last backward passes launch them.
+        for stage in sorted(self.reducers, key=lambda stage: ends.get(stage, -1)):
+            self.reducers[stage].begin_last_backward()
+            self.reducers[stage].launch_remaining()
+
     def _begin(self, batch: Batch, step: int, seed: int) -> StepState:
         """Return the state of a step before its first action; collective where operators need counts of the batch."""
         tables = self._tables
         assert tables is not None and tables.samples == batch.samples, "a worker runs batches of the size it is fit for"
         own = tables.shares
         averaged = sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples
-        slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in own.items()}
-        parts = self._add_batch_counts(batch, own, slices)
+        counted = own if own or self.is_replica_local else {0: PADDING}
+        slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in counted.items()}
+        # A replica in turn without a microbatch of this batch counts with the others all the same.
+        parts = self._add_batch_counts(batch, counted, slices)
+        parts = {i: parts[i] for i in own}
         self._slowness = 1.0 if self.straggler is None else self.straggler.factor_at(step, self.program.rank)
-        witnessed = self._has_witness(step, len(own))
+        witnessed = self._has_witness(step, len(own), batch.samples)
         for runner in self.runners.values():
             runner.code.watch.records = [] if witnessed else None
         return StepState(parts, tables, averaged)
@@ -147,9 +161,12 @@ class Executor:
             raise ActionFailed(self.program.rank, self.program.stage, None, module, None) from error
         return {i: replace(part, whole=lambda key, _: found[key]) for i, part in parts.items()}
 
-    def _has_witness(self, step: int, microbatches: int) -> bool:
+    def _has_witness(self, step: int, microbatches: int, samples: int) -> bool:
         """Return whether calls of per-sample modules are compared with the whole batch in this step."""
-        one = microbatches < 2 and (self.is_replica_local or len(self.program.replicas) == 1)
+        replicas = len(self.program.replicas)
+        one = microbatches < 2 and (self.is_replica_local or replicas == 1)
+        # Comparing is collective: all replicas need calls.
+        one = one or (self.program.takes_turns and samples < replicas)
         trains = any(action.kind is ActionKind.STEP for action in self.program.actions)
         return bool(self.per_sample) and trains and is_witnessed_step(step) and not (one or self._batch_is_sharded)
 
