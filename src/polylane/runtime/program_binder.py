@@ -210,8 +210,7 @@ class ProgramBinder:
     def _refuse_new_statistics(self, partition: Partition) -> None:
         graphs = [each.graph for each in self._prepared.partitions.values()]
         known = any(graph.code.has_batch_statistics for graph in graphs)
-        shared = self._plan.data > 1 and not self._plan.takes_turns
-        if partition.graph.code.has_batch_statistics and shared and not known:
+        if partition.graph.code.has_batch_statistics and self._plan.data > 1 and not known:
             raise PolylaneError(
                 "a part of the model normalizes by statistics of the batch now, but did not when the training was "
                 "prepared, so that replicas have no way to share them: let it train() then, and eval() it before the "

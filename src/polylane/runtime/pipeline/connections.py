@@ -94,8 +94,7 @@ def open_connections(
     if plan.sync.shard == "parameters":
         groups = sorted({shard_group(plan, rank) for rank in ranks})
         apart[AGREEMENT] = connect(world, [], groups, tag=3, own_groups=True)
-    # Replicas that take turns have whole microbatches: they sum what is counted of the batch before the first pass.
-    if plan.data == 1 or not statistics or prepared.batch_is_sharded or plan.takes_turns:
+    if plan.data == 1 or not statistics or prepared.batch_is_sharded:
         return Connections(transport, None, mesh, apart)
     # Statistics interleave with the gradients' reductions, in an order that differs between workers.
     apart[STATISTICS] = summing = connect(world, [], replicas, tag=1, own_groups=True)

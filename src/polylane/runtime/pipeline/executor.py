@@ -20,6 +20,7 @@ from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, receive_horizons, runs
+from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
 from polylane.runtime.pipeline.sample_witness import check_calls, is_witnessed_step
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
 from polylane.runtime.pipeline.step_result import StepState
@@ -46,6 +47,7 @@ class Executor:
         straggler: makes this rank slower than it is; None: it is not slowed down.
         batch_statistics: statistics of the whole batch that this stage's operators need; None: there are none.
         per_sample: modules that treat each sample by itself, as the plan says; their calls are checked.
+        running_statistics: moved at the end of a step, where replicas take turns; None: in the passes.
         anomalies: checks forward passes in training; None: they are not checked.
     """
 
@@ -60,6 +62,7 @@ class Executor:
     straggler: Straggler | None
     batch_statistics: BatchStatistics | None
     per_sample: Sequence[str]
+    running_statistics: RunningStatistics | None = None
     anomalies: AnomalyDetector | None = None
 
     def __post_init__(self) -> None:
@@ -139,7 +142,10 @@ class Executor:
         witnessed = self._has_witness(step, len(own), batch.samples)
         for runner in self.runners.values():
             runner.code.watch.records = [] if witnessed else None
-        return StepState(parts, tables, averaged)
+        kept: dict[int, Kept] = {i: [] for i in own}
+        if self.running_statistics is not None:
+            parts = {i: replace(part, keep_statistics=_keep_in(kept[i])) for i, part in parts.items()}
+        return StepState(parts, tables, averaged, kept_statistics=kept)
 
     def _add_batch_counts(
         self, batch: Batch, own: Mapping[int, SampleShare], parts: dict[int, SampleSlice]
@@ -206,7 +212,7 @@ class Executor:
             averaged: number of samples over which the loss is a mean.
         """
         start, stop, weight = share.start, share.stop, share.weight
-        sums = None if self.sum_statistics is None else self._sum_replicas
+        sums = None if self.sum_statistics is None or self.program.takes_turns else self._sum_replicas
         if self._batch_is_sharded:  # operators see the whole microbatch, of which each replica holds its rows
             start, stop = split_bounds(tables.samples, self.microbatches)[share.microbatch]
             weight, sums = 1, None
@@ -290,6 +296,9 @@ class Executor:
         else:
             self._check_witnessed_calls()
             before = self.transport.counters.given
+            if self.running_statistics is not None:
+                whole, tensors = min(state.tables.samples, self.microbatches), self.any_runner.tensors
+                self.running_statistics.move(tensors, state.kept_statistics, whole, self._sum_replicas)
             finish(state)
             waits.bytes += self.transport.counters.given - before
         end = time.perf_counter()
@@ -408,3 +417,7 @@ class Executor:
     def _zero_value(self, name: str, samples: int, state: StepState) -> Tensor:
         shape = state.tables.shapes[name, samples]
         return torch.zeros(shape, dtype=self.resharder.value_specs[name].dtype, device=self.any_runner.device)
+
+
+def _keep_in(kept: Kept) -> Callable[[Tensor, Tensor], None]:
+    return lambda mean, variance: kept.append((mean, variance))
