@@ -138,7 +138,8 @@ class Resharder:
         replicas by samples, so it is that of one device. Gradients get the same factors on the way back.
         """
         stages = [self.plan.stage_and_replica(rank)[0] for rank in (self.rank, peer)]
-        if self.plan.takes_turns or not self.is_summed(value) or len(self._replica_ranks(stages[0])) == len(self._replica_ranks(stages[1])):
+        alike = len(self._replica_ranks(stages[0])) == len(self._replica_ranks(stages[1]))
+        if alike or self.plan.takes_turns or not self.is_summed(value):
             return 1.0
         producer, consumer = (peer, self.rank) if gradient else (self.rank, peer)
         start, stop, weight = self._sample_range(
@@ -160,7 +161,7 @@ class Resharder:
         return None
 
     def _plan_transfers(
-        self, value: str, start: int, end: int, samples: int, gradient: bool, turns: tuple[int, int]
+        self, value: str, start: int, end: int, samples: int, gradient: bool, turns: tuple[int, int] = (0, 0)
     ) -> tuple[BoxTransfer, ...]:
         key = (value, start, end, samples, gradient, *turns)
         if key not in self._known_transfers:

@@ -28,7 +28,9 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
 from polylane.program.server_assignment import server_rank
+from polylane.samples.running_norms import find_running_norms
 from polylane.schedule.asynchronous import weight_delays
+from polylane.schedule.live import peak_live
 from polylane.schedule.round_robin import replica_lanes
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
@@ -245,10 +247,27 @@ class PlanCost:
         every = replica_lanes(plan.schedule, graph, plan.microbatches, replicas, plan.stage_groups)
         return tuple(lanes[0] for lanes in every)
 
+    def peak_live(self, stage: int) -> int:
+        """Return the most microbatches that a worker of a stage keeps the values of at once, for this stage."""
+        return max(peak_live([self._lanes[self.plan.stage_groups[stage]]], stage))
+
     def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""
         load = self.trained_bytes(*self.plan.chunks(stage))
         return peak.shard_trained_bytes(load, self.basis.method, self.sharding(stage))
+
+    def kept_statistics_bytes(self, stage: int) -> int:
+        """Return the bytes of the statistics by which replicas in turn move running ones; 0 where there are none.
+
+        A mean and a variance of every normalization, in float64, for each microbatch.
+        """
+        plan, graph = self.plan, self.partition.graph
+        if not plan.takes_turns or plan.degree("data", stage) == 1:
+            return 0
+        names = {node.name for each in plan.chunks(stage) for node in self.partition.nodes(each)}
+        norms, _ = find_running_norms(graph.code.fx, names)
+        channels = sum(math.prod(graph.buffers[name].shape) for norm in norms for name in (norm.mean, norm.variance))
+        return 8 * plan.microbatches * channels
 
     def sharding(self, stage: int) -> StateSharding:
         """Return what the replicas of a stage share out, as the plan says."""

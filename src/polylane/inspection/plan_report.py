@@ -16,7 +16,7 @@ from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.profile import Both, Profile
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost
-from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.cost.simulator.schedule_tasks import simulate_replicas, simulate_schedule
 from polylane.graph.batch import split_bounds
 from polylane.graph.partition import Partition
 from polylane.graph.precision import dtypes_under_autocast
@@ -31,7 +31,8 @@ from polylane.probe.machine import running_cluster
 from polylane.program.boxes import box_volume
 from polylane.program.lower import crossing_as_sent
 from polylane.runtime.workers.world import accelerator_type
-from polylane.schedule.schedules import live_bound, schedule_lanes
+from polylane.schedule.round_robin import replica_lanes
+from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.sharding.cost_model import CostSetting
 from polylane.sharding.explain import explain, format_explanation
@@ -113,14 +114,30 @@ def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[Both]) -
         passes: (forward, backward) seconds of a microbatch, for each stage.
     """
     order = StageGraph.of_partition(partition)
+    title, notes = f"{plan.spec} · at best", {"stages": str(plan.pipeline)}
+    if plan.takes_turns:
+        counts = [degrees.data for degrees in plan.meshes]
+        turns = replica_lanes(plan.schedule, order, plan.microbatches, counts, plan.stage_groups)
+        played = simulate_replicas(turns, [there for there, _ in passes], [back for _, back in passes], order)
+        return replace(_replicas_by_rank(played, plan), unit="seconds", title=title, notes=notes)
     played = simulate_schedule(
         schedule_lanes(plan.schedule, order, plan.microbatches, plan.stage_groups),
         [forward for forward, _ in passes],
         [backward for _, backward in passes],
         graph=order,
     )
-    title, notes = f"{plan.spec} · at best", {"stages": str(plan.pipeline)}
     return replace(lanes_by_rank(played, plan), unit="seconds", title=title, notes=notes)
+
+
+def _replicas_by_rank(timeline: Timeline, plan: Plan) -> Timeline:
+    """Return a timeline with a lane for every rank, from one with a lane for each replica of each group of workers."""
+    ranks = list[Sequence[int]]()
+    for first in plan.first_chunks:
+        devices, replicas = plan.stages[first].devices, plan.degree("data", first)
+        size = len(devices) // replicas
+        ranks += [devices[replica * size : (replica + 1) * size] for replica in range(replicas)]
+    spans = tuple(replace(span, rank=rank) for span in timeline.spans for rank in ranks[span.rank])
+    return replace(timeline, spans=spans, ranks=plan.workers)
 
 
 def lanes_by_rank(timeline: Timeline, plan: Plan) -> Timeline:
@@ -157,7 +174,7 @@ def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequ
     found = []
     for stage, scene in enumerate(costs):
         predicted, (passes, _) = scene.predict_stage(stage), scene.pass_costs(stage)
-        live = live_bound(plan.schedule, order, plan.microbatches, stage, plan.stage_groups)
+        live = scene.peak_live(stage)
         # In graph order, so that the first and the last one are those of the stage.
         own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
         found.append(
@@ -266,7 +283,8 @@ def _sent(relays: Resharder, value: str, start: int, end: int, samples: int, gra
     total = 0
     for rank, times in _senders(relays, start, end, samples):
         own = replace(relays, rank=rank)  # shares the boxes that were computed for other ranks
-        pieces = (own.box_to_send(value, peer, samples, gradient) for peer in relays.plan.peers(rank, end))
+        # Where replicas take turns, the first ones have the first microbatch.
+        pieces = (own.box_to_send(value, peer, samples, gradient) for peer in relays.plan.peers(rank, end, 0))
         total += times * sum(box_volume(piece) for piece in pieces if piece is not None)
     return total
 
@@ -277,9 +295,11 @@ def _senders(relays: Resharder, start: int, end: int, samples: int) -> list[tupl
     Between equal meshes only the numbers of samples differ, so that one replica stands for all of the same size.
     """
     plan, devices = relays.plan, relays.plan.stages[start].devices
-    if relays.layouts.batch_is_sharded or not plan.have_same_mesh(start, end):
+    if not plan.takes_turns and (relays.layouts.batch_is_sharded or not plan.have_same_mesh(start, end)):
         return [(rank, 1) for rank in devices]
     replicas = plan.degree("data", start)
+    if plan.takes_turns:
+        return [(rank, 1) for rank in devices[: len(devices) // replicas]]
     # Local samples of each replica; one without samples computes on a padding sample.
     hand = [max(1, stop - first) for first, stop in split_bounds(samples, replicas)]
     inner, firsts = len(devices) // replicas, {count: hand.index(count) for count in set(hand)}

@@ -11,12 +11,12 @@ import pydantic
 
 from polylane.errors import PolylaneError
 from polylane.plan.pinned_placements import check_axes
+from polylane.plan.schedule_checks import check_accumulation, check_asynchronous, check_chunks, check_turns
 from polylane.plan.spec import Degrees, check_workers, format_degrees
 from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.round_robin import WARM_UPS
-from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, assign_stages, splits_backward
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, splits_backward
 from polylane.yaml_file import Count, StrictMapping
 
 _OPERATOR_AXES = ("sequence", "tensor")
@@ -176,9 +176,12 @@ class Plan(StrictMapping):
 
     @property
     def most_turns(self) -> int:
-        """Number of microbatches of a step that a replica computes on, on the stage where it is most."""
-        fewest = min(degrees.data for degrees in self.meshes) if self.takes_turns else 1
-        return -(-self.microbatches // fewest)
+        """Number of microbatches of a step that a worker computes on, of the one that has most."""
+        return max(self.turns(stage) for stage in range(self.pipeline))
+
+    def turns(self, stage: int) -> int:
+        """Return the number of microbatches of a step that the first replica of a stage computes on."""
+        return -(-self.microbatches // (self.degree("data", stage) if self.takes_turns else 1))
 
     def exchanges_shards(self, a: int, b: int) -> bool:
         """Return whether a rank of one stage sends its whole shard of a value to one counterpart on the other.
@@ -258,16 +261,22 @@ class Plan(StrictMapping):
             # Microbatches r, r + d, ... meet all replicas whose number is r modulo the common divisor of both degrees.
             step = math.gcd(self.degree("data", own), degree)
             met = range(replica % step, degree, step) if microbatch is None else (microbatch % degree,)
-            size, at = len(devices) // degree, self._index.places[rank][1] % (len(self.stages[own].devices) // self.degree("data", own))
-            kept = slice(at, at + 1) if self.exchanges_shards(own, stage) else slice(None)
-            return tuple(device for each in met for device in devices[each * size : (each + 1) * size][kept])
+            found = [self._replica_ranks(stage, each) for each in met]
+            if self.exchanges_shards(own, stage):
+                at = self._replica_ranks(own, replica).index(rank)
+                found = [ranks[at : at + 1] for ranks in found]
+            return tuple(itertools.chain(*found))
         if self.have_same_mesh(own, stage):
             return (devices[self._index.places[rank][1]],)
         if self.degree("data", own) != self.degree("data", stage):
             return devices
+        return self._replica_ranks(stage, replica)
+
+    def _replica_ranks(self, stage: int, replica: int) -> tuple[int, ...]:
+        """Return the ranks of a replica of a stage."""
         # Data is the outermost axis of the mesh, so a replica's ranks are consecutive in the list of devices.
-        size = len(devices) // self.degree("data", stage)
-        return devices[replica * size : (replica + 1) * size]
+        size = len(self.stages[stage].devices) // self.degree("data", stage)
+        return self.stages[stage].devices[replica * size : (replica + 1) * size]
 
     def pins(self, axis: str, stages: Collection[int] | None = None) -> dict[str, str]:
         """Return the placements that stages (default: all) pin on one axis, by name of a parameter or node."""
@@ -317,9 +326,14 @@ def check(plan: Plan) -> None:
     """
     _check_meshes(plan)
     _check_devices(plan)
-    _check_chunks(plan)
+    check_chunks(plan.title, plan.schedule, plan.stage_groups, plan.first_chunks)
     _check_sync(plan)
-    _check_turns(plan)
+    replicas = [degrees.data for degrees in plan.meshes]
+    if plan.takes_turns:
+        check_turns(plan.title, replicas, plan.schedule, plan.microbatches, plan.sync)
+    check_asynchronous(plan.title, plan.schedule, plan.vertical_sync, plan.sync)
+    if plan.schedule == "pipedream-2bw":
+        check_accumulation(plan.title, plan.pipeline, plan.microbatches, plan.most_turns)
 
 
 def _check_meshes(plan: Plan) -> None:
@@ -362,25 +376,6 @@ def _check_devices(plan: Plan) -> None:
         )
 
 
-def _check_chunks(plan: Plan) -> None:
-    """Refuse stages on other workers than the schedule gives them to."""
-    groups, given = len(plan.first_chunks), plan.stage_groups
-    chunks, left = divmod(plan.pipeline, groups)
-    try:
-        wanted = None if left else assign_stages(plan.schedule, groups, chunks)
-    except ValueError as error:
-        raise PolylaneError(f"{plan.title}: stages: {error}") from None
-    if given != wanted:
-        stage = 0 if wanted is None else next(s for s in range(plan.pipeline) if given[s] != wanted[s])
-        why = (
-            f"{plan.pipeline} stages on {groups} groups of workers, some with more than others"
-            if wanted is None
-            else f"stage {stage} is on the workers of stage {plan.first_chunk(stage)}, and the schedule "
-            f"{plan.schedule} has it on those of stage {plan.first_chunks[wanted[stage]]}"
-        )
-        raise PolylaneError(f"{plan.title}: stages: {why}")
-
-
 def _check_sync(plan: Plan) -> None:
     """Refuse sync options that the meshes do not allow."""
     sync = plan.sync
@@ -399,53 +394,6 @@ def _check_sync(plan: Plan) -> None:
             f"{plan.title}: schedule: {plan.schedule} and shard: parameters exclude each other, since weights are "
             "released between the two halves of a backward pass: take shard: gradients, or another schedule"
         )
-    _check_asynchronous(plan)
     for rank in plan.slow:
         if not 0 <= rank < plan.workers:
             raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {plan.workers} workers")
-
-
-def _check_turns(plan: Plan) -> None:
-    """Refuse what replicas that compute whole microbatches in turn cannot have."""
-    if not plan.takes_turns:
-        return
-    what = f"{plan.title}: replicas: {plan.replicas}"
-    if plan.microbatches < plan.data:
-        raise PolylaneError(
-            f"{what}: {plan.data} replicas have only {plan.microbatches} microbatches to compute in turn: give "
-            f"microbatches: {plan.data} or more"
-        )
-    if not plan.sync.is_plain_sum:
-        raise PolylaneError(
-            f"{what}: sync ({','.join(plan.sync.to_words())}) is for replicas that split every microbatch: leave sync "
-            "out, or take replicas: split"
-        )
-    if plan.has_uneven_replicas and plan.schedule not in WARM_UPS:
-        raise PolylaneError(
-            f"{what}: schedule: {plan.schedule} needs as many replicas of every stage: give all the same data, or take "
-            f"one of {', '.join(WARM_UPS)}"
-        )
-    if plan.is_asynchronous and plan.microbatches % plan.data:
-        raise PolylaneError(
-            f"{what}: under schedule: {plan.schedule} all replicas have as many microbatches of every update: "
-            f"microbatches: {plan.microbatches} is no multiple of data={plan.data}"
-        )
-
-
-def _check_asynchronous(plan: Plan) -> None:
-    """Refuse what an asynchronous pipeline cannot have, and what only it can have."""
-    if plan.vertical_sync and plan.schedule != "pipedream":
-        raise PolylaneError(f"{plan.title}: vertical_sync is for schedule: pipedream, not {plan.schedule}")
-    if not plan.is_asynchronous:
-        return
-    if not plan.sync.is_plain_sum:
-        raise PolylaneError(
-            f"{plan.title}: sync ({','.join(plan.sync.to_words())}): under schedule: {plan.schedule} replicas sum the "
-            "gradients of every update: leave sync out"
-        )
-    if plan.schedule == "pipedream-2bw" and plan.most_turns < plan.pipeline - 1:
-        least = (plan.pipeline - 1) * (plan.data if plan.takes_turns else 1)
-        raise PolylaneError(
-            f"{plan.title}: microbatches: {plan.microbatches}: schedule: pipedream-2bw of {plan.pipeline} stages needs "
-            f"at least {least}, so that an update is there when the next batch but one begins"
-        )

@@ -3,10 +3,10 @@
 Replica r of a stage with d replicas has microbatches r, r + d, r + 2d, ..., forward and backward. Stages may have
 different numbers of replicas. With two replicas of stage 0 and one of stage 1, whose passes take half as long:
 
-          0  1  2  3  4  5  6  7  8  9
-    0.0   0  0  2  2 <0 <0  ·  · <2 <2
-    0.1   1  1  3  3  · <1 <1  ·  · <3 ...
-    1     ·  ·  0 <0  1 <1  2 <2  3 <3
+           0  1  2  3  4  5  6  7  8  9 10 11
+    0.0    0  0  2  2 <0 <0  ·  · <2 <2  ·  ·
+    0.1    1  1  3  3  ·  · <1 <1  ·  · <3 <3
+    1      ·  ·  0 <0  1 <1  2 <2  3 <3  ·  ·
 
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.3
 ("1F1B-RR", deterministic round robin).
@@ -61,7 +61,7 @@ def replica_lanes(
     ahead = count_workers_ahead(graph, replicas)
     found = list[Lanes]()
     for stage, count in enumerate(replicas):
-        lanes = list[Lanes]()
+        lanes = list[tuple[Action, ...]]()
         for first in range(count):
             own = len(range(first, microbatches, count))
             warm_up = [WARM_UPS[schedule](ahead[stage], count, own)] * graph.stages
@@ -79,7 +79,7 @@ def renumber(lane: Sequence[Action], first: int, count: int) -> tuple[Action, ..
 
 
 def count_workers_ahead(graph: StageGraph, replicas: Sequence[int]) -> tuple[int, ...]:
-    """Return for every stage the replicas of all stages on the path from it to the end that has most, its own included."""
+    """Return for every stage the number of replicas on the path from it to the end that has most, its own included."""
     found: dict[int, int] = {}
     for stage in TopologicalSorter(dict(enumerate(graph.successors))).static_order():
         found[stage] = replicas[stage] + max((found[other] for other in graph.successors[stage]), default=0)

@@ -21,14 +21,14 @@ from polylane.program.program import Program
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, receive_horizons, runs
 from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
-from polylane.runtime.pipeline.sample_witness import check_calls, is_witnessed_step
+from polylane.runtime.pipeline.sample_witness import check_calls, gather_flat, is_witnessed
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
 from polylane.runtime.pipeline.step_result import StepState
-from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.runtime.sync.all_reduce import AllReducer, launch_zeros
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
-from polylane.schedule.action import PASSES, WEIGHT_PASSES, Action, ActionKind
+from polylane.schedule.action import PASSES, Action, ActionKind
 
 
 @dataclass
@@ -104,7 +104,7 @@ class Executor:
         state = self._begin(batch, step, seed)
         posted = 0
         if not state.tables.shares and not self.is_replica_local:
-            self._launch_zeros()
+            launch_zeros(self.program, self.reducers)
         for index, action in enumerate(self.program.actions):
             if not runs(action, state.tables, sums=not self.is_replica_local):
                 continue
@@ -119,14 +119,6 @@ class Executor:
             state.wait_sent(key)
         return state
 
-    def _launch_zeros(self) -> None:
-        """Take part in the sums of gradients of a batch of which this replica has no microbatch."""
-        ends = {a.stage: index for index, a in enumerate(self.program.actions) if a.kind in WEIGHT_PASSES}
-        # In the order in which the other replicas' last backward passes launch them.
-        for stage in sorted(self.reducers, key=lambda stage: ends.get(stage, -1)):
-            self.reducers[stage].begin_last_backward()
-            self.reducers[stage].launch_remaining()
-
     def _begin(self, batch: Batch, step: int, seed: int) -> StepState:
         """Return the state of a step before its first action; collective where operators need counts of the batch."""
         tables = self._tables
@@ -136,15 +128,15 @@ class Executor:
         counted = own if own or self.is_replica_local else {0: PADDING}
         slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in counted.items()}
         # A replica in turn without a microbatch of this batch counts with the others all the same.
-        parts = self._add_batch_counts(batch, counted, slices)
-        parts = {i: parts[i] for i in own}
+        parts = {i: part for i, part in self._add_batch_counts(batch, counted, slices).items() if i in own}
         self._slowness = 1.0 if self.straggler is None else self.straggler.factor_at(step, self.program.rank)
-        witnessed = self._has_witness(step, len(own), batch.samples)
+        witnessed = bool(self.per_sample) and not self._batch_is_sharded
+        witnessed = witnessed and is_witnessed(self.program, step, len(own), batch.samples, self.is_replica_local)
         for runner in self.runners.values():
             runner.code.watch.records = [] if witnessed else None
-        kept: dict[int, Kept] = {i: [] for i in own}
+        kept = {i: Kept() for i in own}
         if self.running_statistics is not None:
-            parts = {i: replace(part, keep_statistics=_keep_in(kept[i])) for i, part in parts.items()}
+            parts = {i: replace(part, keep_statistics=kept[i].keep) for i, part in parts.items()}
         return StepState(parts, tables, averaged, kept_statistics=kept)
 
     def _add_batch_counts(
@@ -167,15 +159,6 @@ class Executor:
             raise ActionFailed(self.program.rank, self.program.stage, None, module, None) from error
         return {i: replace(part, whole=lambda key, _: found[key]) for i, part in parts.items()}
 
-    def _has_witness(self, step: int, microbatches: int, samples: int) -> bool:
-        """Return whether calls of per-sample modules are compared with the whole batch in this step."""
-        replicas = len(self.program.replicas)
-        one = microbatches < 2 and (self.is_replica_local or replicas == 1)
-        # Comparing is collective: all replicas need calls.
-        one = one or (self.program.takes_turns and samples < replicas)
-        trains = any(action.kind is ActionKind.STEP for action in self.program.actions)
-        return bool(self.per_sample) and trains and is_witnessed_step(step) and not (one or self._batch_is_sharded)
-
     def _check_witnessed_calls(self) -> None:
         for runner in self.runners.values():
             records = runner.code.watch.records
@@ -187,12 +170,8 @@ class Executor:
 
     def _gather_replicas(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor of one dimension from every replica."""
-        replicas = self.program.replicas
-        if self.is_replica_local or len(replicas) == 1:
-            return [tensor]
-        own = torch.tensor([tensor.numel()], device=tensor.device)
-        sizes = self.transport.all_gather(own, replicas).wait().tolist()
-        return list(self.transport.all_gather(tensor.flatten(), replicas, sizes).wait().split(sizes))
+        alone = self.is_replica_local or len(self.program.replicas) == 1
+        return [tensor] if alone else gather_flat(self.transport, tensor, self.program.replicas)
 
     def _add_replicas(self, tensor: Tensor) -> Tensor:
         if self.sum_statistics is not None:
@@ -417,7 +396,3 @@ class Executor:
     def _zero_value(self, name: str, samples: int, state: StepState) -> Tensor:
         shape = state.tables.shapes[name, samples]
         return torch.zeros(shape, dtype=self.resharder.value_specs[name].dtype, device=self.any_runner.device)
-
-
-def _keep_in(kept: Kept) -> Callable[[Tensor, Tensor], None]:
-    return lambda mean, variance: kept.append((mean, variance))

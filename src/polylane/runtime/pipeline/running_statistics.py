@@ -18,8 +18,13 @@ from polylane.graph.operators.sync_batch_norm import move_statistics
 from polylane.program.program import Program
 from polylane.samples.running_norms import RunningNorm, find_running_norms
 
-# Statistics of one microbatch on this worker: (mean, unbiased variance) of every batch normalization.
-Kept = list[tuple[Tensor, Tensor]]
+
+class Kept(list[tuple[Tensor, Tensor]]):
+    """Statistics of one microbatch on this worker: (mean, unbiased variance) of every batch normalization."""
+
+    def keep(self, mean: Tensor, variance: Tensor) -> None:
+        """Keep those of the next normalization."""
+        self.append((mean, variance))
 
 
 @dataclass(frozen=True)
