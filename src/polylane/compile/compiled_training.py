@@ -37,6 +37,7 @@ from polylane.samples.microbatch_limit import (
     min_samples_for,
     requested_microbatches,
 )
+from polylane.samples.running_norms import find_running_norms
 from polylane.sharding.stage_layouts import StageLayouts, layouts_like
 
 
@@ -295,6 +296,9 @@ def _check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples
             f"{plan.title}: sync ({','.join(plan.sync.to_words())}) is for losses that are means over samples, and in "
             "this one samples meet: leave sync out, or split by pipeline or tensor alone"
         )
+    for partition in partitions.values() if plan.takes_turns else ():
+        names = {n.name for s in range(plan.pipeline) if plan.degree("data", s) > 1 for n in partition.nodes(s)}
+        find_running_norms(partition.graph.code.fx, names)  # for its errors alone
     if couples_samples and plan.takes_turns and plan.data > 1:
         raise PolylaneError(
             f"{plan.title}: replicas: {plan.replicas} is for losses that are means over samples, and in this one "
