@@ -70,7 +70,7 @@ def _chosen(text: str, request: InspectRequest) -> Spec | Plan:
 def _cut(request: InspectRequest, prepared: CompiledTraining, seconds: tuple[Both, ...]) -> dict[str, Any]:
     """Return the plan's cuts as plain data; write and draw the plan where that is asked for."""
     from polylane.inspection.plan_report import price_stages, report_plan, step_at_best
-    from polylane.plan.plan import dump
+    from polylane.plan.plan_file import dump
 
     costs = price_stages(prepared, seconds, request.batch)
     found = report_plan(prepared, costs, seconds, request.batch)

@@ -57,6 +57,7 @@ def run(request: LanesRequest) -> None:
             chunks=request.chunks,
             batches=request.batches,
             vertical_sync=request.vertical_sync,
+            live=request.live,
         )
         _print_schedule(request, draw_schedule(shape, drawn.forward, drawn.backward, weight=weight, hop=hop))
     except ValueError as error:
@@ -73,7 +74,12 @@ def _check_mode(request: LanesRequest) -> None:
     """
     if request.compare == (request.schedule is not None):
         raise PolylaneError("name the schedule to draw, or give --compare for all of them")
-    single = {"--svg": request.svg, "--batches": request.batches, "--vertical-sync": request.vertical_sync or None}
+    single = {
+        "--svg": request.svg,
+        "--batches": request.batches,
+        "--vertical-sync": request.vertical_sync or None,
+        "--live": request.live,
+    }
     for option, value in single.items():
         if request.compare and value is not None:
             raise PolylaneError(f"{option} is for one schedule: with --compare, --html writes the pictures of all")
@@ -108,6 +114,8 @@ def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:
         f"{format_number(peak)} on {name}" for peak, name in zip(summary["peak_live_microbatches"], names, strict=True)
     )
     print(f"peak live microbatches: {live}")
+    if "origin" in summary:
+        print(f"found from {summary['origin']}")
     if summary["schedule"] not in ASYNCHRONOUS:
         return
     steady = summary["steady_utilization"]

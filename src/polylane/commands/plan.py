@@ -34,7 +34,7 @@ def run(request: PlanRequest) -> None:
             do.
     """
     from polylane.cluster.spec import load_or_parse
-    from polylane.plan.plan import dump
+    from polylane.plan.plan_file import dump
     from polylane.planner import advice
 
     method, output = planning.method_of(request), request.output

@@ -197,6 +197,7 @@ class LanesRequest:
         microbatches: number of microbatches in a batch.
         batches: number of batches of a run of pipedream-2bw; None: two.
         vertical_sync: whether the stages of pipedream compute on the same version of the weights.
+        live: live microbatches that a worker of auto may hold at most; None: as many as there are.
         forward: ticks of one forward pass, or one number for each stage as in 1,2,1.
         backward: ticks of one backward pass, given like ``forward``.
         weight: the ticks of it that weight gradients take, given like ``forward``; None: half of them.
@@ -213,6 +214,7 @@ class LanesRequest:
     microbatches: int
     batches: int | None = None
     vertical_sync: bool = False
+    live: int | None = None
     forward: str = "1"
     backward: str = "2"
     weight: str | None = None

@@ -18,7 +18,7 @@ from polylane.compile.compiled_training import CompiledTraining, compile_trainin
 from polylane.compile.sample_shares import Batch
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import NotFinite
-from polylane.plan import plan as plans
+from polylane.plan import plan_file as plans
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.recipe import Recipe

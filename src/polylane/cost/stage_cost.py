@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -248,12 +249,16 @@ def limit_by_host(table: CostTable, bounds: Sequence[int]) -> CostTable:
         each = np.diff(getattr(table, issued)) * (gap / np.where(host > 0, host, 1.0))[block]
         gaps.append(np.concatenate([[0.0], np.cumsum(each)]))
     forward, backward = gaps
+    # A node's gradients of weights wait for the host in proportion to their part of its backward pass.
+    plain = np.diff(table.backward)
+    slower = 1.0 + np.diff(backward) / np.where(plain > 0, plain, math.inf)
     return replace(
         table,
         forward=table.forward + forward,
         backward=table.backward + backward,
         stalled=forward,
         backward_stalled=backward,
+        backward_weight=np.concatenate([[0.0], np.cumsum(np.diff(table.backward_weight) * slower)]),
     )
 
 

@@ -8,6 +8,7 @@ from itertools import combinations
 from polylane.schedule.problem import SLACK, Orders, ScheduleProblem, must_precede, play_orders
 
 MOST_PAIRS = 60  # pairs of passes whose order is open, above which the program is not tried
+TOLERANCE = 1e-5  # by which the solver may miss a bound: a tighter one makes it repair its own solutions
 NODES = 20_000  # of its branch and bound, so that the answer does not depend on how fast the machine is
 
 _Pair = tuple[int, int]
@@ -38,7 +39,7 @@ def optimal_orders(
     matrix = csr_array((rows.values, (rows.rows, rows.columns)), shape=(len(rows.least), count))
     objective = np.zeros(count)
     objective[problem.tasks] = 1
-    upper = np.concatenate([np.full(problem.tasks + 1, within * (1 + SLACK)), np.ones(len(pairs))])
+    upper = np.concatenate([np.full(problem.tasks + 1, within * (1 + TOLERANCE)), np.ones(len(pairs))])
     lower = np.zeros(count)
     lower[problem.tasks] = min(problem.lower_bound, within)
     kinds = np.concatenate([np.zeros(problem.tasks + 1), np.ones(len(pairs))])

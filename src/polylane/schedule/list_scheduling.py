@@ -17,12 +17,14 @@ class ListRule:
     """How a list is worked off.
 
     Attributes:
+        name: the rule in words.
         urgency: which ready pass is the most urgent.
         ahead: for each stage, forwards whose input gradients are still to come, at most.
         patience: seconds that a worker idles rather than start a weight gradient, where a more urgent pass is known to
             be ready by then, as a part of that weight gradient's seconds.
     """
 
+    name: str
     urgency: Urgency
     ahead: tuple[int, ...]
     patience: float = 0
@@ -38,9 +40,9 @@ def list_rules(problem: ScheduleProblem) -> Iterator[ListRule]:
     limits = [tuple(max(1, math.ceil(depth * part)) for depth in depths) for part in (1, 1.25, 1.5, 2, 3)]
     limits.append((problem.microbatches,) * problem.graph.stages)
     for ahead in dict.fromkeys(tuple(min(each, problem.microbatches) for each in limit) for limit in limits):
-        for urgency in (gradients, forwards, oldest):
+        for name, urgency in (("gradients", gradients), ("forwards", forwards), ("the oldest", oldest)):
             for patience in (0.0, 0.5) if problem.split else (0.0,):
-                yield ListRule(urgency, ahead, patience)
+                yield ListRule(f"list scheduling, {name} first", urgency, ahead, patience)
 
 
 def schedule_list(problem: ScheduleProblem, rule: ListRule) -> Orders | None:

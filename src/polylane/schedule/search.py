@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from polylane.schedule.exact_order import optimal_orders
 from polylane.schedule.list_scheduling import list_rules, schedule_list
@@ -21,9 +22,10 @@ from polylane.schedule.problem import (
 from polylane.schedule.schedules import NAMES, schedule_lanes, splits_backward
 from polylane.schedule.synchronous import Lanes, warmed_up
 
-EFFORT = 600_000  # tasks that the local improvement plays, in all
+EFFORT = 600_000  # tasks that the rules, and then the local improvement, play in all
 STARTS = 12  # orders that it starts from, at most
 LEAST_STEPS = 60  # of the improvement from one of them: large problems have fewer starts
+LEAST_RULES = 4  # of list scheduling that are tried
 
 
 @dataclass(frozen=True)
@@ -56,18 +58,19 @@ def find_schedule(problem: ScheduleProblem, *, exact: bool = True, effort: int =
     Args:
         problem: times, latencies and memory; see :class:`polylane.schedule.problem.ScheduleProblem`.
         exact: whether the integer program is tried where the problem is small.
-        effort: number of tasks that the local improvement plays at most, in all.
+        effort: number of tasks that list scheduling plays at most, and then the local improvement, in all.
 
     Raises:
         ValueError: stages that are numbered so that one reads a later one's values, and share a worker.
     """
-    starts = _starts(problem)
+    starts = _starts(problem, max(LEAST_RULES, effort // problem.tasks))
     best = starts[0]
-    steps = max(LEAST_STEPS, effort // (problem.tasks * STARTS))
-    for start in starts[: max(1, min(STARTS, effort // (problem.tasks * steps)))]:
+    # A large problem has fewer starts, and in the end fewer steps.
+    count = min(STARTS, max(1, effort // (problem.tasks * LEAST_STEPS)))
+    for start in starts[:count]:
         if best.makespan <= problem.lower_bound * (1 + SLACK):
             break
-        makespan, orders = improve_orders(problem, start.orders, steps)
+        makespan, orders = improve_orders(problem, start.orders, effort // (problem.tasks * count))
         best = min(best, _played(problem, orders, makespan, start.origin), key=lambda each: each.rank)
     optimal = best.makespan <= problem.lower_bound * (1 + SLACK)
     if exact and not optimal and (proven := optimal_orders(problem, best.makespan)) is not None:
@@ -104,19 +107,26 @@ def _played(problem: ScheduleProblem, orders: Orders, makespan: float, origin: s
     return _Candidate(orders, makespan, sum(peak_bytes(problem, order) for order in orders), origin)
 
 
-def _starts(problem: ScheduleProblem) -> list[_Candidate]:
+def _starts(problem: ScheduleProblem, rules: int) -> list[_Candidate]:
     """Return the orders that fit into the memory, best first, of several that end together only one."""
     found: dict[tuple[float, float], _Candidate] = {}
-    for origin, orders in _made_orders(problem):
-        if not fits_memory(problem, orders) or (played := play_orders(problem, orders)) is None:
-            continue
-        candidate = _played(problem, orders, played.makespan, origin)
-        found.setdefault(candidate.rank, candidate)
+
+    def play(origin: str, orders: Orders) -> None:
+        if fits_memory(problem, orders) and (played := play_orders(problem, orders)) is not None:
+            candidate = _played(problem, orders, played.makespan, origin)
+            found.setdefault(candidate.rank, candidate)
+
+    for origin, orders in _written_orders(problem):
+        play(origin, orders)
+    for origin, orders in islice(_listed_orders(problem), rules):
+        if min(found)[0] <= problem.lower_bound * (1 + SLACK):
+            break  # no further rule can end earlier
+        play(origin, orders)
     return [found[rank] for rank in sorted(found)]
 
 
-def _made_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
-    """Yield orders with what made them: schedules by name first, so that a name stands for what it is as good as."""
+def _written_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
+    """Yield orders with their names: schedules first, so that a name stands for what it is as good as."""
     for name in NAMES:
         if splits_backward(name) and not problem.split:
             continue
@@ -128,11 +138,15 @@ def _made_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
     if problem.count == problem.graph.stages and problem.workers == tuple(range(problem.count)):
         for extra, lanes in _longer_warm_ups(problem):
             yield f"1f1b with {extra} more forwards for each stage behind", lanes_to_orders(problem, lanes)
-    for number, rule in enumerate(list_rules(problem)):
+    yield "one microbatch at a time", _one_at_a_time(problem)
+
+
+def _listed_orders(problem: ScheduleProblem) -> Iterator[tuple[str, Orders]]:
+    """Yield the orders of list scheduling, with the names of their rules."""
+    for rule in list_rules(problem):
         orders = schedule_list(problem, rule)
         if orders is not None:
-            yield f"rule {number}", orders
-    yield "one microbatch at a time", _one_at_a_time(problem)
+            yield rule.name, orders
 
 
 def _longer_warm_ups(problem: ScheduleProblem) -> Iterator[tuple[str, Lanes]]:

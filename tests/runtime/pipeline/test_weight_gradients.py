@@ -26,7 +26,9 @@ from polylane.runtime.pipeline.weight_gradients import DEFERRED, DeferredCall, D
 from polylane.sharding.layout import local_part
 
 MICROBATCHES, SAMPLES = 3, 5
-QUICK = (*models.CASES, "gpt", "digits", "unet")
+QUICK = ("gpt", "in_place", "separable", "moe")
+SLOW_T5 = pytest.param("t5", marks=pytest.mark.slow)
+OTHERS = tuple(name for name in (*models.CASES, "digits", "unet") if name not in QUICK)
 
 
 def parts_of(case: models.Case) -> list[tuple[list[Any], SampleSlice]]:
@@ -47,7 +49,7 @@ def run_at_once(pipe: Pipeline, parts: list[Any]) -> tuple[list[dict[str, Tensor
     return crossing, take_gradients(pipe.model)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_two_halves_are_the_whole(name: str) -> None:
     graph, model, case = captured(name, in_float64=True)
     parts = parts_of(case)
@@ -103,7 +105,7 @@ def count_flops(work: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", ["gpt", "digits", "t5"])
+@pytest.mark.parametrize("name", ["gpt", "digits", SLOW_T5])
 def test_weight_gradients_are_in_the_second_half(name: str) -> None:
     """At least 90 % of their multiply-adds; all together are those of the whole backward pass, none more."""
     graph, model, case = captured(name, in_float64=True)
@@ -125,7 +127,7 @@ def test_weight_gradients_are_in_the_second_half(name: str) -> None:
     take_gradients(model)
 
 
-@pytest.mark.parametrize("name", ["gpt", "digits", "unet", "t5"])
+@pytest.mark.parametrize("name", ["gpt", "digits", pytest.param("unet", marks=pytest.mark.slow), SLOW_T5])
 def test_only_inputs_and_result_gradients_live_between_the_halves(name: str) -> None:
     """Of all that was allocated for a microbatch; and nothing after them but the parameters' gradients."""
     graph, model, case = captured(name, in_float64=True)
@@ -217,7 +219,9 @@ def test_without_gradients_nothing_is_kept() -> None:
 # ---- on a rank of a mesh ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "seed"), [("gpt", 0), ("gpt", 3), ("digits", 0), ("t5", 0)])
+@pytest.mark.parametrize(
+    ("name", "seed"), [("gpt", 0), ("gpt", 3), ("digits", 0), pytest.param("t5", 0, marks=pytest.mark.slow)]
+)
 def test_halves_of_a_rewritten_stage_are_the_whole(name: str, seed: int) -> None:
     """With operators split in any way over two ranks: collectives, held weights, partial gradients."""
     case = subject(name)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from polylane.cost.memory import intervals
+from polylane.cost.memory.deferred_memory import find_deferred_memory
 from polylane.cost.memory.intervals import Floats, Intervals, Ints, Range
 from polylane.cost.memory.operator_trial import TensorForm
 from polylane.cost.memory.saved_tensors import Key, SavedByOperator, SavedTensors
@@ -34,6 +35,10 @@ class PeakMemory:
             while they are made.
         first_backward_peak: the same in the first backward pass of a step, where parameters' gradients stay.
         batch_bytes: bytes of the microbatch's input samples.
+        between_halves: bytes held between the halves of a backward pass in two: the inputs of the calls whose weight
+            gradients are computed later, and the gradients of their results.
+        input_half_peak: most bytes alive in the first of these halves.
+        weight_half_peak: most bytes alive in the second; gradients of parameters count only while they are made.
     """
 
     saved: float
@@ -45,6 +50,9 @@ class PeakMemory:
     backward_peak: float
     first_backward_peak: float
     batch_bytes: float
+    between_halves: float = 0.0
+    input_half_peak: float = 0.0
+    weight_half_peak: float = 0.0
 
     def scaled(self, factor: float) -> PeakMemory:
         """Return the memory for ``factor`` times the samples: all figures are proportional."""
@@ -113,6 +121,10 @@ class LiveRanges:
         finished = self._finished_gradient_bytes(pieces, count)
         # Values of the stage's boundary and their received gradients stay for all of the backward pass.
         constant = received + sent + asked
+        between, later = self._halves.bytes_between(pieces, self._bytes, self._gradient_bytes)
+        kept = self._halves.bytes_kept_longer(
+            pieces, dict(zip(ids[stays], saved[stays], strict=True)), self._bytes, self._gradient_bytes, count
+        )
         return PeakMemory(
             saved=float(size[stays].sum() + keeps.sum()),
             values_received=received,
@@ -123,6 +135,9 @@ class LiveRanges:
             backward_peak=float(held.max(initial=0.0)) + constant,
             first_backward_peak=float((held + finished).max(initial=0.0)) + constant,
             batch_bytes=self._batch_bytes,
+            between_halves=between,
+            input_half_peak=float((held + kept).max(initial=0.0)) + constant,
+            weight_half_peak=between + later,
         )
 
     def _live_gradient_bytes(self, pieces: Sequence[Range], local: Ints, count: int) -> Floats:
@@ -189,8 +204,9 @@ class LiveRanges:
         self._maker: Ints = np.array(self._made, dtype=np.int64)
         self._flowing, self._is_free = np.array(self._flows, dtype=bool), np.array(self._free, dtype=bool)
         self._times = np.bincount(self._values.piece, minlength=len(self._bytes))
-        self._build_gradients(saved)
+        flow_of_results = self._build_gradients(saved)
         self._build_parameters()
+        self._halves = find_deferred_memory(self._graph, self._keeping, self._memory_piece, flow_of_results)
         forms = self._keeping.forms
         self._batch_bytes = float(sum(form.bytes for key, form in forms.items() if key[0].startswith("input:")))
 
@@ -214,8 +230,12 @@ class LiveRanges:
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
-    def _build_gradients(self, saved: Sequence[SavedByOperator]) -> None:
-        """Play a backward pass over the whole graph and record which gradient memory every node touches."""
+    def _build_gradients(self, saved: Sequence[SavedByOperator]) -> Mapping[int, Sequence[int]]:
+        """Play a backward pass over the whole graph and record which gradient memory every node touches.
+
+        Returns:
+            For every node the gradient pieces of its results.
+        """
         flow = _GradientFlow()
         if self._keeping.loss_key is not None:
             flow.start_from_loss(self._keeping.loss_key)
@@ -226,6 +246,7 @@ class LiveRanges:
         self._gradient_ends = np.array(flow.is_parameter_gradient, dtype=bool)
         piece, node_at = self._gradients.piece, self._gradients.node
         self._gradient_lowest, self._gradient_highest = intervals.first_and_last(piece, node_at, len(flow.sizes))
+        return flow.result_pieces
 
     def _build_parameters(self) -> None:
         names = {name: i for i, name in enumerate(self._graph.parameters)}
@@ -244,12 +265,14 @@ class _GradientFlow:
         sizes: bytes of every piece of memory that holds gradients.
         is_parameter_gradient: whether the piece is a parameter's gradient, which no node reads.
         touched_pieces: node position -> pieces that its backward pass reads or writes.
+        result_pieces: node position -> pieces of the gradients of its results, which its backward pass reads.
     """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.is_parameter_gradient: list[bool] = []
         self.touched_pieces: dict[int, list[int]] = {}
+        self.result_pieces: dict[int, list[int]] = {}
         # Piece of each tensor's gradient, and how many tensors' gradients share a piece.
         self._of: dict[Key, int] = {}
         self._users: dict[int, int] = {}
@@ -265,6 +288,7 @@ class _GradientFlow:
             return
         touched = self.touched_pieces.setdefault(saved.at, [])
         touched += given.values()
+        self.result_pieces.setdefault(saved.at, []).extend(given.values())
         for key in saved.output_keys:
             self._drop_gradient(key)
         for key, spec in zip(saved.input_keys, saved.trial.gradient_origins, strict=False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from polylane.compile.reshard import Resharder, value_specs
 from polylane.graph.precision import dtypes_under_autocast
 from polylane.plan.plan import Plan
 from polylane.program.check import check
-from polylane.program.lower import lower, lower_evaluation, without_replica_sync
+from polylane.program.lower import lower, lower_evaluation, unroll, without_replica_sync
 from polylane.program.program import GradientBucket, Program
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
+from polylane.runtime.pipeline.asynchronous import AsynchronousExecutor, AsynchronousPipeline
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.pipeline.stage_code import OWN_PYTHON, LocalStageCode, StageHooks, extract_stage
@@ -51,7 +52,7 @@ def lower_programs(
     )
     if replica_local or (training and plan.sync.has_servers):  # parameter servers sum the replicas' gradients
         programs = tuple(without_replica_sync(program, plan) for program in programs)
-    check(programs)
+    check(unroll(programs, plan) if training and plan.is_asynchronous else programs)
     return programs
 
 
@@ -72,6 +73,7 @@ def bind_program(
     connections: Connections,
     replica_local: bool = False,
     codec: GradientCompressor | None = None,
+    pipeline: AsynchronousPipeline | None = None,
 ) -> Executor:
     """Bind one worker's program to its tensors, which are moved to its device.
 
@@ -83,6 +85,7 @@ def bind_program(
         replica_local: whether the replica takes steps of its own, without the others' statistics.
         codec: gradient compressor of the objective; its error feedback is shared by all bound programs. Default:
             gradients are summed uncompressed.
+        pipeline: batches under way, for a program of an asynchronous schedule; None for any other.
     """
     plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
     transport, mesh = connections.transport, connections.mesh
@@ -93,7 +96,8 @@ def bind_program(
     binder = StageBinder(program, compiled, holding, connections, codec, arguments)
     bound = {stage: binder.bind_stage(stage, own) for stage, own in _buckets_by_stage(program, plan, codec).items()}
     travelling = value_specs(partition, binder.dtypes, compiled.layouts[program.stage], mesh.coordinates)
-    return Executor(
+    make = Executor if pipeline is None else partial(AsynchronousExecutor, pipeline=pipeline)
+    return make(
         program=program,
         runners={stage: runner for stage, (runner, _) in bound.items()},
         resharder=Resharder(program.rank, plan, partition, compiled.layouts, travelling, compiled.orders),
