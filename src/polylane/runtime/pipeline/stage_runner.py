@@ -6,7 +6,6 @@ backward pass starts at the outgoing values with the gradients that their consum
 
 from __future__ import annotations
 
-import itertools
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,13 +21,14 @@ from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Node
 from polylane.graph.partition import Partition
 from polylane.graph.precision import unwrap_settings
+from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.overlap import overlap_redistributions
 from polylane.placement.rewrite import rewrite
+from polylane.runtime.pipeline.generated_code import generate_code
+from polylane.runtime.pipeline.recompute import Recomputation
 from polylane.runtime.pipeline.sample_witness import WitnessedCall
 from polylane.sharding.layout import Layout
-
-_NUMBERS = itertools.count()
 
 OWN_PYTHON = ("leaf", "function")  # operators that run the user's own Python
 
@@ -122,6 +122,7 @@ class StageCode:
         file: file name under which the source is compiled.
         graph: the code as an fx graph, for interpreting it node by node.
         watch: watch over the calls of the user's own Python.
+        recomputation: drops tensors in a forward pass, and makes them again in the backward pass.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -132,6 +133,7 @@ class StageCode:
     file: str
     graph: fx.Graph
     watch: PythonCallWatch
+    recomputation: Recomputation
 
 
 class StageHooks:
@@ -149,9 +151,31 @@ class StageHooks:
         """Return the context manager for a backward pass."""
         return nullcontext()
 
+    def pack_saved(self, tensor: Tensor) -> Any:
+        """Return what autograd is to keep in place of a tensor that it saves in a forward pass."""
+        return tensor
 
-def extract_stage(partition: Partition, stage: int, device: torch.device, hooks: StageHooks) -> StageCode:
-    """Extract the part of the graph that a stage runs, for ``device``, and compile it with the gates of ``hooks``."""
+    def unpack_saved(self, kept: Any) -> Tensor:
+        """Return the tensor for which :meth:`pack_saved` returned this."""
+        found: Tensor = kept
+        return found
+
+
+def extract_stage(
+    partition: Partition,
+    stage: int,
+    device: torch.device,
+    hooks: StageHooks,
+    dropped: DroppedTensors = NOTHING_DROPPED,
+) -> StageCode:
+    """Extract the part of the graph that a stage runs, for ``device``, and compile it with the gates of ``hooks``.
+
+    Args:
+        partition, stage: the cuts into stages, and the stage's number.
+        device: the device of the worker's tensors.
+        hooks: insert their gates into the code.
+        dropped: what forward passes drop, to recompute it.
+    """
     chosen = {node.name: node for node in partition.nodes(stage)}
     outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
     graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -182,8 +206,9 @@ def extract_stage(partition: Partition, stage: int, device: torch.device, hooks:
             copied.target = WatchedCall(node.target, described, watch)
         by_name[node.meta["name"]] = copied
     graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
-    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, hooks)
-    return StageCode(run, tuple(roles), outputs, bool(loss), lines, file, graph, watch)
+    again = Recomputation(graph, dropped, hooks.pack_saved, hooks.unpack_saved, chosen)
+    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, hooks, again)
+    return StageCode(run, tuple(roles), outputs, bool(loss), lines, file, graph, watch, again)
 
 
 @dataclass(frozen=True)
@@ -197,6 +222,7 @@ class LocalStageCode:
         coordinates: this rank's index along each axis of the mesh.
         dtypes: results of operators whose dtype autocast changes, by name.
         hooks: insert their gates into the code.
+        dropped: what forward passes drop, to recompute it.
     """
 
     whole: StageCode
@@ -205,6 +231,7 @@ class LocalStageCode:
     coordinates: Mapping[str, int]
     dtypes: Mapping[str, torch.dtype]
     hooks: StageHooks
+    dropped: DroppedTensors = NOTHING_DROPPED
 
     def rewrite_for(self, samples: int) -> StageCode:
         """Rewrite the code for a part with that number of samples."""
@@ -222,8 +249,11 @@ class LocalStageCode:
         overlap_redistributions(graph)
         roles = tuple(n.meta["role"] for n in graph.nodes if n.op == "placeholder")
         nodes = {node.name: node for node in self.partition.graph.nodes}
-        run, lines, file = _compile_graph(graph, f"{samples} samples of {self.whole.file}", nodes, self.hooks)
-        return replace(self.whole, run=run, roles=roles, nodes_by_line=lines, file=file, graph=graph)
+        again = Recomputation(graph, self.dropped, self.hooks.pack_saved, self.hooks.unpack_saved, nodes)
+        run, lines, file = _compile_graph(graph, f"{samples} samples of {self.whole.file}", nodes, self.hooks, again)
+        return replace(
+            self.whole, run=run, roles=roles, nodes_by_line=lines, file=file, graph=graph, recomputation=again
+        )
 
 
 def _move_devices(value: Any, device: torch.device) -> Any:
@@ -238,32 +268,25 @@ def _move_devices(value: Any, device: torch.device) -> Any:
 
 
 def _compile_graph(
-    graph: fx.Graph, label: str, chosen: Mapping[str, Node], hooks: StageHooks
+    graph: fx.Graph, label: str, chosen: Mapping[str, Node], hooks: StageHooks, again: Recomputation
 ) -> tuple[Callable[..., Any], dict[int, Node], str]:
     """Compile a graph's Python source under a unique file name, so that an error's line identifies the node."""
-    with hooks.insert_gates(graph):
-        code = graph.python_code("self")
-    file = f"<{label} ({next(_NUMBERS)})>"
-    scope: dict[str, Any] = dict(code.globals)
-    exec(compile(code.src, file, "exec"), scope)
-    forward = scope["forward"]
-    # fx writes one assignment for each call, "name = ...": its line in a traceback identifies the node.
-    starts = {f"{n.name} = ": n for n in graph.nodes if n.op == "call_function"}
-    lines = {}
-    for number, text in enumerate(code.src.splitlines(), start=1):
-        node = starts.get(text.strip().partition(" = ")[0] + " = ")
-        if node is not None:
-            lines[number] = chosen[node.meta["name"]]
-    return lambda *args: forward(None, *args), lines, file
+    with hooks.insert_gates(graph), again.watching_calls():
+        code = generate_code(graph, label)
+        # A gate is none of the graph's own nodes.
+        lines = {line: chosen[n.meta["name"]] for line, n in code.nodes_by_line.items() if "name" in n.meta}
+    return code.run, lines, code.file
 
 
 def find_failing_node(runner: StageRunner, error: BaseException) -> Node | None:
     """Return the node that was running, forward or backward, when an error was raised; None if none of this stage."""
-    codes = {code.file: code for code in (runner.code, *runner.codes.values())}
+    lines: dict[str, Mapping[int, Node]] = {}
+    for code in (runner.code, *runner.codes.values()):
+        lines |= {code.file: code.nodes_by_line, **code.recomputation.nodes_by_line}
     for frame in traceback.extract_tb(error.__traceback__):
-        code = codes.get(frame.filename)
-        if code is not None and frame.lineno in code.nodes_by_line:
-            return code.nodes_by_line[frame.lineno]
+        node = lines.get(frame.filename, {}).get(frame.lineno or 0)
+        if node is not None:
+            return node
     return runner.code.watch.current_node
 
 
@@ -329,14 +352,18 @@ class StageRunner:
             name: value.requires_grad_() if name in self.differentiable_inputs and torch.is_grad_enabled() else value
             for name, value in values.items()
         }
-        context = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
-        with context, self.hooks.forward():
+        again = self.code_for(part.samples).recomputation
+        with self.precision_context(), self.hooks.forward(), again.recording(self.precision_context):
             result = self.run_code(inputs, leaves, part)
         count = len(self.code.outputs)
         live = LiveMicrobatch(inputs, dict(zip(self.code.outputs, result[:count], strict=True)), tuple(result[count:]))
         if torch.is_grad_enabled():
             self.live_microbatches[microbatch] = live
         return live
+
+    def precision_context(self) -> AbstractContextManager[Any]:
+        """Return the context manager in which the stage's operators run: autocast, or nothing."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
 
     def run_code(self, inputs: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice) -> tuple[Any, ...]:
         """Run the stage's code on one microbatch; return the outgoing values, then the parts of the loss."""
