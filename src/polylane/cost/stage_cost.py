@@ -16,7 +16,7 @@ from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.cost.operators.training_options import Recompute
-from polylane.graph.cut_points import crossing_bytes, narrow_positions
+from polylane.graph.cut_points import block_positions, crossing_bytes
 from polylane.graph.graph import Graph
 from polylane.placement.operator_view import OperatorView
 from polylane.placement.rewrite import AxisSplit
@@ -199,7 +199,7 @@ class StageCosts:
     @cached_property
     def block_positions(self) -> tuple[int, ...]:
         """Boundaries of the blocks that are recomputed or gathered as one, both ends included."""
-        return (0, *narrow_positions(self.graph, most=1 << 30), len(self.graph.nodes))
+        return block_positions(self.graph)
 
     def block_input_bytes(self, mesh: Degrees) -> Array:
         """Return running sums over the nodes: bytes per sample that enter blocks beginning before each position."""

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from polylane.errors import PolylaneError
 from polylane.plan.pinned_placements import check_axes, read_pattern
+from polylane.plan.recompute import NONE, Recompute
 from polylane.plan.spec import Degrees, Spec, check_workers, format_degrees
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
@@ -55,6 +56,7 @@ class Stage(StrictMapping):
         mesh: number of ranks along each axis; 1 for an axis that is left out.
         placements: by name of a parameter or node, its placement along an axis ("replicate", "shard(1)", "partial");
             placements of all other tensors are chosen.
+        recompute: what the stage recomputes; default: what the plan says for all stages.
     """
 
     nodes: Annotated[tuple[str, ...], pydantic.AfterValidator(_in_pairs)]
@@ -63,6 +65,7 @@ class Stage(StrictMapping):
     placements: dict[
         str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
     ] = pydantic.Field(default={})
+    recompute: Recompute | None = None
 
     @property
     def pieces(self) -> tuple[tuple[str, str], ...]:
@@ -86,6 +89,8 @@ class Plan(StrictMapping):
         microbatches: number of microbatches of a step.
         sync: how replicas synchronize gradients or weights.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
+        recompute: what backward passes recompute: "none", "selective" (attention), "full" (all but the inputs of
+            blocks), or "budget:200MB" (as little as keeps a microbatch within it).
         slow: by rank, how it is made a straggler, to see the effect on the others.
         per_sample: modules that run the user's own Python and, by the user's word, treat each sample by itself; "model"
             is all of it.
@@ -98,6 +103,7 @@ class Plan(StrictMapping):
     microbatches: Count = 1
     sync: SyncOptions = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
+    recompute: Recompute = NONE
     slow: Slowness = pydantic.Field(default={})
     per_sample: tuple[str, ...] = ()
     _file: str = pydantic.PrivateAttr("")
@@ -183,6 +189,10 @@ class Plan(StrictMapping):
         """Whether stages have different numbers of replicas, so that batches are resplit between them."""
         return len({degrees.data for degrees in self.meshes}) > 1
 
+    def recompute_of(self, stage: int) -> str:
+        """Return what a stage recomputes: what it says itself, or else the plan."""
+        return self.stages[stage].recompute or self.recompute
+
     def have_same_mesh(self, a: int, b: int) -> bool:
         """Return whether two stages have the same mesh: each rank of the one then has a counterpart on the other."""
         return tuple(self.degrees(a)) == tuple(self.degrees(b))
@@ -266,6 +276,7 @@ class Plan(StrictMapping):
         """The plan in one line, as :func:`.spec.parse` reads it; bounds and placements of the stages are left out."""
         words = [*format_degrees(self.meshes), f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
         words += [] if self.precision == "float32" else [f"precision={self.precision}"]
+        words += [] if self.recompute == NONE else [f"recompute={self.recompute}"]
         words += [*self.sync.to_words(), *straggler_words(self.slow)]
         words += [f"per_sample={'+'.join(self.per_sample)}"] if self.per_sample else []
         return ",".join(words)
@@ -284,11 +295,15 @@ def dump(plan: Plan) -> str:
     data = plan.model_dump(mode="json", exclude={"slow"} | ({"graph"} if plan.graph is None else set()))
     if not plan.per_sample:
         del data["per_sample"]
+    if plan.recompute == NONE:
+        del data["recompute"]
     if plan.slow:
         data["slow"] = {rank: slow.model_dump() for rank, slow in plan.slow.items()}
     for stage in data["stages"]:
         if not stage["placements"]:
             del stage["placements"]
+        if stage["recompute"] is None:
+            del stage["recompute"]
     said = plan.sync.model_dump(mode="json", exclude_defaults=True)
     data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.has_servers else {"every": plan.sync.every}), **said}
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from polylane.errors import PolylaneError
 from polylane.plan import straggler as stragglers
 from polylane.plan import sync as syncs
+from polylane.plan.recompute import MODES, NONE, WANTED, budget_bytes
 from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.schedule.schedules import SCHEDULES
@@ -20,7 +21,7 @@ AUTO = "auto"
 PRECISIONS = ("float32", "bfloat16")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches")
-_KEYS = (*_COUNTS, "schedule", "precision", *syncs.KEYS, "slow", "per_sample")
+_KEYS = (*_COUNTS, "schedule", "precision", "recompute", *syncs.KEYS, "slow", "per_sample")
 
 # Most workers that a plan may have, and most microbatches: ten times the largest machines.
 MOST = 2**20
@@ -67,6 +68,7 @@ class Spec:
         slow: pairs (rank, straggler) of ranks that are slowed down.
         per_sample: paths of modules that run the user's own Python and, by the user's word, treat each sample by
             itself; "model" for all of it.
+        recompute: what backward passes recompute instead of saving it, as in a :class:`polylane.plan.plan.Plan`.
 
     Raises:
         PolylaneError: degrees are given beside stages that have others, or there are too many workers.
@@ -83,6 +85,7 @@ class Spec:
     sync: SyncOptions = SUM
     slow: tuple[tuple[int, Straggler], ...] = ()
     per_sample: tuple[str, ...] = ()
+    recompute: str = NONE
 
     def __post_init__(self) -> None:
         if self.stages:
@@ -179,6 +182,9 @@ def _parse_line(text: str) -> Spec:
         raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(SCHEDULES)}")
     if precision not in PRECISIONS:
         raise PolylaneError(f"precision={_shorten(precision)} is not known, known are {', '.join(PRECISIONS)}")
+    recompute = given.get("recompute", NONE)
+    if recompute not in MODES and budget_bytes(recompute) is None:
+        raise PolylaneError(f"recompute={_shorten(recompute)} {WANTED}")
     counts = {key: _parse_count(key, given[key]) for key in _COUNTS if key in given}
     microbatches = counts.pop("microbatches", None)
     sync = syncs.parse_sync({key: given[key] for key in syncs.KEYS if key in given})
@@ -194,6 +200,7 @@ def _parse_line(text: str) -> Spec:
         sync=sync,
         slow=slow,
         per_sample=per_sample,
+        recompute=recompute,
     )
 
 

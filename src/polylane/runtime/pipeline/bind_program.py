@@ -8,8 +8,10 @@ import torch
 
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.graph.precision import dtypes_under_autocast
+from polylane.graph.repeatable import NOTHING_DROPPED
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, without_replica_sync
 from polylane.program.program import Program
@@ -24,6 +26,7 @@ from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
+from polylane.schedule.action import ActionKind
 
 
 def lower_programs(
@@ -93,14 +96,17 @@ def bind_program(
     if shards.flat_buffers:
         cut = build_sharded_program(program, plan, shards, held, optional, transport, mesh.waits)
     hooks = StageHooks() if cut is None else cut
-    code, layout = extract_stage(partition, stage, tensors.device, hooks), compiled.layouts[stage]
+    trains = any(action.kind is ActionKind.BACKWARD for action in program.actions)
+    dropped = find_dropped_tensors(partition, plan)[stage] if trains else NOTHING_DROPPED
+    code, layout = extract_stage(partition, stage, tensors.device, hooks, dropped), compiled.layouts[stage]
+    local = LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks, dropped) if layout else None
     runner = StageRunner(
         code=code,
         tensors=_bind_tensors(program, tensors, mesh, shards, counts),
         differentiable_inputs=frozenset(c.value for c in program.receives if c.requires_grad),
         device=tensors.device,
         autocast=autocast,
-        local_code=None if layout is None else LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks),
+        local_code=local,
         hooks=hooks,
     )
     travelling = value_specs(partition, dtypes, layout, mesh.coordinates)

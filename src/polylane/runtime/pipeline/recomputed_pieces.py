@@ -71,9 +71,7 @@ def cut_pieces(graph: fx.Graph, dropped: Set[str], values: Set[str], inner: Set[
     return tuple(_cut_piece(graph, frozenset(names), dropped, values, inner) for names in groups)
 
 
-def _cut_piece(
-    graph: fx.Graph, names: frozenset[str], dropped: Set[str], values: Set[str], inner: Set[str]
-) -> Piece:
+def _cut_piece(graph: fx.Graph, names: frozenset[str], dropped: Set[str], values: Set[str], inner: Set[str]) -> Piece:
     body = [node for node in graph.nodes if node.name in names]
     made = {node for node in body if node.name in dropped}
     piece, found = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -151,8 +149,10 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return [map_tensors(function, v) for v in value] if isinstance(value, list) else tuple(
-            map_tensors(function, v) for v in value
+        return (
+            [map_tensors(function, v) for v in value]
+            if isinstance(value, list)
+            else tuple(map_tensors(function, v) for v in value)
         )
     return {key: map_tensors(function, v) for key, v in value.items()} if isinstance(value, dict) else value
 
