@@ -7,7 +7,8 @@ the nodes that touch each piece of memory: a few sums over arrays, exact for any
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -15,8 +16,10 @@ import numpy as np
 from polylane.cost.memory import intervals
 from polylane.cost.memory.intervals import Floats, Intervals, Ints, Range
 from polylane.cost.memory.operator_trial import TensorForm
+from polylane.cost.memory.recompute_choice import RepeatedPiece
 from polylane.cost.memory.saved_tensors import Key, SavedByOperator, SavedTensors
 from polylane.graph.graph import Graph
+from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 
 
 @dataclass(frozen=True)
@@ -62,13 +65,19 @@ class LiveRanges:
     Args:
         graph: the graph whose passes run.
         keeping: tensors that operators save on one rank, at the samples of its setting.
-        again: groups of nodes that are recomputed in the backward pass, so that nothing that they make is saved unless
-            a node outside reads it (see :func:`polylane.cost.memory.attention_cores.find_attention_cores`).
+        dropped: what forward passes drop, to be recomputed in the backward passes.
+        again: the pieces of the graph that run again for it (:meth:`.recompute_choice.SavedValues.pieces`).
     """
 
-    def __init__(self, graph: Graph, keeping: SavedTensors, again: Sequence[Collection[str]] = ()) -> None:
-        self._graph, self._keeping = graph, keeping
-        self._again = {name: number for number, names in enumerate(again) for name in names}
+    def __init__(
+        self,
+        graph: Graph,
+        keeping: SavedTensors,
+        dropped: DroppedTensors = NOTHING_DROPPED,
+        again: Sequence[RepeatedPiece] = (),
+    ) -> None:
+        self._graph, self._keeping, self._dropped = graph, keeping, dropped
+        self._again = again
         # Pieces of memory are numbered; the lists below have one entry for each.
         self._pieces: dict[Key, int] = {}
         self._sizes: list[int] = []
@@ -108,7 +117,11 @@ class LiveRanges:
         held = intervals.alive_bytes(
             saved[stays], np.full(int(stays.sum()), count - 1), size[stays], count
         ) + np.cumsum(keeps)
-        held += self._live_gradient_bytes(pieces, local, count) + intervals.slice_ranges(self._backward, pieces)
+        found, workspace = self._recomputed_bytes(pieces, ids[~own | leaves], count)
+        gradients, made = self._live_gradient_bytes(pieces, local, count)
+        # Where a piece runs again, that comes before the node's own backward pass and the gradients that it makes.
+        work = intervals.slice_ranges(self._backward, pieces)
+        held += found + gradients + np.maximum(work, workspace - made)
         asked = float(size[leaves & self._flowing[ids]].sum())
         finished = self._finished_gradient_bytes(pieces, count)
         # Values of the stage's boundary and their received gradients stay for all of the backward pass.
@@ -125,8 +138,34 @@ class LiveRanges:
             batch_bytes=self._batch_bytes,
         )
 
-    def _live_gradient_bytes(self, pieces: Sequence[Range], local: Ints, count: int) -> Floats:
-        """Return the bytes of gradients made in the stage that are alive at every node of its backward pass."""
+    def _recomputed_bytes(self, pieces: Sequence[Range], elsewhere: Ints, count: int) -> tuple[Floats, Floats]:
+        """Return the bytes of recomputed tensors at every node of a backward pass, and those of making them.
+
+        A piece runs again when the pass comes to the last node that saves something of it; what it makes is freed
+        after the first node that saves it.
+
+        Args:
+            pieces: the stage's ranges of nodes.
+            elsewhere: memory that is kept all the time, because it crosses between stages.
+            count: number of the stage's nodes.
+        """
+        workspace: Floats = np.zeros(count)
+        touched, at = self._asked.in_ranges(pieces)
+        if not len(touched):
+            return workspace, workspace
+        size = self._bytes.copy()
+        size[elsewhere] = 0.0
+        begins = np.full(len(self._again), -1, dtype=np.int64)
+        np.maximum.at(begins, self._piece_of[touched], at)
+        first, last = intervals.first_and_last(touched, at, len(self._bytes))
+        made = np.flatnonzero(last >= 0)
+        found = intervals.alive_bytes(first[made], begins[self._piece_of[made]], size[made], count)
+        runs = begins >= 0
+        np.maximum.at(workspace, begins[runs], self._workspace[runs])
+        return found, workspace
+
+    def _live_gradient_bytes(self, pieces: Sequence[Range], local: Ints, count: int) -> tuple[Floats, Floats]:
+        """Return the bytes of the stage's gradients alive at every node of its backward pass, and those made there."""
         touched, at = self._gradients.in_ranges(pieces)
         first, last = intervals.first_and_last(touched, at, len(self._gradient_bytes))
         ids = np.flatnonzero(last >= 0)
@@ -135,7 +174,7 @@ class LiveRanges:
         begins = np.where(goes, 0, first[ids])
         # A gradient that comes from a later stage and is only read here counts as received, not as made here.
         size = np.where((local[highest] < 0) & (first[ids] == last[ids]), 0.0, self._gradient_bytes[ids])
-        return intervals.alive_bytes(begins, last[ids], size, count)
+        return intervals.alive_bytes(begins, last[ids], size, count), np.bincount(last[ids], size, count)
 
     def _finished_gradient_bytes(self, pieces: Sequence[Range], count: int) -> Floats:
         """Return the bytes of parameter gradients that exist before the backward pass of every node."""
@@ -153,37 +192,42 @@ class LiveRanges:
         self._own: Floats = np.zeros(len(nodes))
         self._forward: Floats = np.zeros(len(nodes))
         self._backward: Floats = np.zeros(len(nodes))
-        # By recomputed group: its pieces that are not saved, with the first node that would have saved each; and its
-        # nodes with the bytes of their own saved memory.
-        dropped, lost = dict[int, dict[int, int]](), dict[int, list[tuple[int, int]]]()
+        again, asked = {name: number for number, each in enumerate(self._again) for name in each.names}, [
+            list[int]() for _ in nodes
+        ]
+        groups: dict[int, int] = {}  # dropped memory -> number of the piece that makes it again
         for each in saved:
-            i, group = each.at, self._again.get(nodes[each.at].name)
+            i, name = each.at, nodes[each.at].name
             given = [
                 self._output_piece(key, i, nodes[i].recomputable)
                 for key in each.output_keys
                 if key in self._keeping.forms
             ]
-            read = [self._memory_piece(key) for key in each.input_keys]
-            values[i] += [p for p in (*read, *given) if p is not None]
-            keeps = [p for p in map(self._memory_piece, each.keys) if p is not None]
-            if group is None:
+            values[i] += [p for p in (*map(self._memory_piece, each.input_keys), *given) if p is not None]
+            if name not in self._dropped.inner:
                 self._own[i] += each.own_bytes
-                kept[i] += keeps
-            else:  # a recomputed group saves only its inputs
-                keeps += [p for p in read if p is not None and self._recompute_group(p) != group]
-                kept[i] += [p for p in keeps if self._recompute_group(p) != group]
-                for piece in keeps:
-                    if self._recompute_group(piece) == group:
-                        dropped.setdefault(group, {}).setdefault(piece, i)
-                lost.setdefault(group, []).append((i, each.own_bytes))
+            elif each.own_bytes:  # memory of its own, which is made again
+                own = self._add_memory(each.own_bytes, i)
+                asked[i].append(own)
+                groups[own] = again[name]
+            for piece in (p for p in map(self._memory_piece, each.keys) if p is not None):
+                maker = nodes[self._made[piece]].name
+                if maker in self._dropped.values:
+                    asked[i].append(piece)
+                    groups[piece] = again[maker]
+                else:
+                    kept[i].append(piece)
             made = sum(spec[1] for spec in each.trial.gradient_origins if spec is not None and spec[0] == "new")
-            self._forward[i] = max(self._forward[i], each.trial.forward_peak)
+            own_peak = each.trial.dropping_peak if name in self._dropped.inner else each.trial.forward_peak
+            self._forward[i] = max(self._forward[i], own_peak)
             self._backward[i] = max(self._backward[i], each.trial.backward - made)
-        for i, node in enumerate(nodes):
-            again = self._again.get(node.name)
-            if again is not None:  # recomputation restores all of it at the start
-                self._backward[i] += sum(own for at, own in lost.get(again, ()) if at <= i)
-                self._backward[i] += sum(self._sizes[p] for p, at in dropped.get(again, {}).items() if at <= i)
+        for each_piece, begin in zip(self._again, self._last_asked(groups, asked), strict=True):
+            # What a piece reads is kept until it runs again.
+            kept[begin] += [p for p in map(self._memory_piece, each_piece.read) if p is not None]
+        self._asked, self._workspace = Intervals.from_nodes(asked), self._find_workspace(groups)
+        self._piece_of: Ints = np.full(len(self._sizes), -1, dtype=np.int64)
+        for memory, number in groups.items():
+            self._piece_of[memory] = number
         self._values, self._kept = Intervals.from_nodes(values), Intervals.from_nodes(kept)
         self._bytes: Floats = np.array(self._sizes, dtype=np.float64)
         self._maker: Ints = np.array(self._made, dtype=np.int64)
@@ -194,9 +238,52 @@ class LiveRanges:
         forms = self._keeping.forms
         self._batch_bytes = float(sum(form.bytes for key, form in forms.items() if key[0].startswith("input:")))
 
-    def _recompute_group(self, piece: int) -> int | None:
-        """Return the recomputed group of the node that makes a piece; None if it is in none."""
-        return self._again.get(self._graph.nodes[self._made[piece]].name)
+    def _last_asked(self, groups: Mapping[int, int], asked: Sequence[Sequence[int]]) -> list[int]:
+        """Return for every piece that runs again the last node that saves something of it."""
+        found = [0] * len(self._again)
+        for position, memory in enumerate(asked):
+            for each in memory:
+                found[groups[each]] = position
+        return found
+
+    def _find_workspace(self, groups: Mapping[int, int]) -> Floats:
+        """Return for every piece the bytes alive at most while it runs again, beyond all that it makes for autograd."""
+        found: Floats = np.zeros(len(self._again))
+        nodes, makes = self._graph.nodes, defaultdict[int, list[int]](list)
+        operators = defaultdict[int, list[SavedByOperator]](list)
+        for memory, position in enumerate(self._made):
+            makes[position].append(memory)
+        for each in self._keeping.nodes.values():
+            operators[each.at].append(each)
+        for number, piece in enumerate(self._again):
+            order = sorted(self._graph.positions[name] for name in piece.names)
+            last = {
+                memory: i
+                for i in order
+                for each in operators[i]
+                for key in (*each.output_keys, *each.input_keys)
+                if key in self._keeping.storage_of and (memory := self._memory_piece(key)) is not None
+            }
+            alive = saved = 0.0
+            for i in order:
+                alive += sum(self._sizes[p] for p in makes[i] if p not in groups)
+                saved += sum(self._sizes[p] for p in makes[i] if p in groups)
+                peak = max((each.trial.forward_peak for each in operators[i]), default=0)
+                found[number] = max(found[number], alive + saved + peak)
+                alive -= sum(
+                    self._sizes[p] for p, end in last.items() if end == i and p not in groups
+                    and nodes[self._made[p]].name in piece.names
+                )
+            found[number] = max(found[number] - saved, 0.0)
+        return found
+
+    def _add_memory(self, size: int, position: int, flows: bool = False, free: bool = False) -> int:
+        """Number a piece of memory that the node at a position makes."""
+        self._sizes.append(size)
+        self._made.append(position)
+        self._flows.append(flows)
+        self._free.append(free)
+        return len(self._sizes) - 1
 
     def _memory_piece(self, key: Key) -> int | None:
         """Return the piece of memory of a tensor; None for parameters and inputs, which count elsewhere."""
@@ -205,11 +292,8 @@ class LiveRanges:
     def _output_piece(self, key: Key, position: int, free: bool) -> int | None:
         """Return the piece of an operator's output: a new one, unless the output is a view of another tensor."""
         if self._keeping.storage_of[key] == key:
-            self._pieces[key] = len(self._sizes)
-            self._sizes.append(self._keeping.storage_bytes[key])
-            self._made.append(position)
-            self._flows.append(self._keeping.forms[key].gradient)
-            self._free.append(free)
+            size, flows = self._keeping.storage_bytes[key], self._keeping.forms[key].gradient
+            self._pieces[key] = self._add_memory(size, position, flows, free)
         return self._memory_piece(key)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------

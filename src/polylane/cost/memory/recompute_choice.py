@@ -24,7 +24,7 @@ from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors, repeatabl
 
 
 @dataclass(frozen=True)
-class Piece:
+class RepeatedPiece:
     """Nodes that run again together, because each reads what another one makes.
 
     Attributes:
@@ -126,7 +126,7 @@ class SavedValues:
                 values.update(self.views[key])
         return DroppedTensors(frozenset(values), inner | values)
 
-    def pieces(self, dropped: DroppedTensors, where: Collection[str] | None = None) -> list[Piece]:
+    def pieces(self, dropped: DroppedTensors, where: Collection[str] | None = None) -> list[RepeatedPiece]:
         """Return the pieces that run again, in the order of the graph.
 
         Args:
@@ -149,12 +149,12 @@ class SavedValues:
         groups = sorted(nx.connected_components(wired), key=lambda names: min(positions[name] for name in names))
         return [self._piece(frozenset(names), dropped, saved) for names in groups]
 
-    def _piece(self, names: frozenset[str], dropped: DroppedTensors, saved: Collection[Key]) -> Piece:
+    def _piece(self, names: frozenset[str], dropped: DroppedTensors, saved: Collection[Key]) -> RepeatedPiece:
         made = {key for key in saved if self.makers.get(key) in names & dropped.values}
         inputs = {each for name in names for each in self.graph.nodes[self.graph.positions[name]].inputs}
         read = {key for each in inputs - dropped.values for key in self.values_of.get(each, ())}
         own = sum(self.own[name] for name in names & dropped.inner)
-        return Piece(names, frozenset(made), own, frozenset(key for key in read if key in self.makers))
+        return RepeatedPiece(names, frozenset(made), own, frozenset(key for key in read if key in self.makers))
 
     def on_stage(self, dropped: DroppedTensors, nodes: Collection[str], leaving: Collection[str]) -> DroppedTensors:
         """Return what a stage drops: not what leaves it, and no piece for which more must be kept than it drops.
