@@ -21,8 +21,12 @@ def find_dropped_tensors(partition: Partition, plan: Plan) -> tuple[DroppedTenso
         plan: the plan, with its ``recompute`` for all stages or each.
     """
     modes = [plan.recompute_of(stage) for stage in range(partition.stages)]
-    if all(mode == NONE for mode in modes):
+    if all(mode == NONE for mode in modes) and not partition.graph.checkpoints:
         return (NOTHING_DROPPED,) * partition.stages
-    setting = BackendSetting(partition.graph.samples, autocast=torch.bfloat16 if plan.precision == "bfloat16" else None)
     # Replicas sum the statistics of batch normalization in its forward pass, which then cannot run a second time.
-    return dropped_on_stages(partition, modes, trace_saved_tensors(partition.graph, setting), plan.data > 1)
+    setting = BackendSetting(
+        partition.graph.samples,
+        autocast=torch.bfloat16 if plan.precision == "bfloat16" else None,
+        sync_batch_norm=plan.data > 1,
+    )
+    return dropped_on_stages(partition, modes, trace_saved_tensors(partition.graph, setting))

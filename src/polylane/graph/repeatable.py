@@ -5,7 +5,6 @@ Only they can be recomputed in a backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,20 +27,15 @@ class DroppedTensors:
     """What a forward pass drops, to be recomputed in the backward pass, by the names of the graph's nodes.
 
     Attributes:
-        values: nodes whose results are dropped.
-        inner: nodes of which is dropped what they save besides inputs and results (masks, statistics); ``values`` are
-            among them.
+        values: nodes whose results are dropped: they run again, or are views of what such a node makes.
+        again: nodes that run again. What they save besides inputs and results (masks, statistics) is dropped as well.
     """
 
     values: frozenset[str] = frozenset()
-    inner: frozenset[str] = frozenset()
+    again: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.inner)
-
-    def among(self, names: Collection[str], leaving: Collection[str] = ()) -> DroppedTensors:
-        """Return what is dropped of some nodes, if the values of those that are ``leaving`` stay."""
-        return DroppedTensors(self.values.intersection(names).difference(leaving), self.inner.intersection(names))
+        return bool(self.again)
 
 
 NOTHING_DROPPED = DroppedTensors()

@@ -81,6 +81,7 @@ class LiveRanges:
         # Pieces of memory are numbered; the lists below have one entry for each.
         self._pieces: dict[Key, int] = {}
         self._sizes: list[int] = []
+        self._keys: dict[int, Key] = {}  # of pieces that hold results: the first tensor in each
         self._made: list[int] = []  # position of the node that makes the piece
         # Whether the tensor has a gradient; whether its node is recomputable in any stage (a size, a mask),
         # so that it never crosses a cut.
@@ -174,7 +175,8 @@ class LiveRanges:
         begins = np.where(goes, 0, first[ids])
         # A gradient that comes from a later stage and is only read here counts as received, not as made here.
         size = np.where((local[highest] < 0) & (first[ids] == last[ids]), 0.0, self._gradient_bytes[ids])
-        return intervals.alive_bytes(begins, last[ids], size, count), np.bincount(last[ids], size, count)
+        made: Floats = np.asarray(np.bincount(last[ids], size, count), dtype=np.float64)
+        return intervals.alive_bytes(begins, last[ids], size, count), made
 
     def _finished_gradient_bytes(self, pieces: Sequence[Range], count: int) -> Floats:
         """Return the bytes of parameter gradients that exist before the backward pass of every node."""
@@ -192,19 +194,21 @@ class LiveRanges:
         self._own: Floats = np.zeros(len(nodes))
         self._forward: Floats = np.zeros(len(nodes))
         self._backward: Floats = np.zeros(len(nodes))
-        again, asked = {name: number for number, each in enumerate(self._again) for name in each.names}, [
-            list[int]() for _ in nodes
-        ]
+        again, asked = (
+            {name: number for number, each in enumerate(self._again) for name in each.names},
+            [list[int]() for _ in nodes],
+        )
         groups: dict[int, int] = {}  # dropped memory -> number of the piece that makes it again
-        for each in saved:
+        for operator, each in self._keeping.nodes.items():
             i, name = each.at, nodes[each.at].name
+            repeats = name in self._dropped.again and operator in self._keeping.repeatable
             given = [
                 self._output_piece(key, i, nodes[i].recomputable)
                 for key in each.output_keys
                 if key in self._keeping.forms
             ]
             values[i] += [p for p in (*map(self._memory_piece, each.input_keys), *given) if p is not None]
-            if name not in self._dropped.inner:
+            if not repeats:
                 self._own[i] += each.own_bytes
             elif each.own_bytes:  # memory of its own, which is made again
                 own = self._add_memory(each.own_bytes, i)
@@ -212,14 +216,16 @@ class LiveRanges:
                 groups[own] = again[name]
             for piece in (p for p in map(self._memory_piece, each.keys) if p is not None):
                 maker = nodes[self._made[piece]].name
-                if maker in self._dropped.values:
+                if maker in self._dropped.values and self._keys[piece][0] in self._keeping.repeatable:
                     asked[i].append(piece)
                     groups[piece] = again[maker]
                 else:
                     kept[i].append(piece)
             made = sum(spec[1] for spec in each.trial.gradient_origins if spec is not None and spec[0] == "new")
-            own_peak = each.trial.dropping_peak if name in self._dropped.inner else each.trial.forward_peak
-            self._forward[i] = max(self._forward[i], own_peak)
+            work = each.trial.forward_peak
+            if repeats:  # where the result is kept, the rest is dropped after the operator
+                work = each.trial.dropping_peak if name in self._dropped.values else work + each.own_bytes
+            self._forward[i] = max(self._forward[i], work)
             self._backward[i] = max(self._backward[i], each.trial.backward - made)
         for each_piece, begin in zip(self._again, self._last_asked(groups, asked), strict=True):
             # What a piece reads is kept until it runs again.
@@ -257,13 +263,10 @@ class LiveRanges:
             operators[each.at].append(each)
         for number, piece in enumerate(self._again):
             order = sorted(self._graph.positions[name] for name in piece.names)
-            last = {
-                memory: i
-                for i in order
-                for each in operators[i]
-                for key in (*each.output_keys, *each.input_keys)
-                if key in self._keeping.storage_of and (memory := self._memory_piece(key)) is not None
-            }
+            last: dict[int, int] = {}
+            for i in order:
+                for each in operators[i]:
+                    last |= dict.fromkeys(self._touched_by(each), i)
             alive = saved = 0.0
             for i in order:
                 alive += sum(self._sizes[p] for p in makes[i] if p not in groups)
@@ -271,11 +274,17 @@ class LiveRanges:
                 peak = max((each.trial.forward_peak for each in operators[i]), default=0)
                 found[number] = max(found[number], alive + saved + peak)
                 alive -= sum(
-                    self._sizes[p] for p, end in last.items() if end == i and p not in groups
-                    and nodes[self._made[p]].name in piece.names
+                    self._sizes[p]
+                    for p, end in last.items()
+                    if end == i and p not in groups and nodes[self._made[p]].name in piece.names
                 )
             found[number] = max(found[number] - saved, 0.0)
         return found
+
+    def _touched_by(self, each: SavedByOperator) -> list[int]:
+        """Return the pieces of memory in which an operator's inputs and outputs lie."""
+        keys = (key for key in (*each.output_keys, *each.input_keys) if key in self._keeping.storage_of)
+        return [piece for piece in map(self._memory_piece, keys) if piece is not None]
 
     def _add_memory(self, size: int, position: int, flows: bool = False, free: bool = False) -> int:
         """Number a piece of memory that the node at a position makes."""
@@ -294,6 +303,7 @@ class LiveRanges:
         if self._keeping.storage_of[key] == key:
             size, flows = self._keeping.storage_bytes[key], self._keeping.forms[key].gradient
             self._pieces[key] = self._add_memory(size, position, flows, free)
+            self._keys[self._pieces[key]] = key
         return self._memory_piece(key)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from polylane.cost.memory.saved_tensors import Key, SavedTensors
 from polylane.graph.cut_points import block_positions
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
-from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors, repeatable_nodes
+from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,15 @@ class SavedValues:
     Args:
         graph: the captured graph.
         keeping: what its operators save, on one rank.
-        sums_statistics: whether batch normalization sums its statistics over replicas, and so cannot run again.
     """
 
-    def __init__(self, graph: Graph, keeping: SavedTensors, sums_statistics: bool = False) -> None:
+    def __init__(self, graph: Graph, keeping: SavedTensors) -> None:
         self.graph, self.keeping = graph, keeping
-        self.repeatable = frozenset(
-            node.meta["name"] for node in repeatable_nodes(graph.code.fx, sums_statistics) if _is_tensor(node)
-        )
         self.values_of = self._find_values()
-        self.own = defaultdict[str, float](float)
+        self.own = defaultdict[str, float](float)  # bytes that nodes save besides inputs and results
         self.savers = defaultdict[Key, list[int]](list)  # value -> positions of the nodes that save it
-        for saved in keeping.nodes.values():
-            self.own[graph.nodes[saved.at].name] += saved.own_bytes
+        for name, saved in keeping.nodes.items():
+            self.own[graph.nodes[saved.at].name] += saved.own_bytes if name in keeping.repeatable else 0
             for key in saved.keys:
                 self.savers[keeping.storage_of[key]].append(saved.at)
 
@@ -101,9 +97,12 @@ class SavedValues:
                 found |= dict.fromkeys(self.values_of.get(name, ()), position)
         return found
 
-    def is_droppable(self, key: Key) -> bool:
-        """Return whether a value can be dropped: all that lies in its memory can be computed again."""
-        return all(name in self.repeatable for name in self.views[key])
+    @cached_property
+    def fixed(self) -> set[Key]:
+        """The values of which some tensor cannot be computed again."""
+        keeping = self.keeping
+        fixed = [saved for name, saved in keeping.nodes.items() if name not in keeping.repeatable]
+        return {keeping.storage_of[key] for saved in fixed for key in saved.output_keys if key in keeping.forms}
 
     def bytes(self, keys: Iterable[Key]) -> float:
         """Return the bytes of some values."""
@@ -117,14 +116,16 @@ class SavedValues:
             staying: names of nodes whose values stay, and those that they view.
         """
         kept = {key for name in (*staying, *self.graph.outputs) for key in self.values_of.get(name, ())}
-        inner = self.repeatable.intersection(makers)
+        names, keeping = self.graph.nodes, self.keeping
+        able = {names[saved.at].name for name, saved in keeping.nodes.items() if name in keeping.repeatable}
+        again = frozenset(able.intersection(makers))
         values = set[str]()
         for key, maker in self.makers.items():
             # All results of a node are dropped, or none.
             own = [each for each in self.values_of[maker] if self.makers.get(each) == maker]
-            if maker in inner and all(each not in kept and self.is_droppable(each) for each in own):
+            if maker in again and all(each not in kept and each not in self.fixed for each in own):
                 values.update(self.views[key])
-        return DroppedTensors(frozenset(values), inner | values)
+        return DroppedTensors(frozenset(values), again)
 
     def pieces(self, dropped: DroppedTensors, where: Collection[str] | None = None) -> list[RepeatedPiece]:
         """Return the pieces that run again, in the order of the graph.
@@ -137,7 +138,7 @@ class SavedValues:
         positions = self.graph.positions
         saved = {key for key, at in self.savers.items() if any(self.graph.nodes[i].name in own for i in at)}
         again = {self.makers[key] for key in saved if self.makers.get(key) in dropped.values}
-        again |= {name for name in dropped.inner if self.own.get(name)}
+        again |= {name for name in dropped.again if self.own.get(name)}
         wired = nx.Graph()
         for node in reversed(self.graph.nodes):
             if node.name in again and node.name in own:
@@ -153,7 +154,7 @@ class SavedValues:
         made = {key for key in saved if self.makers.get(key) in names & dropped.values}
         inputs = {each for name in names for each in self.graph.nodes[self.graph.positions[name]].inputs}
         read = {key for each in inputs - dropped.values for key in self.values_of.get(each, ())}
-        own = sum(self.own[name] for name in names & dropped.inner)
+        own = sum(self.own[name] for name in names)
         return RepeatedPiece(names, frozenset(made), own, frozenset(key for key in read if key in self.makers))
 
     def on_stage(self, dropped: DroppedTensors, nodes: Collection[str], leaving: Collection[str]) -> DroppedTensors:
@@ -166,18 +167,18 @@ class SavedValues:
         """
         sent = {key for name in leaving for key in self.values_of.get(name, ())}
         staying = {name for key in sent for name in self.views[key]}
-        own = DroppedTensors((dropped.values & set(nodes)) - staying, dropped.inner & set(nodes))
+        own = DroppedTensors((dropped.values & set(nodes)) - staying, dropped.again & set(nodes))
         inside = {self.graph.positions[name] for name in nodes}
-        lost = set[str]()
+        again = set[str]()
         for piece in self.pieces(own, nodes):
             # Kept for the second run alone: not saved otherwise, nor held because it crosses between stages.
             more = {key for key in piece.read - sent if self.makers[key] in nodes}
             more = {key for key in more if inside.isdisjoint(self.savers.get(key, ()))}
-            if self.bytes(more) >= self.bytes(piece.dropped) + piece.own:
-                lost |= piece.names
-        # A view in the memory of a value that stays is kept with it.
-        stay = {name for key, maker in self.makers.items() if maker in lost for name in self.views[key]} | lost
-        return DroppedTensors(own.values - stay, own.inner - stay) if lost else own
+            if self.bytes(more) < self.bytes(piece.dropped) + piece.own:
+                again |= piece.names
+        # A view of a value that is kept is kept with it.
+        made = {name for key, maker in self.makers.items() if maker in again for name in self.views[key]}
+        return DroppedTensors(own.values & made, frozenset(again))
 
 
 def drop_in_blocks(values: SavedValues, bounds: Sequence[int]) -> DroppedTensors:
@@ -197,20 +198,12 @@ def drop_in_blocks(values: SavedValues, bounds: Sequence[int]) -> DroppedTensors
     return values.drop([node.name for node in values.graph.nodes], crossing)
 
 
-def drop_in_cores(values: SavedValues, cores: Sequence[Collection[str]]) -> DroppedTensors:
-    """Return what selective recomputation drops: all inside of attentions but their results.
-
-    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 5.
-
-    Args:
-        values: the values of the graph.
-        cores: names of the nodes of every attention.
-    """
-    return drop_regions(values, cores)
-
-
 def drop_regions(values: SavedValues, regions: Sequence[Collection[str]]) -> DroppedTensors:
-    """Return what is dropped inside of regions of nodes, each of which keeps what nodes outside of it read."""
+    """Return what is dropped inside of regions of nodes; what nodes outside of a region read of it is kept.
+
+    For attentions this is selective recomputation (Korthikanti et al., "Reducing Activation Recomputation in Large
+    Transformer Models", 2022, section 5).
+    """
     inside, leaving = set[str](), set[str]()
     for region in map(frozenset, regions):
         inside |= region
@@ -220,13 +213,8 @@ def drop_regions(values: SavedValues, regions: Sequence[Collection[str]]) -> Dro
     return values.drop(inside, leaving)
 
 
-def _is_tensor(node: fx.Node) -> bool:
-    val = node.meta.get("val")
-    return hasattr(val, "dtype") or isinstance(val, (list, tuple))
-
-
 def dropped_on_stages(
-    partition: Partition, recompute: Sequence[str], keeping: SavedTensors, sums_statistics: bool = False
+    partition: Partition, recompute: Sequence[str], keeping: SavedTensors
 ) -> tuple[DroppedTensors, ...]:
     """Return what the forward passes of every stage drop.
 
@@ -234,19 +222,39 @@ def dropped_on_stages(
         partition: the graph and its cuts into stages.
         recompute: of every stage, what it recomputes, as :func:`polylane.plan.recompute.check_recompute` returns it.
         keeping: what the graph's operators save at the samples of a microbatch.
-        sums_statistics: whether batch normalization sums its statistics over replicas.
     """
-    graph = partition.graph
-    values = SavedValues(graph, keeping, sums_statistics)
-    leaving = [{c.value for c in partition.crossings if c.producer == stage} for stage in range(partition.stages)]
-    return tuple(
-        values.on_stage(drop_by_mode(values, mode), {node.name for node in partition.nodes(stage)}, leaving[stage])
-        for stage, mode in enumerate(recompute)
-    )
+    values = SavedValues(partition.graph, keeping)
+    return tuple(drop_on_stage(values, partition, stage, mode) for stage, mode in enumerate(recompute))
+
+
+def drop_on_stage(values: SavedValues, partition: Partition, stage: int, mode: str) -> DroppedTensors:
+    """Return what the forward passes of one stage drop; arguments as of :func:`dropped_on_stages`."""
+    dropped = drop_by_mode(values, mode)
+    if not dropped:
+        return dropped
+    leaving = {crossing.value for crossing in partition.crossings if crossing.producer == stage}
+    return values.on_stage(dropped, {node.name for node in partition.nodes(stage)}, leaving)
 
 
 def drop_by_mode(values: SavedValues, mode: str) -> DroppedTensors:
-    """Return what is dropped of a whole graph: "none", "selective" or "full"."""
+    """Return what is dropped of a whole graph: "none", "selective" or "full".
+
+    Whatever the mode, the user's own calls of torch.utils.checkpoint are recomputed.
+    """
+    graph, found = values.graph, list[DroppedTensors]()
     if mode == "full":
-        return drop_in_blocks(values, block_positions(values.graph))
-    return drop_in_cores(values, find_attention_cores(values.graph)) if mode == "selective" else NOTHING_DROPPED
+        found.append(drop_in_blocks(values, block_positions(graph)))
+    if mode == "selective":
+        found.append(drop_regions(values, find_attention_cores(graph)))
+    if graph.checkpoints:
+        found.append(drop_regions(values, graph.checkpoints))
+    return union_of(found)
+
+
+def union_of(parts: Iterable[DroppedTensors]) -> DroppedTensors:
+    """Return what is dropped in any of the parts."""
+    values, again = set[str](), set[str]()
+    for part in parts:
+        values |= part.values
+        again |= part.again
+    return DroppedTensors(frozenset(values), frozenset(again)) if again else NOTHING_DROPPED

@@ -35,12 +35,12 @@ class _Origin(NamedTuple):
 
     Attributes:
         node: name of the fx node that made it.
-        index: number of the tensor among its results.
+        result: number of the tensor among its results.
         offset, dtype: of that result: elements from the beginning of its memory, and its dtype.
     """
 
     node: str
-    index: int
+    result: int
     offset: int
     dtype: torch.dtype
 
@@ -84,8 +84,8 @@ class Recomputation:
     ) -> None:
         self.graph, self.pack, self.unpack, self._nodes = graph, pack, unpack, nodes
         able = repeatable_nodes(graph) if dropped else set()
-        self.inner = {node for node in able if node.meta["name"] in dropped.inner}
-        self.values = {node for node in self.inner if node.meta["name"] in dropped.values}
+        self.again = {node for node in able if node.meta["name"] in dropped.again}
+        self.values = {node for node in able if node.meta["name"] in dropped.values}
         self.nodes_by_line: dict[str, dict[int, Node]] = {}  # of the generated code of pieces, by file
         self.record: MicrobatchRecord | None = None  # of the forward pass that is running
         self._pieces: dict[tuple[frozenset[str], frozenset[str]], tuple[Piece, ...]] = {}
@@ -93,7 +93,7 @@ class Recomputation:
     @contextmanager
     def watching_calls(self) -> Iterator[None]:
         """Context manager: in the graph's code that is generated inside, calls drop what they are to drop."""
-        changed = [n for n in self.graph.nodes if n in self.inner or any(i in self.values for i in n.all_input_nodes)]
+        changed = [n for n in self.graph.nodes if n in self.again or any(i in self.values for i in n.all_input_nodes)]
         changed = [node for node in changed if node.op == "call_function"]
         targets = [node.target for node in changed]
         for node in changed:
@@ -111,7 +111,7 @@ class Recomputation:
         Args:
             settings: returns the context manager of the pass's settings (autocast), for the second run.
         """
-        if not self.inner or not torch.is_grad_enabled():
+        if not self.again or not torch.is_grad_enabled():
             yield
             return
         self.record = record = MicrobatchRecord(self, settings)
@@ -152,7 +152,7 @@ class MicrobatchRecord:
         self._kept: dict[str, Any] = {}
         # By fx node: handles of its results and of what it saves besides; and which of its arguments had gradients.
         self._values: dict[str, list[weakref.ref[DroppedTensor]]] = {}
-        self._inner: dict[str, list[weakref.ref[DroppedTensor]]] = {}
+        self._inner: dict[str, list[weakref.ref[DroppedTensor] | None]] = {}
         self._flags: dict[str, tuple[bool, ...]] = {}
         self._pieces: tuple[Piece, ...] = ()
         self._inputs: dict[int, list[Any]] = {}
@@ -165,7 +165,7 @@ class MicrobatchRecord:
     def drop_value(self, origin: _Origin, tensor: Tensor) -> DroppedTensor:
         """Return a handle for a tensor in the memory of a dropped value."""
         offset = int(tensor.storage_offset()) - origin.offset
-        handle = DroppedTensor(self, origin.node, origin.index, (tensor.shape, tensor.stride(), offset))
+        handle = DroppedTensor(self, origin.node, origin.result, (tensor.shape, tensor.stride(), offset))
         self._values.setdefault(origin.node, []).append(weakref.ref(handle))
         return handle
 
@@ -182,10 +182,14 @@ class MicrobatchRecord:
         handles.append(weakref.ref(handle))
         return handle
 
+    def keep_inner(self, handle: DroppedTensor) -> None:
+        """Leave a handle its tensor, which is kept anyway: no second run is needed for it."""
+        self._inner[handle.node][handle.index] = None
+
     def finish(self) -> None:
         """End the forward pass: of the kept values only those stay that the second run reads."""
         alive = [
-            frozenset(name for name, refs in handles.items() if any(ref() is not None for ref in refs))
+            frozenset(name for name, refs in handles.items() if any(ref is not None and ref() for ref in refs))
             for handles in (self._values, self._inner)
         ]
         self._pieces = self.owner.pieces(*alive)
@@ -212,7 +216,7 @@ class MicrobatchRecord:
                     f"{name} saved {len(handles)} tensors of its own, and {len(tensors)} when it was recomputed"
                 )
             for ref, tensor in zip(handles, tensors, strict=True):
-                if (handle := ref()) is not None:
+                if ref is not None and (handle := ref()) is not None:
                     handle.tensor = tensor
         for name, value in results.items():
             made = list_tensors(value)
@@ -249,11 +253,12 @@ class _WatchedForward:
         self.target: Any = node.target
         self.name, self.owner = node.name, owner
         self.__name__ = str(getattr(node.target, "__name__", "call")).replace(".", "_")
-        self._drops_inner, self._drops_value = node in owner.inner, node in owner.values
+        self._runs_again = node in owner.again
+        self._drops_value = self._runs_again and node in owner.values
         self._reads = list(_find_reads(node))
         # What the second run reads and no second run makes.
         dropped = {each.name for each in owner.values}
-        self._keeps = [(name, path) for name, path in self._reads if name not in dropped] if self._drops_inner else []
+        self._keeps = [(name, path) for name, path in self._reads if name not in dropped] if self._runs_again else []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         record = self.owner.record
@@ -267,14 +272,19 @@ class _WatchedForward:
                 known[at] = known.get(at) or origins.get(at)
         for name, path in self._keeps:
             record.keep(name, _follow(path, args, kwargs))
-        flags = tuple(t.requires_grad for t in list_tensors((args, kwargs))) if self._drops_inner else ()
+        flags = tuple(t.requires_grad for t in list_tensors((args, kwargs))) if self._runs_again else ()
+        undecided = list[DroppedTensor]()
 
         def pack(tensor: Tensor) -> Any:
             if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
                 return self.owner.pack(tensor)  # strides alone do not describe it
             at = _storage(tensor)
-            if at not in known and self._drops_inner:
-                return record.drop_inner(self.name, flags)
+            if at not in known and self._runs_again:
+                handle = record.drop_inner(self.name, flags)
+                if not self._drops_value:  # it may be the result, which is kept
+                    handle.tensor = tensor
+                    undecided.append(handle)
+                return handle
             origin = known.get(at)
             if origin is None or origin.dtype != tensor.dtype:
                 return self.owner.pack(tensor)
@@ -282,6 +292,13 @@ class _WatchedForward:
 
         with saved_tensors_hooks(pack, self._unpack):
             result = self.target(*args, **kwargs)
+        results = {_storage(tensor) for tensor in list_tensors(result)} if undecided else set()
+        for handle in undecided:
+            assert handle.tensor is not None
+            if _storage(handle.tensor) in results:
+                record.keep_inner(handle)
+            else:
+                handle.tensor = None
         self._note_origins(record, result, known)
         return result
 

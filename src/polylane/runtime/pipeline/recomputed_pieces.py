@@ -76,8 +76,10 @@ def _cut_piece(graph: fx.Graph, names: frozenset[str], dropped: Set[str], values
     made = {node for node in body if node.name in dropped}
     piece, found = fx.Graph(), dict[fx.Node, fx.Node]()
     # Placeholders first, in the order in which the piece reads them; a node's kept result is an input, too.
-    for node in dict.fromkeys(each for node in body for each in node.all_input_nodes if each not in made):
-        found[node] = piece.placeholder(f"kept_{node.name}")
+    for node in body:
+        for each in node.all_input_nodes:
+            if each not in made and each not in found:
+                found[each] = piece.placeholder(f"kept_{each.name}")
     inputs, calls, results = tuple(node.name for node in found), list[_SavingCall](), dict[str, fx.Node]()
     for node in body:
         copied = piece.create_node(
