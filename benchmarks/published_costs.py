@@ -190,7 +190,7 @@ def elements(model: Decoder, tensor: int) -> tuple[float, float]:
 
 def predicted(row: Row) -> float:
     """Seconds of a step."""
-    if row.method.shard != "none":
+    if row.shard != "none":
         return _sharded(row)
     samples = row.batch // row.data
     if row.microbatch is not None:
@@ -229,7 +229,7 @@ def _sharded(row: Row) -> float:
     compute = sum(prices(row, row.microbatch).stages(row.model.layers, 1, found.device(0).turn))
     block, rest = elements(row.model, row.tensor)
     pieces = [block] * row.model.layers + [rest]
-    gathers = 2 if row.method.shard == "parameters" else 1
+    gathers = 2 if row.shard == "parameters" else 1
     traffic = ShardTrafficSeconds.of(found, [count * ITEM for count in pieces], range(row.gpus), gathers)
     rounds = math.ceil(row.batch / (row.gpus * row.microbatch))
     return sharded(compute, traffic, rounds) + _update(sum(pieces) / row.gpus, row, found.device(0))

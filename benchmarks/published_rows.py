@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.published_gpipe import Experiment, experiment
-from polylane.cost.operators.training_options import Recompute, Sharding, TrainingOptions
+from polylane.cost.operators.training_options import Recompute, TrainingOptions
+from polylane.cost.state_sharding import Sharding
 from polylane.errors import PolylaneError
 
 # Names of devices in the files, and presets.
@@ -58,6 +59,7 @@ class Row:
         products: the dtype of these.
         seconds: of a step, as measured.
         problem: what is equal for plans that compete; None: none do.
+        shard: what replicas share out (ZeRO).
     """
 
     kind: str
@@ -76,6 +78,7 @@ class Row:
     products: str
     seconds: float
     problem: Hashable
+    shard: Sharding = "none"
 
 
 @dataclass(frozen=True)
@@ -162,8 +165,8 @@ def fsdp_mpt(r: Record) -> Row:
             dtype="bfloat16",
             masters=r["master_weights"] != "bf16",
             recompute=named(RECOMPUTE, r, "recompute"),
-            shard=named(SHARDING, r, "sharding"),
         ),
+        shard=named(SHARDING, r, "sharding"),
         products=products,
         seconds=flops * batch / gpus / (figure(r, "model_tflops_per_gpu") * 1e12),
         problem=None,

@@ -15,6 +15,7 @@ from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import CostModel
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
+from polylane.plan.sync import SUM
 from polylane.planner import problem as setup
 from polylane.planner.stage_curves import CurveCache
 
@@ -89,5 +90,7 @@ def basis(graph: Graph, cluster: str, method: TrainingOptions | None = None) -> 
     return setup.build_cost_model(setup.CapturedProblem(graph, adam), parse(cluster), method or TrainingOptions())
 
 
-def estimates(graph: Graph, cluster: str, batch: int, method: TrainingOptions | None = None) -> CurveCache:
-    return CurveCache(basis(graph, cluster, method), batch)
+def estimates(
+    graph: Graph, cluster: str, batch: int, method: TrainingOptions | None = None, shard: str = "none"
+) -> CurveCache:
+    return CurveCache(basis(graph, cluster, method), batch, sync=SUM.changed(shard=shard))

@@ -19,20 +19,25 @@ from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
-from polylane.runtime.pipeline.stage_runner import StageHooks, StageRunner, extract_stage
+from polylane.runtime.pipeline.stage_code import StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_runner import StageRunner
 
 CPU = torch.device("cpu")
 
 
 def stage_runner(
-    model: nn.Module, graph: Graph, dropped: DroppedTensors = NOTHING_DROPPED, autocast: torch.dtype | None = None
+    model: nn.Module,
+    graph: Graph,
+    dropped: DroppedTensors = NOTHING_DROPPED,
+    autocast: torch.dtype | None = None,
+    in_halves: bool = False,
 ) -> StageRunner:
     """The whole model as one stage."""
     tensors = ModelTensors(model, [], CPU)
     table: dict[tuple[str, Any], Any] = {("parameter", n): p for n, p in tensors.parameters().items()}
     table |= {("buffer", n): b for n, b in tensors.buffers().items()}
     table |= {("constant", n): c for n, c in graph.code.constants.items()}
-    code = extract_stage(Partition(graph, ()), 0, CPU, StageHooks(), dropped)
+    code = extract_stage(Partition(graph, ()), 0, CPU, StageHooks(), in_halves, dropped)
     return StageRunner(code, table, frozenset(), CPU, autocast)
 
 
@@ -83,7 +88,11 @@ def run_passes(runner: StageRunner, model: nn.Module, batch: Any, samples: int, 
             seed = torch.ones((), dtype=live.loss[0].dtype)
             meter.ignore_tensors([seed])
             meter.peak_bytes = meter.current_bytes
-            runner.backward(i, {}, seed)
+            if runner.code.weight_groups:
+                runner.backward_input(i, {}, seed)
+                runner.backward_weight(i)
+            else:
+                runner.backward(i, {}, seed)
             backward = meter.peak_bytes - before
         losses.append(live.loss[0].detach().clone())
         del live

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -253,6 +254,37 @@ def test_version() -> None:
         ("lanes afab --stages 2 --microbatches 2 --forward fast", "--forward takes a number of ticks"),
         ("lanes afab --stages 2 --microbatches 2 --forward 1,2,3", "3 durations for 2 stages"),
         ("lanes afab --stages 2 --microbatches 2 --backward=-1", "at least 0 ticks"),
+        ("lanes afab --stages 2 --microbatches 2 --hop=-1", "hop must be a duration of at least 0 ticks, not -1"),
+        ("lanes afab --stages 2 --microbatches 2 --hop far", "--hop takes a number of ticks"),
+        (
+            "lanes zb-h1 --stages 2 --microbatches 2 --weight 3",
+            "weight half of stage 0 takes 3 ticks, its whole backward",
+        ),
+        ("lanes zb-v --stages 2 --chunks 3 --microbatches 2", "zb-v has exactly 2 chunks on a worker, not 3"),
+        (
+            "lanes 1f1b --stages 2 --chunks 2 --microbatches 2",
+            "1f1b has one stage on a worker, not 2 chunks: try interle",
+        ),
+        (
+            "lanes interleaved --stages 2 --chunks 0 --microbatches 2",
+            "Invalid value for '--chunks': must be at least 1",
+        ),
+        ("lanes pipedream-2bw --stages 4 --microbatches 2", "needs at least 3 microbatches in a batch for 4 stages"),
+        (
+            "lanes 1f1b --stages 4 --microbatches 2 --vertical-sync",
+            "vertical sync is an option of pipedream, not of 1f1b",
+        ),
+        (
+            "lanes pipedream --stages 4 --microbatches 2 --batches 3",
+            "several batches are drawn of pipedream-2bw, not of",
+        ),
+        ("lanes --stages 2 --microbatches 2", "name the schedule to draw, or give --compare for all of them"),
+        ("lanes afab --compare --stages 2 --microbatches 2", "name the schedule to draw, or give --compare for all of"),
+        (
+            "lanes --compare --stages 2 --microbatches 2 --svg a.svg",
+            "--svg is for one schedule: with --compare, --htm",
+        ),
+        ("lanes --compare --stages 2 --microbatches 2 --forward 1,2,3", "3 durations for 2 stages"),
         ("lanes afab --stages 2 --microbatches 2 --svg tiny.py/a.svg", "tiny.py/a.svg cannot be written"),
     ],
 )
@@ -376,6 +408,62 @@ def test_lanes_of_branches() -> None:
     assert told["stages"] == 4 and told["peak_live_microbatches"] == [3, 2, 2, 1] and told["busy"] == 4 * (3 * 3 + 6)
     shown = call("lanes", "afab", "--stages", str(file), "--microbatches", "2").stdout
     assert "stages: 0 stem, 1 near, 2 far, 3 head" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "busy", "area", "live"),
+    [
+        ("zb-h1 --stages 4 --microbatches 8", 96, 108, [4, 4, 4, 4]),
+        ("zb-h2 --stages 4 --microbatches 8", 96, 108, [7, 7, 7, 7]),
+        ("zb-v --stages 4 --microbatches 8", 192, 204, [4, 4, 4, 4]),
+        ("interleaved --stages 4 --microbatches 8", 192, 228, [5.5, 4.5, 3.5, 2.5]),
+        ("interleaved --stages 4 --chunks 1 --microbatches 8", 96, 132, [4, 3, 2, 1]),
+        ("afab --stages 4 --microbatches 8 --hop 1", 96, 156, [8, 8, 8, 8]),
+        ("1f1b --stages 4 --microbatches 8 --hop 1", 96, 196, [4, 3, 2, 1]),
+        ("zb-h1 --stages 4 --microbatches 8 --backward 3 --weight 1", 128, 152, [4, 4, 4, 4]),
+    ],
+)
+def test_lanes_of_every_schedule(line: str, busy: int, area: int, live: list[float]) -> None:
+    told = json.loads(call("lanes", *line.split(), "--json").stdout)
+    assert (told["busy"], told["area"], told["peak_live_microbatches"]) == (busy, area, live)
+
+
+def test_lanes_compared(tmp_path: Path) -> None:
+    page = tmp_path / "schedules.html"
+    line = ("lanes", "--compare", "--stages", "4", "--microbatches", "8")
+    told = json.loads(call(*line, "--json", "--html", page).stdout)
+    by_title = {each["title"]: each for each in told["schedules"]}
+    assert {title: each["makespan"] for title, each in by_title.items()} == {
+        "naive": 96,
+        "afab": 33,
+        "1f1b": 33,
+        "interleaved, 2 chunks": 28.5,
+        "zb-h1": 27,
+        "zb-h2": 27,
+        "zb-v, 2 chunks": 25.5,
+        "pipedream": 33,
+        "pipedream, vertical sync": 33,
+        "pipedream-2bw, 2 batches": 57,
+    }
+    assert [round(each["messages_over_1f1b"] * 3) for each in told["schedules"]] == [3, 3, 3, 7, 3, 3, 6, 3, 3, 3]
+    assert [max(each["peak_live_microbatches"]) for each in told["schedules"]] == [1, 8, 4, 5.5, 4, 7, 4, 4, 4, 4]
+    assert by_title["zb-h2"]["worker_utilization"] == [1] * 4 and told["left_out"] == {}
+    assert page.read_text().count("<svg") == 10 and "pipedream-2bw" in page.read_text()
+    shown = call(*line).stdout
+    assert re.search(r"zb-v, 2 chunks +25.5 +94.1 % +100.0 % +- +4 +1 +0 +2 x", shown)
+
+
+def test_what_is_left_out_of_a_comparison_is_said() -> None:
+    file = Path(__file__).parent.parent / "examples" / "lanes" / "branches.yaml"
+    told = json.loads(call("lanes", "--compare", "--stages", file, "--microbatches", "1", "--json").stdout)
+    assert set(told["left_out"]) == {"interleaved, 2 chunks", "zb-v, 2 chunks", "pipedream-2bw, 2 batches"}
+    assert "needs at least 2 microbatches" in told["left_out"]["pipedream-2bw, 2 batches"]
+
+
+def test_chunks_need_stages_that_they_divide() -> None:
+    file = Path(__file__).parent.parent / "examples" / "lanes" / "branches.yaml"
+    done = call("lanes", "interleaved", "--stages", file, "--chunks", "3", "--microbatches", "4")
+    assert done.exit_code == 2 and "4 stages cannot be dealt to workers in chunks of 3" in done.stderr
 
 
 def test_lanes_as_text() -> None:

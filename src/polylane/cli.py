@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from polylane import __version__, cli_planning
 from polylane import cli_options as options
 from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set, Workers
-from polylane.commands.requests import InspectRequest, TrainRequest, VerifyRequest
+from polylane.commands.requests import InspectRequest, LanesRequest, TrainRequest, VerifyRequest
 from polylane.errors import PolylaneError, WorkerFailed
 
 # None of the imports above imports torch, so that `polylane --help` does not wait for it. Each command imports its own
@@ -287,39 +287,58 @@ cli_planning.register(app)
 
 @app.command()
 def lanes(
-    schedule: Annotated[Literal["naive", "afab", "1f1b"], typer.Argument(help="Which schedule.", show_default=False)],
     stages: Annotated[
         str,
         typer.Option("--stages", metavar="K|FILE", help="A number of stages, or a YAML file of stages that branch."),
     ],
     microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", min=1, help="Microbatches in a batch.")],
-    forward: Annotated[
-        str, typer.Option("--forward", metavar="TICKS", help="Time of one forward; 1,2,1 for stages that differ.")
-    ] = "1",
-    backward: Annotated[str, typer.Option("--backward", metavar="TICKS", help="Time of one backward, likewise.")] = "2",
+    schedule: Annotated[options.ScheduleName | None, typer.Argument(help="Which schedule.", show_default=False)] = None,
+    compare: options.Compare = False,
+    chunks: options.Chunks = None,
+    batches: options.Batches = None,
+    vertical_sync: options.VerticalSync = False,
+    forward: options.ForwardTicks = "1",
+    backward: options.BackwardTicks = "2",
+    weight: options.WeightTicks = None,
+    hop: options.HopTicks = "0",
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG.")] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")] = None,
     json: Json = False,
 ) -> None:
     """Draw a schedule's swimlane from theory.
 
-    Shows which stage runs which microbatch when, the utilization (coloured over total area), the makespan in ticks, and
-    the most microbatches that each stage holds at once.
+    Shows which stage runs which microbatch when, the utilization (coloured over total area), the makespan in ticks, the
+    utilization of each worker from its first pass to its last one, and the most microbatches that it holds at once.
+
+    interleaved and zb-v cut each stage into chunks (a, b, ...); durations are then those of a chunk. zb-h1, zb-h2 and
+    zb-v run backward passes in two halves: input gradients, then weight gradients. pipedream (a batch is one
+    microbatch) and pipedream-2bw are drawn as runs with updates, but no plan runs them. --compare draws all schedules
+    of one model, whose stages keep their durations when they are cut into chunks.
 
     \b
     Examples:
       polylane lanes 1f1b --stages 4 --microbatches 8
+      polylane lanes zb-v --stages 4 --microbatches 8
+      polylane lanes interleaved --stages 4 --chunks 2 --microbatches 8 --hop 1
       polylane lanes 1f1b --stages examples/lanes/branches.yaml --microbatches 8
+      polylane lanes --compare --stages 4 --microbatches 8 --html schedules.html
     """
     from polylane.commands import lanes as command
 
-    command.run(
-        schedule,
+    request = LanesRequest(
+        schedule=schedule,
+        compare=compare,
         stages=stages,
+        chunks=chunks,
         microbatches=microbatches,
+        batches=batches,
+        vertical_sync=vertical_sync,
         forward=forward,
         backward=backward,
+        weight=weight,
+        hop=hop,
         svg=svg,
         html=html,
         json=json,
     )
+    command.run(request)

@@ -74,3 +74,26 @@ Warmup = Annotated[
     int, typer.Option("--warmup", metavar="S", min=0, help="Steps in which learning rates rise to their full value.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+ScheduleName = Literal["naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw"]
+Compare = Annotated[bool, typer.Option("--compare", help="All schedules side by side, in place of one.")]
+Chunks = Annotated[
+    int | None,
+    typer.Option(
+        "--chunks", metavar="V", min=1, help="Parts that each stage is cut into, all on its worker. Default: 2, or 1."
+    ),
+]
+Batches = Annotated[
+    int | None, typer.Option("--batches", metavar="T", min=1, help="Batches of a run of pipedream-2bw. Default: 2.")
+]
+VerticalSync = Annotated[
+    bool, typer.Option("--vertical-sync", help="The stages of pipedream use the same version of their weights.")
+]
+ForwardTicks = Annotated[
+    str, typer.Option("--forward", metavar="TICKS", help="Time of one forward; 1,2,1 for stages that differ.")
+]
+BackwardTicks = Annotated[str, typer.Option("--backward", metavar="TICKS", help="Time of one backward, likewise.")]
+WeightTicks = Annotated[
+    str | None,
+    typer.Option("--weight", metavar="TICKS", help="Of it, time of the weight gradients, likewise. Default: half."),
+]
+HopTicks = Annotated[str, typer.Option("--hop", metavar="TICKS", help="Time of a value between two workers.")]

@@ -36,9 +36,19 @@ _Recompute = Annotated[
     ),
 ]
 _Shard = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--shard", help="What is sharded over replicas: none, optimizer, gradients, parameters (ZeRO-1, -2, -3)."
+        "--shard",
+        help="The plan's key shard: what is sharded over replicas: none, optimizer, gradients, parameters (ZeRO-1, -2, "
+        "-3). Default: what the plan says, or the search finds.",
+    ),
+]
+_Every = Annotated[
+    int | None,
+    typer.Option(
+        "--every",
+        metavar="N",
+        help="The plan's key every: replicas average parameters every N steps; 1: gradients in each.",
     ),
 ]
 
@@ -101,9 +111,6 @@ _Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write 
 _Chunks = Annotated[
     int, typer.Option("--chunks", metavar="V", help="Virtual stages of every worker (interleaved 1F1B).")
 ]
-_Every = Annotated[
-    int, typer.Option("--every", metavar="N", help="Replicas average parameters every N steps; 1: gradients in each.")
-]
 
 
 def simulate(
@@ -114,7 +121,7 @@ def simulate(
     set_: Set = None,
     dtype: _DtypeOfPlan = None,
     recompute: _Recompute = "none",
-    shard: _Shard = "none",
+    shard: _Shard = None,
     overlap: _Overlap = True,
     slow: _Slow = None,
     html: _Html = None,
@@ -122,7 +129,7 @@ def simulate(
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Print the times by kind of operator.")] = False,
     profile: _Profile = False,
     chunks: _Chunks = 1,
-    every: _Every = 1,
+    every: _Every = None,
     json: Json = False,
 ) -> None:
     """Predict a step of a plan on a cluster that need not be there.
@@ -166,6 +173,12 @@ def plan(
     cluster: _Cluster,
     batch: Batch = 64,
     set_: Set = None,
+    plan: Annotated[
+        str | None,
+        typer.Option(
+            "--plan", metavar="KEYS", help="Keys that the plan must have, as in data=2,shard=parameters. Default: none."
+        ),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most. Default: all.")
     ] = None,
@@ -174,7 +187,8 @@ def plan(
     ] = None,
     dtype: _Dtype = "float32",
     recompute: _Recompute = "none",
-    shard: _Shard = "none",
+    shard: _Shard = None,
+    every: _Every = None,
     top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many plans to show.")] = 5,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best plan as a file.")
@@ -204,7 +218,9 @@ def plan(
         dtype=dtype,
         recompute=recompute,
         shard=shard,
+        every=every,
         profile=profile,
+        plan=plan,
         workers=workers,
         memory=memory,
         top=top,

@@ -14,6 +14,8 @@ from typer.testing import CliRunner, Result
 import commands_run
 import covering
 from polylane.cli import app
+from polylane.commands.requests import WorkersRequest
+from polylane.commands.user_inputs import choose_plan
 from polylane.plan.plan import load
 
 RECIPE = """
@@ -90,7 +92,7 @@ def test_chunks_of_a_stage_are_interleaved(recipe: Path) -> None:
         assert sum(row["nodes"] for row in each["breakdown"] if row["operator"] == "linear") == 16
     sent = [row["bytes"] for each in (plain, found) for row in each["bytes"] if row["traffic"] == "pipeline"]
     assert sent[0] < sent[1]
-    assert "2 chunks" in Path("lanes.html").read_text()
+    assert "chunks=2" in Path("lanes.html").read_text()
 
 
 def test_replicas_may_sum_parameters_every_so_many_steps(recipe: Path) -> None:
@@ -161,15 +163,23 @@ def test_plan_ranks_explains_and_writes(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shard", "dtype"), covering.pairs(["none", "optimizer", "gradients", "parameters"], ["float32", "bfloat16"])
+    ("option", "dtype"),
+    covering.pairs(
+        ["shard none", "shard optimizer", "shard gradients", "shard parameters", "every 8", "plan every=8,data=4"],
+        ["float32", "bfloat16"],
+    ),
 )
-def test_the_plan_that_is_written_is_the_one_that_was_priced(recipe: Path, shard: str, dtype: str) -> None:
+def test_the_plan_that_is_written_is_the_one_that_was_priced(recipe: Path, option: str, dtype: str) -> None:
+    """And the one that is trained: what options say are keys of the plan, in its file and in what train reads."""
     what = ["layers.py", "--cluster", "4:a100-80g", "--batch", "65536", "--set", "width=1024", "--json"]
-    planned = call("plan", *what, "--shard", shard, "--dtype", dtype, "-o", "plan.yaml")
+    planned = call("plan", *what, *f"--{option}".split(), "--dtype", dtype, "-o", "plan.yaml")
     assert planned.exit_code == 0, planned.output
     first, plan = json.loads(planned.stdout)["plans"][0], load("plan.yaml")
-    assert plan.data > 1 and plan.sync.shard == shard and plan.precision == dtype
+    key, value = option.split()[-1].split(",")[0].split("=") if "=" in option else option.split()
+    assert plan.data > 1 and str(getattr(plan.sync, key)) == value and plan.precision == dtype
     assert plan.spec == first["plan"]
+    trained = choose_plan(WorkersRequest(recipe="layers.py", batch=65536, plan="plan.yaml"))
+    assert (trained.sync, trained.precision, trained.meshes) == (plan.sync, plan.precision, plan.meshes)
     simulated = call("simulate", *what, "--plan", "plan.yaml")
     assert simulated.exit_code == 0, simulated.output
     found = json.loads(simulated.stdout)
@@ -274,11 +284,22 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --slow 7=0.5", "speeds.7: there is no such device"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --dtype int8", "dtype 'int8': choose one of"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --recompute some", "recompute 'some': choose one of"),
-        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --shard all", "shard 'all': choose one of"),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan data=2 --shard all",
+            "--shard 'all' must be none, opt",
+        ),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2,every=2 --every 4", "but the plan says every=2"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2,shard=gradients --shard none", "says shard=gradients"),
+        ("simulate layers.py --cluster 2:a100-80g --plan auto,data=two", "data=two must be a whole number"),
+        ("plan layers.py --cluster 2:a100-80g --plan schedule=afab", "unknown key 'schedule', known are data"),
+        (
+            "plan layers.py --cluster 2:a100-80g --plan shard=gradients --shard optimizer",
+            "the plan says shard=gradients",
+        ),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 0", "--chunks must be at least 1, not 0"),
-        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 2", "the plan has one stage"),
+        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 2", "there is one stage: add pipeline=2"),
         ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2 --chunks 99", "2 stages of 99 chunks are 198"),
-        ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2,schedule=afab --chunks 2", "not afab"),
+        ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2,schedule=afab --chunks 2", "afab has one stage"),
         ("simulate layers.py --cluster 2:a100-80g --plan auto --chunks 2", "what auto finds cannot be divided further"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 0", "--every must be at least 1, not 0"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 2 --shard gradients", "replicas that are"),
@@ -296,3 +317,33 @@ def test_bad_input(recipe: Path, line: str, sentence: str) -> None:
     assert result.stdout == ""
     assert result.stderr.startswith("polylane: ") and result.stderr.count("\n") == 1
     assert sentence in result.stderr
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "wire=bfloat16",
+        "compress=powersgd:4:0",
+        "compress=top_k:0.01",
+        "shard=parameters,within=2",
+        "every=4,warmup=10,outer=0.7:0.9",
+        "servers=2",
+        "servers=1,dedicated=yes,staleness=3",
+    ],
+)
+def test_nothing_that_runs_is_refused(recipe: Path, way: str) -> None:
+    result = call("simulate", "layers.py", "--cluster", "5:a100-80g", "--plan", f"data=4,{way}", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert found["step_seconds"] > 0 and [row["traffic"] for row in found["bytes"]] == ["data"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "option"), [("data=4", "shard=optimizer"), ("data=2,pipeline=2,microbatches=4", "every=4")]
+)
+def test_an_option_says_what_a_key_of_the_plan_says(recipe: Path, plan: str, option: str) -> None:
+    line = "simulate layers.py --cluster 4:a100-80g --json --plan"
+    said, given = call(*line.split(), f"{plan},{option}"), call(*line.split(), plan, *f"--{option}".split("="))
+    assert said.exit_code == given.exit_code == 0, (said.output, given.output)
+    assert json.loads(said.stdout) == json.loads(given.stdout)
+    assert option in json.loads(said.stdout)["plan"]

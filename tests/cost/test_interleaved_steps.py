@@ -12,18 +12,17 @@ from playing import interleaved_live_bound
 from polylane.cluster.cluster_file import from_mapping
 from polylane.cluster.spec import parse
 from polylane.cost.cost_table import OperatorWork
-from polylane.cost.interleave import InterleavedWorkers
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.peak import TrainedBytes, peak_memory
 from polylane.cost.network.collectives import collective_seconds
 from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.plan_cost import PlanCost
 from polylane.cost.predict import CostModel, Prediction, predict
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
-from polylane.planner.problem import subdivide_plan
-from polylane.program.lower import lower_interleaved
+from polylane.program.lower import lower
 from polylane.schedule.action import ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
@@ -46,7 +45,7 @@ def predicted(
     plan: str, chunks: int, basis: CostModel | None = None, batch: int = 64, every: bool = False, **how: object
 ) -> Prediction:
     found = basis or jobs.basis(jobs.blocks(8, 256), "8:a100-80g", TrainingOptions(**how))  # type: ignore[arg-type]
-    return predict(found, *subdivide_plan(found, spec_of(plan), batch, chunks), batch, every=every)
+    return predict(found, *setup.fit_plan(found, spec_of(plan).with_chunks(chunks), batch), batch, every=every)
 
 
 @pytest.mark.parametrize("stages, chunks", [(2, 2), (2, 4), (4, 2)])
@@ -69,9 +68,10 @@ def test_equal_stages_take_what_the_formula_says(stages: int, chunks: int, round
 @pytest.mark.parametrize("microbatches", [3, 8, 10])
 def test_a_step_takes_what_its_schedule_takes_and_its_messages(chunks: int, microbatches: int) -> None:
     basis = jobs.basis(jobs.blocks(16, 256), "4:a100-80g")
-    partition, plan = subdivide_plan(basis, spec_of(f"pipeline=4,microbatches={microbatches}"), 64, chunks)
+    spec = spec_of(f"pipeline=4,microbatches={microbatches},chunks={chunks}")
+    partition, plan = setup.fit_plan(basis, spec, 64)
     found = predict(basis, partition, plan, 64)
-    passes = [InterleavedWorkers(basis, partition, plan, 64).chunks.predict_stage(s).passes for s in range(4 * chunks)]
+    passes = [PlanCost(basis, partition, plan, 64).pass_costs(s)[0] for s in range(4 * chunks)]
     theory = simulate_schedule(
         interleaved(4, chunks, microbatches),
         [p.forward + TURN for p in passes],
@@ -100,7 +100,7 @@ def test_the_bubble_shrinks_and_more_is_sent() -> None:
 def test_one_chunk_is_a_plan_as_it_was() -> None:
     basis = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
     for plan in ("pipeline=4,microbatches=8", "data=4"):
-        assert subdivide_plan(basis, spec_of(plan), 64, 1) == setup.fit_plan(basis, spec_of(plan), 64)
+        assert setup.fit_plan(basis, spec_of(f"{plan},chunks=1"), 64) == setup.fit_plan(basis, spec_of(plan), 64)
 
 
 @pytest.mark.parametrize("plan", ["data=2,pipeline=2", "pipeline=2,tensor=2", "data=2,pipeline=2,tensor=2"])
@@ -131,8 +131,8 @@ def test_sums_begin_when_the_stage_that_has_them_is_through() -> None:
 
 def test_what_stays_on_a_worker_does_not_travel() -> None:
     basis = jobs.basis(jobs.example("unet"), "2:a100-80g")
-    partition, plan = subdivide_plan(basis, spec_of("pipeline=2,microbatches=2"), 8, 2)
-    programs = lower_interleaved(partition, plan)
+    partition, plan = setup.fit_plan(basis, spec_of("pipeline=2,microbatches=2,chunks=2"), 8)
+    programs = lower(partition, plan)
     skips = [c for c in partition.crossings if any((s - c.producer) % 2 == 0 for s in c.consumers)]
     assert skips, "a value goes from a stage to the next one but one"
     for program in programs:
@@ -183,11 +183,10 @@ def test_a_worker_holds_all_its_chunks() -> None:
 @pytest.mark.parametrize(
     "plan, chunks, sentence",
     [
-        ("data=4", 2, "the plan has one stage"),
-        ("pipeline=2,schedule=afab", 2, "interleave the schedule 1f1b, not afab"),
-        ("[data=2 | 1]", 2, "stages that all have the same mesh"),
+        ("data=4", 2, "chunks=2 are of a pipeline's workers, and there is one stage: add pipeline=2"),
+        ("pipeline=2,schedule=afab", 2, "the schedule afab has one stage on a worker, not 2 chunks: try interleaved"),
         ("pipeline=4", 500, "4 stages of 500 chunks are 2000, and the graph can be cut into at most"),
-        ("pipeline=4", 0, "at least 1, not 0"),
+        ("pipeline=4", 0, "not 0"),
     ],
 )
 def test_what_cannot_be_interleaved_is_refused(plan: str, chunks: int, sentence: str) -> None:
@@ -195,11 +194,10 @@ def test_what_cannot_be_interleaved_is_refused(plan: str, chunks: int, sentence:
         predicted(plan, chunks)
 
 
-def test_a_plan_that_says_its_cuts_is_refused() -> None:
-    basis = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
-    _, plan = setup.fit_plan(basis, spec_of("pipeline=4"), 64)
-    with pytest.raises(PolylaneError, match="says where its stages begin"):
-        subdivide_plan(basis, plan, 64, 2)
+def test_groups_of_workers_with_different_meshes_have_chunks() -> None:
+    found = predicted("[data=2 | 1],microbatches=4", 2)
+    assert [stage.mesh.data for stage in found.stages] == [2, 1] and found.plan.pipeline == 4
+    assert found.plan.stages[0].devices == found.plan.stages[2].devices
 
 
 def test_sums_over_replicas_take_what_a_collective_takes() -> None:

@@ -18,7 +18,7 @@ from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span, Timeline
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
-from polylane.planner.problem import subdivide_plan
+from polylane.planner.problem import fit_plan
 from polylane.schedule.action import ActionKind
 from polylane.yaml_file import parse as mapping
 
@@ -42,7 +42,8 @@ def predicted(
 ) -> Prediction:
     found = jobs.basis(jobs.blocks(8, 256), "8:a100-80g", TrainingOptions(**how))  # type: ignore[arg-type]
     found = replace(found, cluster=parse(cluster) if isinstance(cluster, str) else cluster)
-    return predict(found, *subdivide_plan(found, spec_of(plan), batch, chunks), batch, every=every, period=period)
+    spec = spec_of(f"{plan},every={period}").with_chunks(chunks)
+    return predict(found, *fit_plan(found, spec, batch), batch, every=every)
 
 
 def sums(timeline: Timeline | None, rank: int = 0) -> list[Span]:
@@ -111,7 +112,7 @@ def test_sums_within_a_replica_stay() -> None:
 
 def test_stages_that_hold_the_same_weights_still_sum() -> None:
     found = jobs.basis(jobs.example("gpt"), "4:a100-80g")
-    prediction = predict(found, *setup.fit_plan(found, spec_of("data=2,pipeline=2"), 8), 8, period=4)
+    prediction = predict(found, *setup.fit_plan(found, spec_of("data=2,pipeline=2,every=4"), 8), 8)
     tied = [s for s in sums(prediction.local_step_timeline) if str(s.action.value).startswith("tied")]
     assert tied and len(tied) == len(sums(prediction.local_step_timeline))
 
@@ -151,14 +152,13 @@ def test_a_line_says_sites_as_a_file_does() -> None:
 
 
 @pytest.mark.parametrize(
-    "plan, period, how, sentence",
+    "plan, period, sentence",
     [
-        ("data=4", 0, {}, "at least 1, not 0"),
-        ("data=1", -3, {}, "at least 1, not -3"),
-        ("data=4", 8, {"shard": "optimizer"}, "shard 'optimizer' needs replicas that are alike"),
-        ("[data=2 | 1]", 8, {}, "only where all stages have as many of them"),
+        ("data=4", 0, "every=0 must be a whole number of at least 1"),
+        ("data=4,shard=optimizer", 8, "shard: optimizer needs replicas that are alike"),
+        ("[data=2 | 1]", 8, "every: 8 needs as many replicas of every stage"),
     ],
 )
-def test_what_cannot_be_is_refused(plan: str, period: int, how: dict[str, object], sentence: str) -> None:
+def test_what_cannot_be_is_refused(plan: str, period: int, sentence: str) -> None:
     with pytest.raises(PolylaneError, match=sentence):
-        predicted(plan, period, **how)
+        predicted(plan, period)

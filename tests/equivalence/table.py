@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 PLANS = ("data=2", "pipeline=2", "pipeline=4", "data=2,pipeline=2")
 SCHEDULES = ("naive", "afab", "1f1b")
+PIPELINED = ("interleaved", "zb-h1", "zb-h2", "zb-v")  # only of pipelines
 OPTIMIZERS = ("sgd", "adamw", "own")  # "own" is the one of the recipe
 
 COVERING = """
@@ -20,21 +21,21 @@ model           | batches | data=2        | pipeline=2    | pipeline=4    | data
 ----------------+---------+---------------+---------------+---------------+------------------
 digits          | 8 5     | naive 1 adamw |               |               |
 gpt             | 8 3     |               |               | naive 3 own   | afab 4 adamw
-unet            | 6 3     | afab 2 sgd    |               | afab 3 sgd    |
+unet            | 6 3     | afab 2 sgd    | zb-h2 3 adamw | afab 3 sgd    | zb-v 3 sgd
 inception       | 5 3     |               | naive 2 adamw |               |
 two_devices     | 9 2     |               |               |               | 1f1b 4 sgd
-hf_llama        | 5 2     |               |               |               | 1f1b 3 adamw
-hf_gpt2         | 5 3     |               | 1f1b 4 sgd    |               |
-t5              | 5 3     |               | afab 2 adamw  |               |
+hf_llama        | 5 2     |               | zb-h1 3 sgd   |               | 1f1b 3 adamw
+hf_gpt2         | 5 3     |               | 1f1b 4 sgd    |               | zb-h2 4 own
+t5              | 5 3     |               | afab 2 adamw  |               | interleaved 3 sgd
 vit             | 8 3     |               | 1f1b 3 own    |               |
 densenet        | 7 4     |               |               |               | 1f1b 2 adamw
 moe             | 5 3     |               |               | 1f1b 4 adamw  |
 custom_function | 8 2     |               |               | afab 5 adamw  |
-encoder         | 8 3     |               |               |               | afab 4 sgd
+encoder         | 8 3     |               | zb-v 4 adamw  |               | afab 4 sgd
 lstm            | 8 3     | afab 4 adamw  |               |               |
-in_place        | 8 3     |               |               |               | naive 3 sgd
+in_place        | 8 3     |               | interleaved 4 own |           | naive 3 sgd
 nested          | 9 2     |               | afab 4 sgd    |               |
-routed          | 7 3     |               |               | afab 4 own    |
+routed          | 7 3     |               |               | afab 4 own    | zb-h1 3 sgd
 separable       | 8 3     |               |               |               | naive 2 own
 latents         | 8 3     | afab 3 own    |               |               |
 branching       | 8 2     | 1f1b 3 sgd    |               |               |
@@ -140,7 +141,9 @@ def full() -> Iterator[Row]:
     models = dict.fromkeys(row.model for row in covering())
     sizes = itertools.cycle([(8, 7, 5), (5, 7, 3), (9, 6, 3), (4, 5, 3)])
     microbatches = itertools.cycle([3, 4, 1, 2, 4])
-    for model, plan, schedule, optimizer in itertools.product(models, PLANS, SCHEDULES, OPTIMIZERS):
+    for model, plan, schedule, optimizer in itertools.product(models, PLANS, (*SCHEDULES, *PIPELINED), OPTIMIZERS):
+        if schedule in PIPELINED and "pipeline=2" not in plan:
+            continue
         if model not in ONLY_DATA or "pipeline" not in plan:
             yield Row(model, plan, schedule, next(microbatches), optimizer, next(sizes))
 

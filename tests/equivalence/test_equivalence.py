@@ -116,7 +116,9 @@ def test_every_combination(row: table.Row) -> None:
 def test_the_covering_table_covers() -> None:
     """Every model, plan, schedule and optimizer; each plan under each schedule; every case of the tests but towers."""
     assert {row.model for row in COVERING} == {*models.TINY, *models.CASES} - {"towers"}
-    assert {(row.plan, row.schedule) for row in COVERING} == {(p, s) for p in table.PLANS for s in table.SCHEDULES}
+    proven = {(row.plan, row.schedule) for row in COVERING}
+    deep = {(p, s) for p in ("pipeline=2", "data=2,pipeline=2") for s in table.PIPELINED}
+    assert proven == deep | {(p, s) for p in table.PLANS for s in table.SCHEDULES}
     for optimizer in table.OPTIMIZERS:
         assert {row.plan for row in COVERING if row.optimizer == optimizer} == set(table.PLANS)
     short = [row for row in COVERING if min(row.batches) < row.microbatches]

@@ -109,7 +109,7 @@ PASSES = [
     ),
     Mutant(
         "incoming-gradient-lost", "a stage hands back zeros in place of the gradient of what it received",
-        "runtime.pipeline.stage_runner:StageRunner.backward",
+        "runtime.pipeline.stage_runner:StageRunner._propagate",
         "torch.zeros_like(x) if x.grad is None else x.grad",
         "torch.zeros_like(x)",
         "tests/runtime/pipeline/test_stage_runner.py",

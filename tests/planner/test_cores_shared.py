@@ -21,13 +21,13 @@ from polylane.planner.uniform_plans import UniformPlan, enumerate_uniform_plans,
 CLUSTER = "8:a100-80g,link=pcie-3"
 WAYS = [
     *(
-        TrainingOptions(shard=shard, overlap=overlap)
+        (TrainingOptions(overlap=overlap), shard)
         for shard in ("optimizer", "gradients", "parameters")
-        for overlap in (0, 1)
-    ),  # type: ignore[arg-type]
-    TrainingOptions(dtype="bfloat16", shard="optimizer"),
-    TrainingOptions(dtype="bfloat16", shard="parameters", recompute="full"),
-    TrainingOptions(recompute="selective"),
+        for overlap in (False, True)
+    ),
+    (TrainingOptions(dtype="bfloat16"), "optimizer"),
+    (TrainingOptions(dtype="bfloat16", recompute="full"), "parameters"),
+    (TrainingOptions(recompute="selective"), "none"),
 ]
 
 
@@ -35,20 +35,20 @@ def graph_for(method: TrainingOptions) -> Graph:
     return jobs.attending(3, 64, 256) if method.recompute == "selective" else jobs.blocks(6, 512)
 
 
-@pytest.mark.parametrize("method", covering.one_in(3, WAYS), ids=str)
-def test_no_plan_takes_less_than_its_floor(method: TrainingOptions) -> None:
-    graph = graph_for(method)
-    found = jobs.estimates(graph, CLUSTER, 16, method)
+@pytest.mark.parametrize("way", covering.one_in(3, WAYS), ids=str)
+def test_no_plan_takes_less_than_its_floor(way: tuple[TrainingOptions, str]) -> None:
+    graph = graph_for(way[0])
+    found = jobs.estimates(graph, CLUSTER, 16, *way)
     for plan in enumerate_uniform_plans(4, 4, 16, found.max_stages):
         candidate = rate_uniform_plan(found, plan, np.inf)
         assert candidate is None or min_step_seconds(found, plan) <= candidate.seconds * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(("method", "degrees"), covering.pairs(WAYS, [(8, 1), (4, 2), (1, 4)]))
-def test_estimates_are_near_predictions(method: TrainingOptions, degrees: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("way", "degrees"), covering.pairs(WAYS, [(8, 1), (4, 2), (1, 4)]))
+def test_estimates_are_near_predictions(way: tuple[TrainingOptions, str], degrees: tuple[int, int]) -> None:
     data, stages = degrees
-    graph = graph_for(method)
-    found = jobs.estimates(graph, CLUSTER, 64, method)
+    graph = graph_for(way[0])
+    found = jobs.estimates(graph, CLUSTER, 64, *way)
     candidate = rate_uniform_plan(found, UniformPlan(data, stages, 1, 1, 4), np.inf)
     assert candidate is not None
     exact = realize_plan(found, candidate).prediction
@@ -58,11 +58,10 @@ def test_estimates_are_near_predictions(method: TrainingOptions, degrees: tuple[
 def test_ways_to_share_are_ranked_as_they_are_predicted() -> None:
     graph, seconds = jobs.blocks(6, 512), list[tuple[float, float]]()
     for shard in ("none", "optimizer", "gradients", "parameters"):
-        method = TrainingOptions(shard=shard)  # type: ignore[arg-type]
-        found = jobs.estimates(graph, CLUSTER, 64, method)
+        found = jobs.estimates(graph, CLUSTER, 64, shard=shard)
         candidate = rate_uniform_plan(found, UniformPlan(8, 1, 1, 1, 2), np.inf)
-        basis = jobs.basis(graph, CLUSTER, method)
-        exact = predict(basis, *setup.fit_plan(basis, spec_of("data=8,microbatches=2"), 64), 64)
+        basis = jobs.basis(graph, CLUSTER)
+        exact = predict(basis, *setup.fit_plan(basis, spec_of(f"data=8,microbatches=2,shard={shard}"), 64), 64)
         assert candidate is not None
         seconds.append((candidate.seconds, exact.seconds))
     estimates, exacts = np.array(seconds).T
@@ -85,8 +84,7 @@ def test_selective_recomputation_holds_less_and_goes_back_slower() -> None:
 
 
 def test_a_stage_takes_no_less_than_what_travels_beside_it() -> None:
-    method = TrainingOptions(shard="parameters")
-    found = jobs.estimates(jobs.blocks(6, 512), CLUSTER, 8, method)
+    found = jobs.estimates(jobs.blocks(6, 512), CLUSTER, 8, shard="parameters")
     curves = found.curves(Degrees(8), 1, range(8))
     ends = np.arange(len(found.positions))
     forward, backward = curves.stage_seconds(ends[:-1], ends[1:])
@@ -101,8 +99,8 @@ def test_a_stage_takes_no_less_than_what_travels_beside_it() -> None:
 
 @pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
 def test_unequal_stages_follow_the_same_law(shard: str) -> None:
-    graph, method = jobs.blocks(3, 512), TrainingOptions(shard=shard)  # type: ignore[arg-type]
-    look = StageMeshSearch(jobs.estimates(graph, CLUSTER, 32, method), 8, 4, 1e12)
+    graph = jobs.blocks(3, 512)
+    look = StageMeshSearch(jobs.estimates(graph, CLUSTER, 32, shard=shard), 8, 4, 1e12)
     plain = StageMeshSearch(jobs.estimates(graph, CLUSTER, 32), 8, 4, 1e12)
     for own, other in zip(look.options, plain.options, strict=True):
         if own.mesh.data == 1 or shard == "none":
@@ -116,15 +114,15 @@ def test_unequal_stages_follow_the_same_law(shard: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [TrainingOptions(shard="parameters"), TrainingOptions(recompute="selective")], ids=str
+    "way", [(TrainingOptions(), "parameters"), (TrainingOptions(recompute="selective"), "none")], ids=str
 )
-def test_a_search_finds_plans_that_run_so(method: TrainingOptions) -> None:
-    graph = graph_for(method)
-    found = jobs.estimates(graph, CLUSTER, 32, method)
+def test_a_search_finds_plans_that_run_so(way: tuple[TrainingOptions, str]) -> None:
+    graph = graph_for(way[0])
+    found = jobs.estimates(graph, CLUSTER, 32, *way)
     answer = search(found, SearchRequest((4, 2), 4, 80e9, plan_count=3))
     assert answer.ranked_plans
     for each in answer.ranked_plans:
-        assert each.plan.sync.shard == (method.shard if each.plan.data > 1 else "none")
+        assert each.plan.sync.shard == (way[1] if each.plan.data > 1 else "none")
         assert each.prediction.seconds > 0
 
 
@@ -133,8 +131,7 @@ def test_what_does_not_fit_whole_fits_in_parts() -> None:
     weights = sum(info.bytes for info in graph.parameters.values())
     fits = {}
     for shard in ("none", "parameters"):
-        method = TrainingOptions(shard=shard)  # type: ignore[arg-type]
-        found = jobs.estimates(graph, CLUSTER, 64, method)
+        found = jobs.estimates(graph, CLUSTER, 64, shard=shard)
         limit = found.footprint.margin.fixed_bytes + 2.5 * weights
         candidate = rate_uniform_plan(found, UniformPlan(8, 1, 1, 1, 1), limit)
         assert candidate is not None

@@ -23,12 +23,14 @@ from polylane.cost.memory.peak import TrainedBytes, recompute_blocks, shard_trai
 from polylane.cost.memory.saved_by_operators import trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting
 from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.state_sharding import StateSharding
 from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Graph
 from polylane.graph.partition import cut_positions
 from polylane.graph.sample_slice import SampleSlice
+from polylane.plan.sync import SUM
 
 WIDTH, SAMPLES = 64, 32
 # Gradients of the loss itself, of one number each.
@@ -204,7 +206,8 @@ def test_a_worker_holds_at_least_its_state_and_its_microbatches(
 def test_sharding_more_never_holds_more_state(load: TrainedBytes, replicas: int, dtype: str, masters: bool) -> None:
     totals = []
     for shard in ("none", "optimizer", "gradients", "parameters"):
-        own = shard_trained_bytes(load, TrainingOptions(dtype=dtype, masters=masters, shard=shard), replicas)  # type: ignore[arg-type]
+        sharding = StateSharding.of(SUM.changed(shard=shard), replicas)
+        own = shard_trained_bytes(load, TrainingOptions(dtype=dtype, masters=masters), sharding)
         totals.append(own.parameters + own.gradients + own.states)
     assert totals == sorted(totals, reverse=True) or replicas == 1
     assert totals[0] >= totals[-1] >= totals[0] / replicas * (1 - 1e-9)

@@ -19,7 +19,7 @@ from polylane.plan.fit_to_graph import plan_from_partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees, Spec
 from polylane.program.check import check, match_messages
-from polylane.program.lower import lower, lower_evaluation
+from polylane.program.lower import crossing_as_sent, lower, lower_evaluation
 from polylane.program.program import Program
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.schedules import SCHEDULES
@@ -63,12 +63,17 @@ def lowereds(draw: st.DrawFn, alike: bool = True) -> Lowered:
     """A graph cut anywhere, on meshes that are alike or not."""
     made = draw(graphs())
     allowed = cut_positions(made)
-    cuts = tuple(sorted(draw(st.sets(st.sampled_from(allowed), max_size=4)))) if allowed else ()
+    cuts = tuple(sorted(draw(st.sets(st.sampled_from(allowed), max_size=5)))) if allowed else ()
     partition = Partition(made, cuts)
     degrees = st.sampled_from(MESHES).map(lambda mesh: Degrees(*mesh))
-    meshes = [draw(degrees)] * partition.stages if alike else [draw(degrees) for _ in range(partition.stages)]
-    schedule = draw(st.sampled_from(sorted(SCHEDULES)))
-    plan = plan_from_partition(partition, Spec(schedule=schedule, stages=tuple(meshes)), draw(st.integers(1, 6)))
+    schedule, chunks = draw(st.sampled_from(sorted(SCHEDULES))), 1
+    if divisors := [n for n in (2, 3) if partition.stages % n == 0 and partition.stages > n]:
+        chunks = draw(st.sampled_from([1, *divisors]))
+        schedule = schedule if chunks == 1 else "interleaved"
+    groups = partition.stages // chunks
+    meshes = [draw(degrees)] * groups if alike else [draw(degrees) for _ in range(groups)]
+    spec = Spec(schedule=schedule, stages=tuple(meshes), pipeline=groups, chunks=chunks)
+    plan = plan_from_partition(partition, spec, draw(st.integers(1, 6)))
     axes = st.sets(st.sampled_from(["sequence", "tensor"]))
     partial = draw(st.dictionaries(st.sampled_from(sorted(made.parameters)), axes)) if made.parameters else {}
     return Lowered(partition, plan, partial, lower(partition, plan, None, (partial,) * plan.pipeline))
@@ -122,7 +127,8 @@ def test_every_gradient_is_summed_once_where_meshes_differ(made: Lowered) -> Non
     """Of every summand exactly one rank of its mesh adds it, and all who hold the parameter get the sum."""
     plan = made.plan
     for name in with_gradient(made.partition.graph):
-        stages = [s for s in range(plan.pipeline) if name in made.partition.parameters(s)]
+        holders = {plan.first_chunk(s) for s in range(plan.pipeline) if name in made.partition.parameters(s)}
+        stages = sorted(holders)
         aligned = all(plan.have_same_mesh(stages[0], s) for s in stages)
         for rank in (rank for stage in stages for rank in plan.stages[stage].devices):
             (bucket,) = (b for b in made.programs[rank].buckets if name in b.parameters)
@@ -148,15 +154,16 @@ def test_evaluation_runs_to_its_end(made: Lowered) -> None:
 @given(any_lowereds)
 @settings(deadline=None)
 def test_values_go_straight_and_gradients_come_back(made: Lowered) -> None:
-    """For each microbatch one message from producer to each consumer, and one back for its gradient; between all who
-    may have something for each other."""
+    """For each microbatch one message from producer to each other group of workers that needs the value, and one back
+    for its gradient; between all who may have something for each other."""
     stage_of, plan = made.partition.stage_of, made.plan
     needed = Counter[tuple[int, str, int, int]]()  # microbatch, value, from, to
-    for stage in range(plan.pipeline):
-        for name in {n for node in made.partition.nodes(stage) for n in node.inputs}:
+    for group in plan.first_chunks:
+        own = {name for s in plan.chunks(group) for node in made.partition.nodes(s) for name in node.inputs}
+        for name in own:
             node = made.partition.graph.nodes[made.partition.graph.positions[name]]
-            if not node.recomputable and stage_of[name] != stage:
-                for i, (start, end) in product(range(plan.microbatches), talking(plan, stage_of[name], stage)):
+            if not node.recomputable and plan.first_chunk(stage_of[name]) != group:
+                for i, (start, end) in product(range(plan.microbatches), talking(plan, stage_of[name], group)):
                     needed[i, name, start, end] += 1
                     if node.requires_grad:
                         needed[i, f"d {name}", end, start] += 1
@@ -189,24 +196,30 @@ def talking(plan: Plan, start: int, end: int) -> Iterator[tuple[int, int]]:
 def test_a_stage_has_what_it_reads_before_it_computes(made: Lowered) -> None:
     for program in made.programs:
         has: set[tuple[str | None, int | None, bool, int | None]] = set()
-        ready: set[tuple[ActionKind, int | None]] = set()
+        ready: set[tuple[ActionKind, int, int | None]] = set()
         for action in program.actions:
             if action.kind is ActionKind.RECEIVE:
                 has.add((action.value, action.microbatch, action.gradient, action.peer))
             elif action.kind is ActionKind.FORWARD:
-                for crossing in program.receives:
+                for crossing in program.inputs(action.stage):
+                    if (local := program.local_sources.get((crossing.value, action.stage))) is not None:
+                        assert (ActionKind.FORWARD, local, action.microbatch) in ready
+                        continue
                     for source in made.plan.peers(program.rank, crossing.producer):
                         assert (crossing.value, action.microbatch, False, source) in has
             elif action.kind is ActionKind.BACKWARD:
-                assert (ActionKind.FORWARD, action.microbatch) in ready
-                for crossing in program.sends:
-                    for consumer in crossing.consumers if crossing.requires_grad else ():
+                assert (ActionKind.FORWARD, action.stage, action.microbatch) in ready
+                for crossing in (c for c in program.outputs(action.stage) if c.requires_grad):
+                    sent = crossing_as_sent(crossing, made.plan)
+                    for reader in set(crossing.consumers) & set(program.stages):
+                        assert (ActionKind.BACKWARD, reader, action.microbatch) in ready
+                    for consumer in () if sent is None else sent.consumers:
                         for source in made.plan.peers(program.rank, consumer):
                             assert (crossing.value, action.microbatch, True, source) in has
             elif action.kind is ActionKind.SEND:
                 made_by = ActionKind.BACKWARD if action.gradient else ActionKind.FORWARD
-                assert (made_by, action.microbatch) in ready
-            ready.add((action.kind, action.microbatch))
+                assert (made_by, action.stage, action.microbatch) in ready
+            ready.add((action.kind, action.stage, action.microbatch))
 
 
 def with_gradient(graph: Graph) -> set[str]:
@@ -242,7 +255,7 @@ def test_every_parameter_with_a_gradient_is_in_one_bucket_of_each_holder(made: L
     expected = with_gradient(made.partition.graph)
     for program in made.programs:
         counted = Counter(name for bucket in program.buckets for name in bucket.parameters)
-        held = [name for name in made.partition.parameters(program.stage) if name in expected]
+        held = {name for stage in program.stages for name in made.partition.parameters(stage) if name in expected}
         assert counted == Counter(held)
         for bucket in program.buckets:
             assert program.rank in bucket.ranks

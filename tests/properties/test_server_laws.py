@@ -15,7 +15,7 @@ import covering
 from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives, named_parameters
-from polylane.compile.server_assignment import assign_parameters
+from polylane.program.server_assignment import assign_parameters
 from polylane.runtime.sync.parameter_server.messages import Channel, MessageHead, MessageKind, open_local_channel
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards
 from polylane.runtime.sync.parameter_server.server import ParameterServer, ServedWorker

@@ -13,6 +13,7 @@ from polylane.cost.operators.training_options import TrainingOptions
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, take_first_samples
 from polylane.graph.graph import Graph
+from polylane.plan.fixed_keys import FixedKeys
 from polylane.plan.plan import Plan
 from polylane.planner.problem import build_cost_model
 from polylane.planner.search import SearchRequest, SearchResult, search
@@ -32,7 +33,13 @@ PARTS = (1, 2, 4, 16)
 COPIES = (2, 4, 8)
 
 
-def choose(problem: TrainingProblem, workers: Collection[int], cluster: Cluster, copies: bool = False) -> SearchResult:
+def choose(
+    problem: TrainingProblem,
+    workers: Collection[int],
+    cluster: Cluster,
+    copies: bool = False,
+    fixed: FixedKeys | None = None,
+) -> SearchResult:
     """Return the best plans for as many of a cluster's devices as they may take.
 
     Args:
@@ -40,6 +47,7 @@ def choose(problem: TrainingProblem, workers: Collection[int], cluster: Cluster,
         workers: the numbers of workers that a plan may have.
         cluster: the devices, of which a plan takes the first ones.
         copies: whether this process may fork copies of the model to measure host contention.
+        fixed: keys that the plan must have; None: all are searched.
 
     Raises:
         PolylaneError: nothing fits into the devices' memory, or the batch is too small.
@@ -53,17 +61,21 @@ def choose(problem: TrainingProblem, workers: Collection[int], cluster: Cluster,
     profile = measure(graph, problem, most if copies else 1) if measurable else None
     # Where the loss couples samples, replicas and microbatches are not allowed, only splits of operators and stages.
     meets = not derive_composition(graph).is_proven
-    basis = build_cost_model(problem.captured(graph, profile=profile), cluster, TrainingOptions())
+    fixed, captured = fixed or FixedKeys(), problem.captured(graph, profile=profile)
+    basis = build_cost_model(captured, cluster, TrainingOptions(dtype=fixed.precision or "float32"))
     # Any device may get any stage, so that the smallest memory bounds all.
     limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
-    wish = SearchRequest(tuple(sorted(workers)), most, limit, batch_is_indivisible=meets)
+    # An optimizer that must see whole parameters cannot update shards of them.
+    shardings = () if captured.whole else fixed.shardings
+    wish = SearchRequest(tuple(sorted(workers)), most, limit, batch_is_indivisible=meets, shardings=shardings)
 
     def keep(candidate: RatedPlan) -> bool:
         # Every microbatch needs as many samples as the model takes at once (BatchNorm needs two).
         enough = count_parts(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
-        return candidate.workers in workers and enough
+        asked = fixed.allows(candidate.meshes, candidate.microbatches)
+        return candidate.workers in workers and enough and asked
 
-    answer = search(CurveCache(basis, batch, _staying(graph)), wish, keep=keep)
+    answer = search(CurveCache(basis, batch, _staying(graph), fixed.sync), wish, keep=keep)
     if not answer.ranked_plans:
         raise PolylaneError(f"plan auto: {_nothing(answer)}")
     return answer

@@ -9,8 +9,9 @@ from polylane.auto.choose import announce_best, choose
 from polylane.auto.plan_broadcast import compute_on_rank0
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
+from polylane.plan.fixed_keys import parse_auto
 from polylane.plan.plan import Plan
-from polylane.plan.spec import AUTO, Spec, parse
+from polylane.plan.spec import Spec, parse
 from polylane.probe.machine import running_cluster
 from polylane.runtime.workers.world import World
 
@@ -26,13 +27,14 @@ def resolve_plan(world: World, problem: TrainingProblem, plan: str | Spec | Plan
     Args:
         world: the process group of all workers.
         problem: the model, its data and its losses; "auto" takes problems of one loss only.
-        plan: a plan in one line, parsed or as text, a complete plan, or "auto".
+        plan: a plan in one line, parsed or as text, a complete plan, or "auto"; "auto,data=2" has keys that are kept.
 
     Raises:
         PolylaneError: the plan cannot be parsed; or, on every worker alike, there are several hosts or several losses,
             the model cannot be captured, or nothing fits.
     """
-    if plan != AUTO:
+    fixed = parse_auto(plan)
+    if fixed is None:
         return parse(plan) if isinstance(plan, str) else plan
     if len(names := list(problem.objectives)) > 1:
         raise PolylaneError(
@@ -41,7 +43,8 @@ def resolve_plan(world: World, problem: TrainingProblem, plan: str | Spec | Plan
     _check_one_host(world)
 
     def find() -> Plan:
-        return announce_best(choose(problem, (world.size,), running_cluster(world.size, world.device.type)))
+        cluster = running_cluster(world.size, world.device.type)
+        return announce_best(choose(problem, (world.size,), cluster, fixed=fixed))
 
     return find() if world.size == 1 else compute_on_rank0(world, find)
 

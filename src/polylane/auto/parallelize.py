@@ -21,8 +21,8 @@ from polylane.compile.objectives import Init, OptimizerFactory, SchedulerFactory
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
-from polylane.plan.plan import Plan, default_microbatches
-from polylane.plan.spec import Spec
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec, default_microbatches
 from polylane.plan.sync import SUM
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World

@@ -50,6 +50,8 @@ class Device(StrictMapping):
         dispatch: host seconds to launch one operator, forward or backward; the host runs ahead while the device
             computes, so that a block takes as long as the slower of the two.
         turn: host seconds from one pass of a microbatch to the next, beyond its operators.
+        codecs: bytes of float32 gradients per second that a codec compresses and decompresses, by its name
+            ("bfloat16", "float16", "powersgd", "top_k"), where it was measured.
     """
 
     kind: str = "device"
@@ -74,6 +76,7 @@ class Device(StrictMapping):
     attention_length: Natural = 0.0
     dispatch: Natural = 0.0
     turn: Natural = 0.0
+    codecs: dict[str, Positive] = pydantic.Field(default={})
 
     @pydantic.model_validator(mode="after")
     def _complete(self) -> Device:

@@ -16,7 +16,7 @@ from polylane.commands import user_inputs as inputs
 from polylane.errors import PolylaneError
 from polylane.inspection.graph_report import describe, readable_rows
 from polylane.observe.swimlane import render as swimlane
-from polylane.plan.spec import AUTO
+from polylane.plan.fixed_keys import parse_auto
 
 if TYPE_CHECKING:
     from polylane.commands.requests import InspectRequest
@@ -62,7 +62,8 @@ def run(request: InspectRequest) -> None:
 
 def _chosen(text: str, request: InspectRequest) -> Spec | Plan:
     """Return the plan, which may be for any number of workers, since none is started."""
-    return inputs.find_plan(request) if text == AUTO else inputs.read_plan(text)
+    fixed = parse_auto(text)
+    return inputs.read_plan(text) if fixed is None else inputs.find_plan(request, fixed=fixed)
 
 
 def _cut(request: InspectRequest, prepared: CompiledTraining, seconds: tuple[Both, ...]) -> dict[str, Any]:

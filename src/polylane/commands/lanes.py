@@ -5,125 +5,115 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from polylane.commands import planning
+from polylane.commands.compare_lanes import print_comparison
 from polylane.commands.printing import print_json, write_text
-from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.commands.requests import LanesRequest
 from polylane.errors import PolylaneError
+from polylane.inspection.schedule_comparison import ComparedModel
+from polylane.inspection.schedule_report import DrawnSchedule, ScheduleShape, draw_schedule, lanes_summary
 from polylane.observe.swimlane import render as swimlane
+from polylane.observe.swimlane.layout import build_rows, format_number, format_percent
 from polylane.observe.timeline import Timeline
-from polylane.schedule.schedules import schedule_lanes
-from polylane.schedule.stage_graph import CyclicStages, StageGraph, as_stage_graph
+from polylane.schedule.schedules import ASYNCHRONOUS
+from polylane.schedule.stage_graph import CyclicStages, StageGraph
 from polylane.yaml_file import read
 
 MOST = 2**18  # most forward passes that are drawn in one picture
 
 
 @planning.gc_disabled()
-def run(
-    schedule: str,
-    *,
-    stages: str,
-    microbatches: int,
-    forward: str,
-    backward: str,
-    svg: Path | None,
-    html: Path | None,
-    json: bool,
-) -> None:
+def run(request: LanesRequest) -> None:
     """Draw the schedule, and write the pictures that are asked for.
-
-    Args:
-        schedule: name of the schedule: "naive", "afab" or "1f1b".
-        stages: a number of stages in a chain, or the path of a YAML file of stages that branch.
-        microbatches: number of microbatches in a batch.
-        forward: ticks of one forward pass, or one number for each stage as in 1,2,1.
-        backward: ticks of one backward pass, given like ``forward``.
-        svg: file for the picture as SVG; None: not written.
-        html: file for the picture as a page; None: not written.
-        json: print the figures as one JSON object, in place of the picture.
 
     Raises:
         PolylaneError: stages that cannot be read, durations that do not fit them, or a file that cannot be written.
     """
-    ticks = _ticks("--forward", forward), _ticks("--backward", backward)
-    # A number, also a negative one, is a count of stages, for a sentence about its value; anything else is a path.
-    drawn = _chain(stages, *ticks) if stages.strip().lstrip("-").isdecimal() else _read(Path(stages), *ticks)
-    if drawn.graph.stages * microbatches > MOST:
-        raise PolylaneError(
-            f"--stages {stages} times --microbatches {microbatches} are more than {MOST:,} passes, too many to draw"
-        )
+    _check_mode(request)
+    drawn = _read_stages(request)
+    weight = None if request.weight is None else _ticks("--weight", request.weight)
+    stages, hop = drawn.graph if drawn.names else drawn.graph.stages, _number("--hop", request.hop, request.hop)
     try:
-        timeline = lanes_timeline(schedule, drawn.graph, microbatches, drawn.forward, drawn.backward)
+        if request.schedule is None:
+            model = ComparedModel(
+                stages=stages,
+                microbatches=request.microbatches,
+                chunks=request.chunks,
+                forward=drawn.forward,
+                backward=drawn.backward,
+                weight=weight,
+                hop=hop,
+            )
+            print_comparison(request, model)
+            return
+        shape = ScheduleShape(
+            schedule=request.schedule,
+            stages=stages,
+            microbatches=request.microbatches,
+            chunks=request.chunks,
+            batches=request.batches,
+            vertical_sync=request.vertical_sync,
+        )
+        _print_schedule(request, draw_schedule(shape, drawn.forward, drawn.backward, weight=weight, hop=hop))
     except ValueError as error:
         raise PolylaneError(str(error)) from error
-    if svg is not None:
-        write_text(svg, swimlane.svg(timeline))
-    if html is not None:
-        write_text(html, swimlane.html(timeline))
-    summary = lanes_summary(timeline)
-    if json:
+    if drawn.names and not request.json:
+        print("stages: " + ", ".join(f"{number} {name}" for number, name in enumerate(drawn.names)))
+
+
+def _check_mode(request: LanesRequest) -> None:
+    """Check that one schedule is asked for, or all of them.
+
+    Raises:
+        PolylaneError: neither or both, or options of one schedule where all are drawn.
+    """
+    if request.compare == (request.schedule is not None):
+        raise PolylaneError("name the schedule to draw, or give --compare for all of them")
+    single = {"--svg": request.svg, "--batches": request.batches, "--vertical-sync": request.vertical_sync or None}
+    for option, value in single.items():
+        if request.compare and value is not None:
+            raise PolylaneError(f"{option} is for one schedule: with --compare, --html writes the pictures of all")
+
+
+def _print_schedule(request: LanesRequest, schedule: DrawnSchedule) -> None:
+    """Print one schedule, and write the pictures that are asked for."""
+    timeline, summary = schedule.timeline, lanes_summary(schedule)
+    if request.svg is not None:
+        write_text(request.svg, swimlane.svg(timeline))
+    if request.html is not None:
+        write_text(request.html, swimlane.html(timeline))
+    if request.json:
         print_json(summary)
         return
     # NO_COLOR is a convention that terminal programs share: https://no-color.org.
     width = shutil.get_terminal_size((100, 24)).columns
     colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print((swimlane.ansi if colours else swimlane.text)(timeline, width), end="")
-    live = ", ".join(f"{peak} on stage {stage}" for stage, peak in enumerate(summary["peak_live_microbatches"]))
+    _print_figures(timeline, summary)
+
+
+def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:
+    """Print the figures of each worker below the picture."""
+    # "stage 0", or "rank 0 · stage 0, 4", whose first half is enough here.
+    names = [row.label.partition(" · ")[0] for row in build_rows(timeline)]
+    own = ", ".join(
+        f"{format_percent(part)} on {name}" for part, name in zip(summary["worker_utilization"], names, strict=True)
+    )
+    print(f"utilization from first to last pass: {own}")
+    live = ", ".join(
+        f"{format_number(peak)} on {name}" for peak, name in zip(summary["peak_live_microbatches"], names, strict=True)
+    )
     print(f"peak live microbatches: {live}")
-    if drawn.names:
-        print("stages: " + ", ".join(f"{number} {name}" for number, name in enumerate(drawn.names)))
-
-
-# The theory ----------------------------------------------------------------------------------------------------------
-
-
-def lanes_timeline(
-    schedule: str,
-    stages: int | StageGraph,
-    microbatches: int,
-    forward: float | Sequence[float] = 1,
-    backward: float | Sequence[float] = 2,
-) -> Timeline:
-    """Return one step of a schedule in ticks, with stage s on lane s.
-
-    Args:
-        schedule: name of the schedule: "naive", "afab" or "1f1b".
-        stages: number of stages of a chain, at least 1; or a graph of stages, whose branches run at the same time.
-        microbatches: number of microbatches in a batch, at least 1.
-        forward: ticks of one forward pass, the same on all stages or one number for each stage.
-        backward: ticks of one backward pass, given like ``forward``.
-
-    Raises:
-        ValueError: an unknown schedule, fewer than one stage or microbatch, or durations that do not fit the stages.
-    """
-    graph = as_stage_graph(stages)
-    played = simulate_schedule(schedule_lanes(schedule, graph, microbatches), forward, backward, graph=graph)
-    title = f"{schedule} · stages {graph.stages} · microbatches {microbatches}"
-    notes = {"schedule": schedule, "stages": str(graph.stages), "microbatches": str(microbatches)}
-    return replace(played, title=title, notes=notes)
-
-
-def lanes_summary(timeline: Timeline) -> dict[str, Any]:
-    """Return the figures of a timeline of `lanes_timeline`, as plain data for JSON.
-
-    ``busy`` counts the coloured cells of all stages and ``area`` the whole rectangle, in ticks; ``utilization`` is
-    their quotient; ``peak_live_microbatches`` has a number for each stage.
-    """
-    return {
-        "schedule": timeline.notes["schedule"],
-        "stages": int(timeline.notes["stages"]),
-        "microbatches": int(timeline.notes["microbatches"]),
-        "utilization": timeline.utilization(),
-        "makespan": timeline.makespan(),
-        "busy": sum(timeline.busy()),
-        "area": timeline.ranks * timeline.makespan(),
-        "peak_live_microbatches": list(timeline.peak_live_microbatches()),
-    }
+    if summary["schedule"] not in ASYNCHRONOUS:
+        return
+    steady = summary["steady_utilization"]
+    print(f"utilization while the pipeline is full: {'never full' if steady is None else format_percent(steady)}")
+    for key, title in (("weight_versions", "versions of weights"), ("staleness", "updates that weights lack")):
+        print(f"{title}: " + ", ".join(f"{each} on {name}" for each, name in zip(summary[key], names, strict=True)))
 
 
 # The command line's stages and durations -----------------------------------------------------------------------------
@@ -147,6 +137,24 @@ class _Drawn:
     forward: Ticks
     backward: Ticks
     names: tuple[str, ...] = ()
+
+
+def _read_stages(request: LanesRequest) -> _Drawn:
+    """Return the stages that are asked for.
+
+    Raises:
+        PolylaneError: they cannot be read, or there are too many to draw.
+    """
+    stages, ticks = request.stages, (_ticks("--forward", request.forward), _ticks("--backward", request.backward))
+    # A number, also a negative one, is a count of stages, for a sentence about its value; anything else is a path.
+    drawn = _chain(stages, *ticks) if stages.strip().lstrip("-").isdecimal() else _read(Path(stages), *ticks)
+    if drawn.graph.stages * request.microbatches * (request.chunks or 1) * (request.batches or 1) > MOST:
+        chunks = f" times --chunks {request.chunks}" if request.chunks else ""
+        raise PolylaneError(
+            f"--stages {stages} times --microbatches {request.microbatches}{chunks} are more than {MOST:,} passes, too "
+            "many to draw"
+        )
+    return drawn
 
 
 def _chain(text: str, forward: Ticks, backward: Ticks) -> _Drawn:

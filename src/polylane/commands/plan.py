@@ -11,6 +11,7 @@ from rich.text import Text
 from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
 from polylane.errors import PolylaneError
+from polylane.plan.fixed_keys import FixedKeys
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
@@ -39,8 +40,19 @@ def run(request: PlanRequest) -> None:
         _check_plan_can_say(method)
     bound = None if request.memory is None else _parse_bytes(request.memory)
     cluster = load_or_parse(request.cluster)
+    fixed = planning.fixed_keys(request.plan, request)
+    method = method if fixed.precision is None else replace(method, dtype=fixed.precision)
     _, problem = planning.capture_on_meta(inputs.open_recipe(request), cluster, request)
-    answer = search_for(problem, cluster, request.batch, method, workers=request.workers, memory=bound, top=request.top)
+    answer = search_for(
+        problem,
+        cluster,
+        request.batch,
+        method,
+        workers=request.workers,
+        memory=bound,
+        top=request.top,
+        fixed=fixed,
+    )
     told = advice.advise(answer)
     if output is not None:
         printing.write_text(output, dump(answer.ranked_plans[0].plan))
@@ -78,6 +90,7 @@ def search_for(
     workers: int | None = None,
     memory: int | None = None,
     top: int = 5,
+    fixed: FixedKeys | None = None,
 ) -> SearchResult:
     """Search the fastest plans for a training on a cluster.
 
@@ -85,10 +98,11 @@ def search_for(
         problem: the training, with its model captured.
         cluster: the devices and links on which it is to run.
         batch: number of samples of a step, over all workers.
-        method: precision, recomputation and sharding of the training.
+        method: precision and recomputation of the training.
         workers: how many devices to use at most; None: all.
         memory: bytes that a worker may use; None: all that a device has.
         top: how many plans are wanted.
+        fixed: keys that a plan must have; None: all are searched.
 
     Raises:
         PolylaneError: more workers than devices, or nothing fits: the message then says how many devices would do.
@@ -104,8 +118,12 @@ def search_for(
     limit = min(device.memory for device in cluster.devices(range(most)))
     limit = min(limit, memory or limit)
     host = max(group.devices for group in cluster.hosts)  # the ranks that share an operator are on one host
-    wish = SearchRequest(candidate_worker_counts(most), host, float(limit), plan_count=max(top, 1))
-    answer = search(CurveCache(build_cost_model(problem, cluster, method), batch), wish)
+    fixed = fixed or FixedKeys()
+    # An optimizer that must see whole parameters cannot update shards of them.
+    shardings = () if problem.whole else fixed.shardings
+    wish = SearchRequest(candidate_worker_counts(most), host, float(limit), max(top, 1), shardings=shardings)
+    estimates = CurveCache(build_cost_model(problem, cluster, method), batch, sync=fixed.sync)
+    answer = search(estimates, wish, keep=lambda c: fixed.allows(c.meshes, c.microbatches))
     if not answer.ranked_plans:
         raise PolylaneError(_explain_nothing_fits(answer))
     return _with_exact_memory(answer)

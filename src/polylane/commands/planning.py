@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from polylane.commands import user_inputs as inputs
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from polylane.cost.operators.profile import Profile
     from polylane.cost.operators.training_options import TrainingOptions
     from polylane.graph.graph import Graph
+    from polylane.plan.fixed_keys import FixedKeys
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import Spec
     from polylane.planner.problem import CapturedProblem
     from polylane.recipe import Recipe
 
@@ -106,6 +110,68 @@ def model_flops(graph: Graph, batch: int) -> float:
     return 3.0 * sum(node.flops for node in graph.nodes) * batch / graph.samples
 
 
+def sync_options(request: PredictRequest) -> dict[str, Any]:
+    """Return the options of a command that are keys of a plan's ``sync``, by key, where they are given.
+
+    Raises:
+        PolylaneError: an option has a value that its key does not take; the message names the option.
+    """
+    from polylane.plan.sync import SUM
+
+    given = {name: getattr(request, name) for name in ("shard", "every") if getattr(request, name) is not None}
+    for name, value in given.items():
+        if name == "every" and value < 1:
+            raise PolylaneError(f"--every must be at least 1, not {value}")
+        try:
+            SUM.changed(**{name: value})
+        except PolylaneError as error:
+            raise PolylaneError(f"--{error}") from None  # the message begins with the option's name
+    return given
+
+
+def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
+    """Return a plan with the options of a command as keys of its own: the options say what its keys would say.
+
+    Raises:
+        PolylaneError: an option contradicts a key of the plan, or the plan cannot have both.
+    """
+    from polylane.plan.plan import Plan, check
+    from polylane.plan.spec import PRECISIONS
+    from polylane.plan.sync import SUM
+
+    given = sync_options(request)
+    for name, value in given.items():
+        planned = getattr(plan.sync, name)
+        if planned not in (value, getattr(SUM, name)):
+            raise PolylaneError(f"--{name} {value}, but the plan says {name}={planned}: leave one of them out")
+    # float16 is priced alone: no plan says it.
+    precision = request.dtype if request.dtype in PRECISIONS else plan.precision
+    sync = plan.sync.changed(**given) if given else plan.sync
+    if isinstance(plan, Plan):
+        patched = plan.model_copy(update={"sync": sync, "precision": precision})
+        check(patched)  # pydantic does not validate a copy with changes
+        return patched
+    return replace(plan, sync=sync, precision=precision)
+
+
+def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:
+    """Return the keys that a search must keep: those of a line such as ``data=2``, and those that options say.
+
+    Raises:
+        PolylaneError: a key or an option is wrong, or they contradict each other.
+    """
+    from polylane.plan.fixed_keys import FixedKeys, parse_fixed
+
+    fixed = parse_fixed(text) if text else FixedKeys()
+    given = sync_options(request)
+    for name, value in given.items():
+        if name in fixed.sync_keys and getattr(fixed.sync, name) != value:
+            raise PolylaneError(f"--{name} {value}, but the plan says {name}={getattr(fixed.sync, name)}")
+    if fixed.precision is not None and request.dtype not in (None, fixed.precision):
+        raise PolylaneError(f"--dtype {request.dtype}, but the plan says precision={fixed.precision}")
+    return fixed.with_sync(**given)
+
+
 def method_of(request: PredictRequest) -> TrainingOptions:
     """Return the training options of the cost model, from the options of a command.
 
@@ -118,6 +184,6 @@ def method_of(request: PredictRequest) -> TrainingOptions:
     if dtype == "float64":
         raise PolylaneError("--dtype 'float64': choose one of float32, bfloat16, float16")
     try:
-        return TrainingOptions(dtype, True, request.recompute, request.shard, request.overlap)  # type: ignore[arg-type]
+        return TrainingOptions(dtype, True, request.recompute, request.overlap)  # type: ignore[arg-type]
     except PolylaneError as error:
         raise PolylaneError(f"--{error}") from None  # the message begins with the option's name

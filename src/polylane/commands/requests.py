@@ -109,7 +109,9 @@ class PredictRequest(RecipeRequest):
         cluster: a line such as 8:h100-80g, or the path of a cluster file.
         dtype: of the passes: "float32", "bfloat16" or "float16"; None: the plan's.
         recompute: activations that are recomputed instead of kept: "none", "selective" or "full".
-        shard: state that is sharded over replicas (ZeRO): "none", "optimizer", "gradients" or "parameters".
+        shard: the plan's key: what is sharded over replicas (ZeRO): "none", "optimizer", "gradients" or "parameters";
+            None: what the plan says, or what a search finds best.
+        every: the plan's key: steps between two averages of the replicas' parameters; None: what the plan says.
         overlap: whether gradients are reduced during the backward pass.
         profile: use the times that ``polylane probe --profile`` measured of the recipe's operators.
     """
@@ -117,7 +119,8 @@ class PredictRequest(RecipeRequest):
     cluster: str
     dtype: str | None = None
     recompute: str = "none"
-    shard: str = "none"
+    shard: str | None = None
+    every: int | None = None
     overlap: bool = True
     profile: bool = False
 
@@ -128,12 +131,14 @@ class PlanRequest(PredictRequest):
 
     Attributes:
         workers: how many devices to use at most; None: all of the cluster's.
+        plan: keys that the plan must have, as in "data=2,shard=parameters"; the others are searched. None: all are.
         memory: bytes that a worker may use, as text with a unit ("30 GB"); None: all that a device has.
         top: number of plans that are shown.
         output: the file that the best plan is written to; None: it is not written.
     """
 
     workers: int | None = None
+    plan: str | None = None
     memory: str | None = None
     top: int = 5
     output: Path | None = None
@@ -150,7 +155,6 @@ class SimulateRequest(PredictRequest):
         svg: the picture that the predicted swimlanes are written to; None: none.
         breakdown: print the times by kind of operator as well.
         chunks: number of virtual stages of every worker, interleaved (1F1B).
-        every: steps between two averages of the replicas' parameters; 1: gradients are reduced in each step.
     """
 
     plan: str
@@ -159,7 +163,6 @@ class SimulateRequest(PredictRequest):
     svg: Path | None = None
     breakdown: bool = False
     chunks: int = 1
-    every: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,4 +179,41 @@ class ProbeRequest:
     output: Path | None = None
     workers: int | None = None
     recipes: tuple[RecipeRequest, ...] = ()
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanesRequest:
+    """The options of ``polylane lanes``.
+
+    Attributes:
+        schedule: name of the schedule, see :data:`polylane.schedule.schedules.NAMES`; None with ``compare``.
+        compare: whether all schedules are drawn side by side.
+        stages: a number of stages in a chain, or the path of a YAML file of stages that branch.
+        chunks: how many parts each stage of a chain is cut into, all on its worker; None: as the schedule has them.
+        microbatches: number of microbatches in a batch.
+        batches: number of batches of a run of pipedream-2bw; None: two.
+        vertical_sync: whether the stages of pipedream compute on the same version of the weights.
+        forward: ticks of one forward pass, or one number for each stage as in 1,2,1.
+        backward: ticks of one backward pass, given like ``forward``.
+        weight: the ticks of it that weight gradients take, given like ``forward``; None: half of them.
+        hop: ticks of a value from one worker to another.
+        svg: file for the picture as SVG; None: not written.
+        html: file for the picture as a page; None: not written.
+        json: print the figures as one JSON object, in place of the picture.
+    """
+
+    schedule: str | None
+    compare: bool = False
+    stages: str
+    chunks: int | None = None
+    microbatches: int
+    batches: int | None = None
+    vertical_sync: bool = False
+    forward: str = "1"
+    backward: str = "2"
+    weight: str | None = None
+    hop: str = "0"
+    svg: Path | None = None
+    html: Path | None = None
     json: bool = False

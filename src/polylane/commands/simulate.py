@@ -12,7 +12,7 @@ from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
 from polylane.commands.plan import search_for
 from polylane.errors import PolylaneError
-from polylane.plan.spec import AUTO
+from polylane.plan.fixed_keys import FixedKeys, parse_auto
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
@@ -40,34 +40,37 @@ def run(request: SimulateRequest) -> None:
     from polylane.cost.predict import predict
     from polylane.observe.swimlane import render as swimlane
     from polylane.plan.plan import Plan
-    from polylane.planner.problem import build_cost_model, fit_to_meshes, subdivide_plan
+    from polylane.planner.problem import build_cost_model, fit_plan, fit_to_meshes
 
     method = planning.method_of(request)
-    check(request, method)
-    plan = None if request.plan == AUTO else inputs.read_plan(request.plan)
+    wanted = parse_auto(request.plan)
+    check(request, wanted)
+    plan = None if wanted is not None else planning.patch_plan(inputs.read_plan(request.plan), request)
     # A plan file's placements hold for the layouts that are priced.
     pins = {axis: plan.pins(axis) for axis in plan.axes} if isinstance(plan, Plan) else {}
     cluster = slow_down_cluster(load_or_parse(request.cluster), request.slow)
     recipe = inputs.open_recipe(request)
     problem, captured = planning.capture_on_meta(recipe, cluster, request, pins)
     if plan is None:
-        plan = announce_best(search_for(captured, cluster, request.batch, method))
+        fixed = planning.fixed_keys(str(wanted), request)
+        method = method if fixed.precision is None else replace(method, dtype=fixed.precision)
+        plan = announce_best(search_for(captured, cluster, request.batch, method, fixed=fixed))
+    plan = divide_further(plan, request.chunks)
     check_plan(plan, cluster)
-    method, every = merge_options(plan, method, request)
+    method = method if request.dtype is not None else replace(method, dtype=plan.precision)
     basis = build_cost_model(captured, cluster, method)
-    partition, fitted = subdivide_plan(basis, plan, request.batch, request.chunks)
+    partition, fitted = fit_plan(basis, plan, request.batch)
     basis = fit_to_meshes(basis, partition, fitted)
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
-    prediction = predict(basis, partition, fitted, request.batch, every=drawn, period=every)
+    prediction = predict(basis, partition, fitted, request.batch, every=drawn)
     found = {"recipe": str(recipe.path), **summary(captured.graph, cluster, prediction, method)}
     if tokens := planning.tokens_per_sample(problem):
         found["tokens_per_second"] = prediction.samples_per_second * tokens
-    found |= {"chunks": request.chunks, "every": prediction.period}
+    found |= {"chunks": fitted.most_chunks, "every": prediction.period}
     if request.breakdown:
         found["breakdown"] = break_down_stages(basis, partition, prediction)
-    more = f" · {request.chunks} chunks" * (request.chunks > 1)
-    more += f" · the last of {every} steps" * (prediction.period > 1)
+    more = f" · the last of {prediction.period} steps" * (prediction.period > 1)
     for file, draw in ((request.html, swimlane.html), (request.svg, swimlane.svg)):
         if file is not None:
             printing.write_text(file, draw(replace(prediction.timeline, title=f"{fitted.spec}{more} · predicted")))
@@ -77,31 +80,46 @@ def run(request: SimulateRequest) -> None:
         print_prediction(found)
 
 
-def check(request: SimulateRequest, method: TrainingOptions) -> None:
+def check(request: SimulateRequest, wanted: FixedKeys | None) -> None:
     """Refuse combinations of options that no plan can have, before anything is captured.
+
+    Args:
+        request: the command's options.
+        wanted: what a plan that is to be found must keep; None for a plan that is given.
 
     Raises:
         PolylaneError: an option is out of range or excludes another; the message names it.
     """
-    for name, value in (("chunks", request.chunks), ("every", request.every)):
-        if value < 1:
-            raise PolylaneError(f"--{name} must be at least 1, not {value}")
-    if request.plan == AUTO and request.every > 1 and method.shard != "none":
-        raise PolylaneError(
-            f"--shard {method.shard} needs replicas that are alike, and --every {request.every} lets them differ"
-        )
-    if request.chunks > 1 and request.plan == AUTO:
+    if request.chunks < 1:
+        raise PolylaneError(f"--chunks must be at least 1, not {request.chunks}")
+    if wanted is not None:
+        planning.fixed_keys(str(wanted), request)
+    if request.chunks > 1 and wanted is not None:
         raise PolylaneError(
             "--chunks takes a plan in one line, such as pipeline=4: what auto finds cannot be divided further"
         )
 
 
-def check_plan(plan: Spec | Plan, cluster: Cluster) -> None:
-    """Refuse a plan that the cluster has too few devices for, or of which a part is not predicted.
+def divide_further(plan: Spec | Plan, chunks: int) -> Spec | Plan:
+    """Return the plan with that many stages on every worker; as it is for 1.
 
     Raises:
-        PolylaneError: the plan takes more workers than there are devices, slows ranks down on purpose, or asks for a
-            synchronization that has no price.
+        PolylaneError: a plan that says where its stages begin, or that has no chunks.
+    """
+    from polylane.plan.plan import Plan
+
+    if chunks > 1 and isinstance(plan, Plan):
+        raise PolylaneError(
+            f"{plan.title} says where its stages begin, which {chunks} chunks of each would change: give it in one line"
+        )
+    return plan if isinstance(plan, Plan) or chunks == 1 else plan.with_chunks(chunks)
+
+
+def check_plan(plan: Spec | Plan, cluster: Cluster) -> None:
+    """Refuse a plan that the cluster has too few devices for, or that has stragglers of its own.
+
+    Raises:
+        PolylaneError: the plan takes more workers than there are devices, or slows ranks down on purpose.
     """
     if plan.workers > cluster.count:
         raise PolylaneError(
@@ -112,27 +130,6 @@ def check_plan(plan: Spec | Plan, cluster: Cluster) -> None:
         raise PolylaneError(
             "slow in a plan is for runs: leave it out, and give --slow RANK=SPEED to predict a straggler"
         )
-    said = {word.partition("=")[0] for word in plan.sync.to_words()}
-    for name in ("wire", "compress", "within", "outer", "warmup", "servers"):
-        if name in said:
-            raise PolylaneError(
-                f"{name}: what this takes is not predicted; leave it out of the plan to simulate the rest"
-            )
-
-
-def merge_options(plan: Spec | Plan, method: TrainingOptions, request: SimulateRequest) -> tuple[TrainingOptions, int]:
-    """Return the training options and the averaging period, with what the plan says where no option does.
-
-    Raises:
-        PolylaneError: an option contradicts the plan.
-    """
-    every, sync = request.every, plan.sync
-    for name, asked, planned, plain in (("every", every, sync.every, 1), ("shard", method.shard, sync.shard, "none")):
-        if planned not in (plain, asked) and asked != plain:
-            raise PolylaneError(f"--{name} {asked}, but the plan says {name}={planned}: leave one of them out")
-    dtype = plan.precision if request.dtype is None else method.dtype
-    shard = method.shard if sync.shard == "none" else sync.shard
-    return replace(method, dtype=dtype, shard=shard), max(every, sync.every)
 
 
 def slow_down_cluster(cluster: Cluster, options: Sequence[str]) -> Cluster:
@@ -164,7 +161,7 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
         "plan": plan.spec,
         "workers": plan.workers,
         "batch": prediction.batch,
-        "method": asdict(method),
+        "method": {**asdict(method), "shard": plan.sync.shard},
         "step_seconds": step,
         "samples_per_second": prediction.samples_per_second,
         "model_flops": flops,
@@ -174,7 +171,7 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
         "bubble": prediction.bubble,
         "exposed_communication": prediction.exposed_communication,
         "bytes": sent_bytes(prediction, cluster),
-        "stages": [_stage(prediction, index, cluster) for index in range(plan.pipeline)],
+        "stages": [_stage(prediction, index, cluster) for index in range(len(plan.first_chunks))],
         "price": cluster.price * plan.workers / cluster.count * step / 3600,
     }
 
@@ -204,9 +201,7 @@ def _bytes(prediction: Prediction, timeline: Timeline) -> Counter[tuple[str, int
     from polylane.schedule.action import ActionKind
 
     kinds = {ActionKind.SEND: "pipeline", ActionKind.REDUCE: "data", ActionKind.STEP: "data"}
-    shared = [
-        prediction.stages[prediction.plan.stage_and_replica(rank)[0]].shard_traffic_share for rank in prediction.lanes
-    ]
+    shared = [prediction.stages[prediction.plan.group_of(rank)].shard_traffic_share for rank in prediction.lanes]
     lanes = Counter[tuple[str, int]]()
     for span in timeline.spans:
         parts = {kinds[span.action.kind]: span.bytes} if span.action.kind in kinds else {}
@@ -236,7 +231,7 @@ def _widest_level(plan: Plan, kind: str, cluster: Cluster) -> str:
 
 
 def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, Any]:
-    own = prediction.stages[index]
+    own, devices = prediction.stages[index], prediction.plan.stages[prediction.plan.first_chunks[index]].devices
     return {
         "stage": index,
         "mesh": str(own.mesh),
@@ -246,18 +241,14 @@ def _stage(prediction: Prediction, index: int, cluster: Cluster) -> dict[str, An
         "waits": own.collective_seconds,
         "update": own.update_seconds,
         "memory": own.memory.as_dict(),
-        "limit": min(device.memory for device in cluster.devices(prediction.plan.stages[index].devices)),
+        "limit": min(device.memory for device in cluster.devices(devices)),
     }
 
 
 def break_down_stages(basis: Any, partition: Partition, prediction: Prediction) -> list[dict[str, Any]]:
     """Return the seconds of a microbatch by kind of operator, on the busiest rank of every stage."""
     from polylane.cost.plan_cost import PlanCost
-    from polylane.program.lower import deal_stages
 
-    # Interleaved virtual stages are counted with the worker that has them.
-    if partition.stages > prediction.plan.pipeline:
-        partition = deal_stages(partition, prediction.plan.pipeline)
     found, costs = [], PlanCost(basis, partition, prediction.plan, prediction.batch)
     for index in range(prediction.plan.pipeline):
         table, kinds, rows = costs.table(index), defaultdict[str, list[int]](list), list[dict[str, Any]]()

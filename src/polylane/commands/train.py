@@ -11,14 +11,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import format_count, format_plural, format_seconds, print_json
 from polylane.commands.progress import display
 from polylane.commands.run_folder import RunFolder
 from polylane.errors import PolylaneError
-from polylane.plan.spec import AUTO
+from polylane.plan.fixed_keys import parse_auto
 
 if TYPE_CHECKING:
     from polylane.commands.requests import TrainRequest
@@ -60,14 +60,14 @@ def _train(request: TrainRequest, place: RunFolder) -> None:
     _finish(request, place, outcome)
 
 
-def _choose_plan(request: TrainRequest) -> Spec | Plan | Literal["auto"]:
+def _choose_plan(request: TrainRequest) -> Spec | Plan | str:
     """Return the plan; under torchrun plan=auto is deferred until the process group exists."""
-    if request.plan != AUTO or "RANK" not in os.environ:
+    if parse_auto(request.plan) is None or "RANK" not in os.environ:
         return inputs.choose_plan(request)
     started = os.environ.get("WORLD_SIZE")
     if request.workers is not None and str(request.workers) != started:
         raise PolylaneError(f"--workers {request.workers}, but torchrun started {started}: they must be equal")
-    return "auto"
+    return str(request.plan)
 
 
 def _recipe_name(recipe: str) -> str:

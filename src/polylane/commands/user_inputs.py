@@ -18,6 +18,7 @@ from polylane import recipe as recipes
 from polylane.commands.requests import RecipeRequest, WorkersRequest
 from polylane.errors import PolylaneError
 from polylane.plan import spec as specs
+from polylane.plan.fixed_keys import FixedKeys, parse_auto
 from polylane.plan.spec import Spec
 from polylane.recipe import Recipe, RecipeError
 
@@ -42,8 +43,8 @@ def choose_plan(request: WorkersRequest) -> Spec | Plan:
         PolylaneError: the plan cannot be parsed, or takes another number of workers, or more than a host can start.
     """
     text, workers = request.plan, request.workers
-    if text == specs.AUTO:
-        return find_plan(request, workers)
+    if (fixed := parse_auto(text)) is not None:
+        return find_plan(request, workers, fixed)
     if text is None:
         plan: Spec | Plan = Spec(data=workers or int(os.environ.get("WORLD_SIZE", "1")))
     else:
@@ -61,8 +62,13 @@ def choose_plan(request: WorkersRequest) -> Spec | Plan:
     return plan
 
 
-def find_plan(request: RecipeRequest, workers: int | None = None) -> Plan:
-    """Return the best plan for a recipe on this machine, for at most ``workers`` workers, or as many as it has cores.
+def find_plan(request: RecipeRequest, workers: int | None = None, fixed: FixedKeys | None = None) -> Plan:
+    """Return the best plan for a recipe on this machine.
+
+    Args:
+        request: the recipe and its batch.
+        workers: how many workers there may be at most; None: as many as there are cores.
+        fixed: keys that the plan must have; None: all are searched.
 
     Raises:
         PolylaneError: the recipe is wrong, nothing fits, or torchrun started several processes, which would all
@@ -82,7 +88,7 @@ def find_plan(request: RecipeRequest, workers: int | None = None) -> Plan:
     problem, _ = open_problem(recipe, request)
     # Plan for the example's samples, which are fewer than --batch where the dataset is smaller.
     problem, most = replace(problem, batch_size=None), workers or os.cpu_count() or 1
-    return announce_best(choose(problem, range(1, most + 1), local_cluster(most), copies=True))
+    return announce_best(choose(problem, range(1, most + 1), local_cluster(most), True, fixed))
 
 
 def read_plan(text: str) -> Spec | Plan:

@@ -69,7 +69,7 @@ def cut_graph(
     # Where replicas are resplit between stages, a value of unknown batch layout must not cross: keep it on one stage.
     if plan.resplits_batch:
         staying = [name for name, order in batch_layouts(graph, seen).items() if order is BatchLayout.UNKNOWN]
-    return balance_stages(graph, plan.pipeline, times, [degrees.workers for degrees in plan.meshes], staying)
+    return balance_stages(graph, len(plan.meshes), times, [degrees.workers for degrees in plan.meshes], staying)
 
 
 def compile_graph(

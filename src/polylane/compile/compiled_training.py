@@ -15,7 +15,6 @@ from polylane.compile.objectives import Objective, named_parameters
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
 from polylane.compile.sample_shares import compute_shares
-from polylane.compile.server_assignment import assign_parameters
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
@@ -26,6 +25,7 @@ from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.profiling.time_operators import measure
+from polylane.program.server_assignment import assign_parameters
 from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.counts import capture_with_counts
@@ -96,12 +96,15 @@ class CompiledTraining:
 
     @cached_property
     def owning_stages(self) -> dict[str, tuple[int, ...]]:
-        """The stages that use a parameter in any objective, by its canonical name: all of them keep it up to date."""
+        """The stages that use a parameter in any objective, by its canonical name: all of them keep it up to date.
+
+        Of several stages on the same workers, which have the parameter once, it names the first.
+        """
         result: dict[str, set[int]] = {}
         for partition in self.partitions.values():
             for stage in range(partition.stages):
                 for name in partition.parameters(stage):
-                    result.setdefault(name, set()).add(stage)
+                    result.setdefault(name, set()).add(self.plan.first_chunk(stage))
         return {name: tuple(sorted(stages)) for name, stages in result.items()}
 
     def microbatches_of(self, samples: int) -> int:

@@ -13,15 +13,16 @@ from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
 
 
-def find_dropped_tensors(partition: Partition, plan: Plan) -> tuple[DroppedTensors, ...]:
+def find_dropped_tensors(partition: Partition, plan: Plan, trains: bool = True) -> tuple[DroppedTensors, ...]:
     """Return what every stage drops: it follows from the graph and the plan alone, so that all workers find the same.
 
     Args:
         partition: the graph and its cuts into stages.
         plan: the plan, with its ``recompute`` for all stages or each.
+        trains: whether there are backward passes at all.
     """
     modes = [plan.recompute_of(stage) for stage in range(partition.stages)]
-    if all(mode == NONE for mode in modes) and not partition.graph.checkpoints:
+    if not trains or (all(mode == NONE for mode in modes) and not partition.graph.checkpoints):
         return (NOTHING_DROPPED,) * partition.stages
     # Replicas sum the statistics of batch normalization in its forward pass, which then cannot run a second time.
     setting = BackendSetting(

@@ -41,7 +41,9 @@ def refuse_effects(partition: Partition, plan: Plan) -> None:
     for who, effect in _effects_by_module(partition.graph):
         # Equal effects name the same state: of a module that is called twice, or of several that write the same.
         at = {name for name, effects in every.items() if effect in effects}
-        stages = sorted({s for s in range(partition.stages) for node in partition.nodes(s) if node.name in at})
+        stages = sorted(
+            {plan.first_chunk(s) for s in range(partition.stages) for node in partition.nodes(s) if node.name in at}
+        )
         if effect.kind == "state" and len(stages) > 1:
             raise PolylaneError(
                 f"{who} {effect.describe}, in calls on stages {', '.join(map(str, stages))}, each of which would keep "
@@ -62,7 +64,7 @@ def refuse_repeated_effects(graph: Graph, plan: Spec | Plan, microbatches: int) 
                 "makes one a step "
                 "and not one for each microbatch: use microbatches=1, or count outside of the forward and the loss"
             )
-        if effect.kind == "clock" and (microbatches > 1 or plan.workers > plan.pipeline):
+        if effect.kind == "clock" and (microbatches > 1 or plan.workers > len(plan.group_meshes)):
             raise PolylaneError(
                 f"plan: {who} {effect.describe}, which shows another time to every worker and in every "
                 "microbatch: read it "

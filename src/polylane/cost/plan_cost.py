@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import TypeVar
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
@@ -22,13 +23,14 @@ from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.shard_traffic import ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import PassCosts, StageCosts, add_recomputation, sum_passes
+from polylane.cost.state_sharding import StateSharding
 from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
-from polylane.schedule.action import Action
+from polylane.program.server_assignment import server_rank
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -41,7 +43,7 @@ class CostModel:
     Attributes:
         cluster: the devices and the links between them.
         stages: prices of the graph's stages, cached by mesh and samples.
-        method: precision, sharding, recomputation and overlap of the training.
+        method: precision, recomputation and overlap of the training.
         make_clock: device -> clock that prices operators on it.
         update_seconds: (device, trained elements) -> seconds of the optimizer's step.
         optimizer: tensors that the optimizer keeps for each parameter.
@@ -95,7 +97,7 @@ class ShardTraffic:
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """Predicted cost of the busiest rank of a stage.
+    """Predicted cost of the busiest rank of a group of workers, over all of its stages.
 
     Attributes:
         mesh: degrees of the stage's data, sequence and tensor axes.
@@ -137,6 +139,7 @@ class PlanCost:
         self.exact = exact
         self.basis, self.partition, self.plan, self.batch = basis, partition, plan, batch
         self._priced: dict[int, StagePrediction] = {}
+        self._passes: dict[int, tuple[PassCosts, ShardTraffic]] = {}
         self._tables: dict[int, CostTable] = {}
 
     def local_samples(self, stage: int) -> int:
@@ -175,8 +178,10 @@ class PlanCost:
 
     def _table(self, stage: int) -> CostTable:
         mesh, rank = self.plan.degrees(stage), self.plan.stages[stage].devices[0]
-        # "data" is priced too: batch normalization sums its statistics over replicas inside the passes.
-        axes = ("data", *self.plan.axes_of(stage)) if mesh.data > 1 else self.plan.axes_of(stage)
+        # "data" is priced too: batch normalization sums its statistics over replicas inside the passes, unless each
+        # replica takes steps of its own, from its own samples.
+        shared = mesh.data > 1 and not self.plan.sync.is_replica_local
+        axes = ("data", *self.plan.axes_of(stage)) if shared else self.plan.axes_of(stage)
         groups = {axis: self.plan.ranks_along(rank, axis) for axis in axes}
         # Stages with equal devices and equally spanned groups share one table.
         ranks, cluster = self.plan.stages[stage].devices, self.basis.cluster
@@ -185,28 +190,44 @@ class PlanCost:
         memory = min(each.stream for each in cluster.devices(ranks[:2]))
         return self.basis.table(mesh, self.local_samples(stage), device, memory, groups, where)
 
+    def pass_costs(self, stage: int) -> tuple[PassCosts, ShardTraffic]:
+        """Return the costs of one microbatch on one stage's busiest rank, and of its sharded parameters."""
+        if stage not in self._passes:
+            own = sum_passes(self.table(stage), self.node_ranges(stage))
+            self._passes[stage] = own, self._shard_traffic(stage, own)
+        return self._passes[stage]
+
     def predict_stage(self, stage: int) -> StagePrediction:
-        """Predict the busiest rank of a stage."""
+        """Predict the busiest rank of the workers of a stage, over all stages that they have."""
+        stage, chunks = self.plan.first_chunk(stage), self.plan.chunks(stage)
         if stage not in self._priced:
-            table, pieces, mesh = self.table(stage), self.node_ranges(stage), self.plan.degrees(stage)
-            own = sum_passes(table, pieces)
+            mesh, costs = self.plan.degrees(stage), [self.pass_costs(each) for each in chunks]
+            pieces = [piece for each in chunks for piece in self.node_ranges(each)]
             elements = self.basis.stages.trained_elements(mesh, pieces)
             device = self.basis.slowest_device(self.plan.stages[stage].devices)
-            update = self.basis.update_seconds(device, self.basis.method.count_updated(elements, mesh.data))
-            memory, sharing = self.peak_memory(stage), self._shard_traffic(stage, own)
-            self._priced[stage] = StagePrediction(mesh, self.local_samples(stage), own, update, memory, sharing)
+            # Servers update the weights, in their own time.
+            updated = self.sharding(stage).count_updated(elements)
+            update = 0.0 if self.plan.sync.has_servers else self.basis.update_seconds(device, updated)
+            passes, sharing = _add_fields(own for own, _ in costs), _add_fields(own for _, own in costs)
+            memory = self.peak_memory(stage)
+            self._priced[stage] = StagePrediction(mesh, self.local_samples(stage), passes, update, memory, sharing)
         return self._priced[stage]
 
     def _shard_traffic(self, stage: int, own: PassCosts) -> ShardTraffic:
-        """Price ZeRO-3: a block's parameters are gathered before each pass, gradients scattered after backward."""
-        if not self.basis.method.gathers_parameters(self.plan.degree("data", stage)):
+        """Price ZeRO-3 in a pass: a block's parameters are gathered before it, its gradients scattered after backward.
+
+        ZeRO-2 scatters them as well where there are several microbatches, and gathers nothing here.
+        """
+        sharding = self.sharding(stage)
+        if not sharding.in_passes:
             return ShardTraffic()
-        ranks = self.plan.ranks_along(self.plan.stages[stage].devices[0], "data")
+        ranks = sharding.group(self.plan.ranks_along(self.plan.stages[stage].devices[0], "data"))
         blocks = [self.parameter_bytes(stage, names) for names in self._block_parameters(stage) if names]
         # One gather per pass: gathers=1 prices the forward pass, and with the reduce-scatter the backward
         # pass.
-        traffic, turn = ShardTrafficSeconds.of(self.basis.cluster, blocks, ranks, gathers=1), self.basis.host_overhead
-        gathered = bytes_per_rank("all_gather", sum(blocks), len(ranks))
+        gathers, turn = int(sharding.gathers_parameters), self.basis.host_overhead
+        traffic = ShardTrafficSeconds.of(self.basis.cluster, blocks, ranks, gathers)
+        gathered = gathers * bytes_per_rank("all_gather", sum(blocks), len(ranks))
         scattered = bytes_per_rank("reduce_scatter", sum(blocks), len(ranks))
         return ShardTraffic(
             exposed_seconds(own.forward + own.waits + turn, traffic.gathers),
@@ -221,23 +242,27 @@ class PlanCost:
         return sum(sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples) for name in names)
 
     def peak_memory(self, stage: int) -> peak.MemoryBreakdown:
-        """Return the bytes of a stage's busiest rank at the peak of the step."""
-        lane, needs, trained = self._passes_in_memory(stage)
-        basis, load, replicas = self.basis, self.trained_bytes(stage), self.plan.degree("data", stage)
-        return peak.peak_memory(lane, needs, trained, load, basis.method, replicas, basis.margin)
-
-    def _passes_in_memory(self, stage: int) -> tuple[Sequence[Action], dict[int, PeakMemory], dict[int, float]]:
-        """Return a worker's passes, and by stage the memory of a microbatch and the bytes of trained parameters."""
-        return self._lanes[stage], {stage: self.microbatch_memory(stage)}, {stage: self.trained_bytes(stage).trained}
+        """Return the bytes of a stage's busiest rank at the peak of the step, with all stages that it has."""
+        chunks, lane = self.plan.chunks(stage), self._lanes[self.plan.stage_groups[stage]]
+        basis, load = self.basis, self.trained_bytes(*chunks)
+        needs = {each: self.microbatch_memory(each) for each in chunks}
+        trained = {each: self.trained_bytes(each).trained for each in chunks}
+        return peak.peak_memory(lane, needs, trained, load, basis.method, self.sharding(stage), basis.margin)
 
     @cached_property
     def _lanes(self) -> Lanes:
-        """The forward and backward passes of every stage, in the order of the schedule."""
-        return schedule_lanes(self.plan.schedule, StageGraph.of_partition(self.partition), self.plan.microbatches)
+        """The forward and backward passes of every group of workers, in the order of the schedule."""
+        graph = StageGraph.of_partition(self.partition)
+        return schedule_lanes(self.plan.schedule, graph, self.plan.microbatches, workers=self.plan.stage_groups)
 
     def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""
-        return peak.shard_trained_bytes(self.trained_bytes(stage), self.basis.method, self.plan.degree("data", stage))
+        load = self.trained_bytes(*self.plan.chunks(stage))
+        return peak.shard_trained_bytes(load, self.basis.method, self.sharding(stage))
+
+    def sharding(self, stage: int) -> StateSharding:
+        """Return what the replicas of a stage share out, as the plan says."""
+        return StateSharding.of(self.plan.sync, self.plan.degree("data", stage), self.plan.microbatches)
 
     def microbatch_memory(self, stage: int) -> PeakMemory:
         """Return the memory that one microbatch takes on a stage's busiest rank."""
@@ -269,33 +294,78 @@ class PlanCost:
             seen.update(read)
         return found
 
-    def trained_bytes(self, stage: int) -> peak.TrainedBytes:
-        """Return the bytes of a rank's parameters, gradients and optimizer state, before sharding over replicas."""
-        graph, sheet = self.partition.graph, self.sharded_graph(stage)
+    def trained_bytes(self, *stages: int) -> peak.TrainedBytes:
+        """Return the bytes of a rank's parameters, gradients and optimizer state, before sharding over replicas.
+
+        Args:
+            stages: stages of the same workers, which have a parameter of several of them once.
+        """
+        graph, sheet = self.partition.graph, self.sharded_graph(stages[0])
+        held = dict.fromkeys(name for stage in stages for name in self.partition.parameters(stage))
         # Sizes in the model's own dtype: shard_trained_bytes converts them to that of the passes.
-        names = [name for name in self.partition.parameters(stage) if graph.parameters[name].trainable]
+        names = [name for name in held if graph.parameters[name].trainable]
         shapes = {name: sheet.busiest_shape(f"parameter:{name}") for name in names}
         item = {name: graph.parameters[name].bytes // max(1, math.prod(graph.parameters[name].shape)) for name in names}
         sizes = {name: math.prod(shapes[name]) * item[name] for name in names}
         # Frozen parameters, buffers and constants count in full, whatever the sharding.
-        frozen = [n for n in self.partition.parameters(stage) if n not in sizes]
+        frozen = [n for n in held if n not in sizes]
         fixed = sum(graph.parameters[n].bytes for n in frozen)
-        fixed += sum(graph.buffers[n].bytes for n in self.partition.buffers(stage))
+        fixed += sum(graph.buffers[n].bytes for n in {n for s in stages for n in self.partition.buffers(s)})
         fixed += sum(constant.nbytes for constant in graph.code.constants.values())
         trained = sum(sizes.values())
-        shared = self.plan.degree("data", stage) > 1
+        shared = self.plan.degree("data", stages[0]) > 1
         # Tensors larger than a bucket are reduced in place; smaller ones are copied into a flat buffer.
         copied = sum(size for size in sizes.values() if size <= BUCKET_BYTES) if shared else 0
-        block = max((sum(sizes[name] for name in each) for each in self._block_parameters(stage)), default=0)
+        blocks = (each for stage in stages for each in self._block_parameters(stage))
+        block = max((sum(sizes[name] for name in each) for each in blocks), default=0)
+        kept = sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names)
         return peak.TrainedBytes(
             fixed + trained,
             trained,
-            sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names),
+            self._synchronized_states(stages[0], trained, kept),
             self.basis.optimizer.step_bytes(list(sizes.values())),
             copied,
             block,
         )
 
+    def _synchronized_states(self, stage: int, trained: float, kept: float) -> float:
+        """Return the bytes of states of a rank, with what synchronization keeps: residuals, anchors, servers' weights.
+
+        Args:
+            stage: the rank's stage.
+            trained: bytes of its trained parameters.
+            kept: bytes of its optimizer's states.
+        """
+        sync = self.plan.sync
+        if sync.has_servers:
+            hosts = [] if sync.dedicated else [server_rank(self.plan, s) for s in range(sync.server_count)]
+            most = max((hosts.count(rank) for rank in self.plan.stages[stage].devices), default=0)
+            # A server has weights, optimizer states, a sum of gradients and a message of them.
+            return most / sync.server_count * (3 * self._model_bytes[0] + self._model_bytes[1]) if most else 0.0
+        if sync.compress is not None:
+            return kept + trained  # error feedback keeps what was not sent
+        if sync.outer is not None:
+            return kept + (2 if sync.outer.momentum else 1) * trained  # the anchor and its momentum
+        return kept
+
+    @cached_property
+    def _model_bytes(self) -> tuple[float, float]:
+        """Bytes of all trained parameters of the model, and of their optimizer's states."""
+        found = [(n, info) for n, info in self.partition.graph.parameters.items() if info.trainable]
+        return (
+            float(sum(info.bytes for _, info in found)),
+            float(sum(self.basis.optimizer.bytes(name, info.shape) for name, info in found)),
+        )
+
     def sharded_graph(self, stage: int) -> ShardedGraphCost:
         """Return the graph sharded over a stage's mesh."""
         return self.basis.stages.sharded_graph(self.plan.degrees(stage))
+
+
+_Costs = TypeVar("_Costs", PassCosts, ShardTraffic)
+
+
+def _add_fields(costs: Iterable[_Costs]) -> _Costs:
+    """Return the costs whose every field is the sum of those of all given."""
+    first, *others = costs
+    return replace(first, **{f.name: sum(getattr(c, f.name) for c in (first, *others)) for f in fields(first)})

@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cached_property
 
-from polylane.cost.interleave import InterleavedTaskBuilder, InterleavedWorkers
+from polylane.cost.parameter_servers import ServerCosts
 from polylane.cost.plan_cost import CostModel, PlanCost, StagePrediction
+from polylane.cost.simulator.server_queue import ServedSteps
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.task_lanes import TaskBuilder
-from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
-from polylane.program.lower import lower, lower_interleaved, without_replica_sync
+from polylane.program.lower import lower, without_replica_sync
 from polylane.program.program import Program
 
 __all__ = ["CostModel", "Prediction", "StagePrediction", "predict"]
@@ -30,11 +30,12 @@ class Prediction:
     Attributes:
         plan: the plan whose step is predicted.
         timeline: a lane for every worker, or for one worker of each stage (``lanes`` gives the ranks).
-        stages: costs of each stage's busiest rank, by stage.
+        stages: costs of each stage's busiest rank, by stage; of several stages on the same workers one, of all.
         batch: samples of a step over all replicas.
         lanes: rank of the worker that each lane shows.
         period: steps between two averagings over replicas (local SGD); ``timeline`` is the step that ends with one.
         local_step_timeline: timeline of the steps without averaging; None if all steps are equal.
+        served: how replicas advance that synchronize through parameter servers, over many steps; else None.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class Prediction:
     lanes: tuple[int, ...]
     period: int = 1
     local_step_timeline: Timeline | None = None
+    served: ServedSteps | None = None
 
     def mean_over_period(self, of: Callable[[Timeline], float]) -> float:
         """Return the mean over a period of a figure of a step's timeline."""
@@ -53,8 +55,8 @@ class Prediction:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a step, on average over a period."""
-        return self.mean_over_period(Timeline.makespan)
+        """Seconds of a step, on average over a period; with servers, over many steps of all replicas."""
+        return self.served.seconds if self.served is not None else self.mean_over_period(Timeline.makespan)
 
     @cached_property
     def utilization(self) -> float:
@@ -95,41 +97,30 @@ def predict(
     batch: int,
     every: bool = False,
     exact: bool = True,
-    period: int = 1,
 ) -> Prediction:
     """Predict one step of a plan.
 
     Equal workers are simulated once: one of each stage, unless workers share cores or their devices differ.
 
     Args:
-        basis: cluster, prices and training options.
-        partition: the graph cut into the plan's stages, or into a multiple of them: virtual stages, dealt round-robin
-            and interleaved (:func:`polylane.schedule.interleaved.interleaved`).
-        plan: meshes, devices and schedule of the stages.
+        basis: cluster, prices, precision and recomputation.
+        partition: the graph cut into the plan's stages.
+        plan: meshes, devices and schedule of the stages, and how their replicas synchronize: with ``every`` above 1
+            they reduce no gradients, and average their parameters in the last of so many steps (Stich, 2019).
         batch: samples of a step, over all replicas.
         every: whether every worker has a lane (up to :data:`LANES`), even where they are equal.
         exact: whether memory is traced at the local samples; else it is scaled from those of the capture.
-        period: steps between two averagings of the replicas' parameters, without gradient reduction (local SGD: Stich,
-            2019); 1: gradients are reduced in every step.
-
-    Raises:
-        PolylaneError: the plan cannot be interleaved, or its replicas cannot take local steps.
     """
-    alone = _is_replica_local(basis, plan, period)
+    alone, served = plan.sync.every > 1 and plan.data > 1, plan.sync.has_servers
     ranks = range(plan.workers)
     # One lane per stage is exact only if workers are interchangeable: same devices, no shared cores.
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
     single = (every or unlike) and plan.workers <= LANES
-    lanes = tuple(ranks) if single else tuple(stage.devices[0] for stage in plan.stages)
-    scene: PlanCost
-    if partition.stages > plan.pipeline:
-        scene = InterleavedWorkers(basis, partition, plan, batch, exact)
-        doing: TaskBuilder = InterleavedTaskBuilder(scene, lanes)
-    else:
-        scene = PlanCost(basis, partition, plan, batch, exact)
-        doing = TaskBuilder(scene, lanes)
+    lanes = tuple(ranks) if single else tuple(plan.stages[first].devices[0] for first in plan.first_chunks)
+    scene = PlanCost(basis, partition, plan, batch, exact)
+    doing = TaskBuilder(scene, lanes)
     by_rank = _lower_programs(scene, partition, None if single else lanes)
-    programs = [without_replica_sync(by_rank[rank], plan) if alone else by_rank[rank] for rank in lanes]
+    programs = [without_replica_sync(by_rank[rank], plan) if alone or served else by_rank[rank] for rank in lanes]
     tasks = [doing.build_tasks(program) for program in programs]
     hosts = doing.build_hosts() if single else ()
     timeline, between = simulate_tasks(tasks, hosts), None
@@ -137,31 +128,16 @@ def predict(
     if alone:
         sums = map(doing.build_averaging_tasks, programs)
         timeline, between = simulate_tasks([[*a, *b] for a, b in zip(tasks, sums, strict=True)], hosts), timeline
-    stages = tuple(scene.predict_stage(s) for s in range(plan.pipeline))
-    return Prediction(plan, timeline, stages, batch, lanes, period if alone else 1, between)
-
-
-def _is_replica_local(basis: CostModel, plan: Plan, period: int) -> bool:
-    """Return whether replicas take steps without synchronizing (local SGD)."""
-    if period < 1:
-        raise PolylaneError(f"replicas must sum every so many steps, at least 1, not {period}")
-    if period == 1 or plan.data == 1:
-        return False
-    if basis.method.shard != "none":
-        raise PolylaneError(
-            f"shard {basis.method.shard!r} needs replicas that are alike; those that sum every {period} steps are not"
-        )
-    if plan.resplits_batch:
-        raise PolylaneError(f"replicas can sum every {period} steps only where all stages have as many of them")
-    return True
+    steps = None
+    if served:
+        found = ServerCosts(scene).advance(timeline, lanes)
+        timeline, steps = found.timeline, found.steps
+    stages = tuple(scene.predict_stage(first) for first in plan.first_chunks)
+    return Prediction(plan, timeline, stages, batch, lanes, plan.sync.every if alone else 1, between, steps)
 
 
 def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:
     """Lower the plan to the programs of the ranks in ``only`` (None: all), by rank."""
     plan = scene.plan
     partials = tuple(scene.basis.stages.partial_gradient_axes(mesh) for mesh in plan.meshes)
-    if partition.stages > plan.pipeline:
-        found = lower_interleaved(partition, plan, partials, only)
-    else:
-        found = lower(partition, plan, None, partials, only)
-    return {program.rank: program for program in found}
+    return {program.rank: program for program in lower(partition, plan, None, partials, only)}

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from polylane.cost.network import collectives as network
 from polylane.cost.network.alpha_beta import bytes_per_rank
+from polylane.cost.network.compressed_reduction import CompressedReduction, codec_of, price_compressed
 from polylane.cost.plan_cost import PlanCost
 from polylane.cost.simulator.shared_cores import SharedCores
 from polylane.cost.simulator.task import Task, TransferTime
+from polylane.cost.trained_tensors import bucket_tensors
 from polylane.program.program import GradientBucket, Program
-from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.action import WEIGHT_PASSES, Action, ActionKind
+
+# Key of the optimizer's step among the tasks that compression makes longer, and the name of the outer one.
+STEP, OUTER = "step", "outer"
+# Passes over the parameters' bytes in an outer step: difference to the anchor (3), Nesterov's momentum and update (7),
+# and the result copied into the weights (2).
+OUTER_PASSES = 12
 
 
 class TaskBuilder:
@@ -29,14 +38,15 @@ class TaskBuilder:
         self._transfers: dict[Hashable, TransferTime] = {}
         self._sums: dict[Hashable, tuple[int, TransferTime, float] | None] = {}
         self._steps: dict[Hashable, tuple[float, int]] = {}
+        self._codecs: dict[Hashable, CompressedReduction] = {}
 
     def build_tasks(self, program: Program) -> list[Task]:
         """Return the tasks of a worker's program."""
         # The last backward pass of a stage: reductions of its gradients can begin in the course of it.
-        last = {action.stage: action for action in program.actions if action.kind is ActionKind.BACKWARD}
+        last = {action.stage: action for action in program.actions if action.kind in WEIGHT_PASSES}
         buckets = {bucket.name: bucket for bucket in program.buckets}
         travels = self._build_routes(program)
-        found = list[Task]()
+        found, codecs = list[Task](), defaultdict[Hashable, float](float)
         for action in program.actions:
             if action.kind in (ActionKind.SEND, ActionKind.RECEIVE):
                 route = travels[action.kind, action.value, action.peer, action.gradient]
@@ -47,13 +57,41 @@ class TaskBuilder:
                 bucket = buckets[action.value]
                 completing = last[self._completing_stage(program, bucket)]
                 found += self._reduction_tasks(program, action, bucket, completing)
+                for at, seconds in zip((completing, STEP), self._codec_seconds(program, bucket), strict=True):
+                    codecs[at] += seconds
             else:
                 found.append(self._compute_task(program, action))
-        return found
+        return self._with_codecs(found, codecs) if any(codecs.values()) else found
+
+    @staticmethod
+    def _with_codecs(tasks: Sequence[Task], codecs: Mapping[Hashable, float]) -> list[Task]:
+        """Return the tasks with the seconds of compression in the passes that complete gradients, and in the step."""
+        keys = ((STEP if task.action.kind is ActionKind.STEP else task.action) for task in tasks)
+        return [
+            replace(task, seconds=task.seconds + codecs[key]) if key in codecs else task
+            for task, key in zip(tasks, keys, strict=True)
+        ]
+
+    def _codec_seconds(self, program: Program, bucket: GradientBucket) -> tuple[float, float]:
+        """Return the seconds to compress a bucket's gradients, and those to decompress their sum."""
+        found = self._compressed(program, bucket)
+        return (0.0, 0.0) if found is None else (found.packing, found.unpacking)
+
+    def _compressed(self, program: Program, bucket: GradientBucket) -> CompressedReduction | None:
+        """Return the price of a bucket that replicas sum compressed; None for one that is summed as it is."""
+        scene, sync = self._scene, self._plan.sync
+        if not codec_of(sync) or set(bucket.ranks) != set(program.replicas) or len(bucket.ranks) == 1:
+            return None
+        key = (program.stage, bucket.name, bucket.ranks)
+        if key not in self._codecs:
+            device = scene.basis.slowest_device(self._plan.stages[program.stage].devices)
+            tensors = bucket_tensors(scene, program, bucket)
+            self._codecs[key] = price_compressed(sync, tensors, bucket.ranks, scene.basis.cluster, device)
+        return self._codecs[key]
 
     def _compute_task(self, program: Program, action: Action) -> Task:
-        own, overhead = self._scene.predict_stage(program.stage), self._scene.basis.host_overhead
-        took, sharing = own.passes, own.shard_traffic
+        # The optimizer steps once for all stages of a worker; passes are priced by stage.
+        (took, sharing), overhead = self._scene.pass_costs(action.stage), self._scene.basis.host_overhead
         if action.kind is ActionKind.FORWARD:
             # ``took.sent`` is the sum of both passes: half for each.
             waits = took.waits + sharing.waits
@@ -62,13 +100,15 @@ class TaskBuilder:
             waits = took.backward_waits + sharing.backward_waits
             return Task(action, took.backward + waits + overhead, waits, int(took.sent / 2 + sharing.backward_sent))
         waits, bytes_ = self._parameter_collective(program)
-        return Task(action, own.update_seconds + waits, waits, bytes_)
+        return Task(action, self._scene.predict_stage(program.stage).update_seconds + waits, waits, bytes_)
 
     def _parameter_collective(self, program: Program) -> tuple[float, int]:
         """Return seconds and bytes of the all-gather of updated parameters (ZeRO-1 and ZeRO-2), all buckets at once."""
-        key = (program.stage, program.replicas)
+        sharding = self._scene.sharding(program.stage)
+        ranks = sharding.group(program.replicas, program.replica)
+        key = (program.stage, tuple(ranks))
         if key not in self._steps:
-            kind, ranks = self._scene.basis.method.parameter_collective, program.replicas
+            kind = sharding.parameter_collective
             size = sum(self._scene.parameter_bytes(program.stage, bucket.parameters) for bucket in program.buckets)
             seconds = network.collective_seconds(self._scene.basis.cluster, kind if size else "", size, ranks, None)
             self._steps[key] = seconds, int(bytes_per_rank(kind, size, len(ranks)))
@@ -130,8 +170,9 @@ class TaskBuilder:
         """Return the reduction of a bucket once the last backward pass completes it; none if the passes reduce it."""
         key = (program.stage, bucket.name, bucket.ranks)
         if key not in self._sums:
-            seconds, bytes_ = self._gradient_collective(bucket)
-            fraction = self._ready_fraction(program.stage, bucket) if self._scene.basis.method.overlap else 1.0
+            packed = self._compressed(program, bucket)
+            seconds, bytes_ = (packed.seconds, packed.bytes) if packed else self._gradient_collective(bucket)
+            fraction = self._ready_fraction(last.stage, bucket) if self._scene.basis.method.overlap else 1.0
             transfer = TransferTime(seconds, cpu=self._transfer_cores(bucket.ranks))
             self._sums[key] = (int(bytes_), transfer, fraction) if seconds or bytes_ else None
         found = self._sums[key]
@@ -155,18 +196,20 @@ class TaskBuilder:
         With sharded optimizer states the gradients are reduce-scattered over the replicas; all other ranks that
         contribute to them (of operator axes, of stages with tied weights) then all-reduce the shards.
         """
-        cluster, method = self._scene.basis.cluster, self._scene.basis.method
-        ranks: Sequence[int] = bucket.ranks
+        cluster, ranks = self._scene.basis.cluster, bucket.ranks
         stages = {self._stage_and_replica[rank][0] for rank in ranks}
         # Stages with tied weights may shard them differently: the largest local size counts.
         size, seconds, bytes_ = max(self._scene.parameter_bytes(stage, bucket.parameters) for stage in stages), 0.0, 0.0
-        # Two steps: reduce-scatter over the replicas of one stage, then all-reduce of the shards over the
-        # rest: the ranks that have the same replica index.
-        if method.shard != "none" and len({self._plan.degree("data", stage) for stage in stages}) == 1:
-            replicas, first = self._plan.ranks_along(ranks[0], "data"), self._stage_and_replica[ranks[0]][1]
-            seconds = network.collective_seconds(cluster, method.gradient_collective, size, replicas, None)
-            bytes_ = bytes_per_rank(method.gradient_collective, size, len(replicas))
-            size, ranks = size / len(replicas), [rank for rank in ranks if self._stage_and_replica[rank][1] == first]
+        sharding = self._scene.sharding(min(stages))
+        # Two steps: reduce-scatter over a sharding group of one stage, then all-reduce of the shards over the
+        # rest: the ranks that hold the same shard.
+        if sharding.kind != "none" and len({self._plan.degree("data", stage) for stage in stages}) == 1:
+            first, degree = self._stage_and_replica[ranks[0]][1], sharding.degree
+            group = sharding.group(self._plan.ranks_along(ranks[0], "data"), first)
+            seconds = network.collective_seconds(cluster, sharding.gradient_collective, size, group, None)
+            bytes_ = bytes_per_rank(sharding.gradient_collective, size, degree)
+            size, alike = size / degree, first % degree
+            ranks = tuple(rank for rank in ranks if self._stage_and_replica[rank][1] % degree == alike)
         seconds += network.collective_seconds(cluster, "all_reduce", size, ranks, None)
         return seconds, bytes_ + bytes_per_rank("all_reduce", size, len(ranks))
 
@@ -190,7 +233,15 @@ class TaskBuilder:
             transfer = TransferTime(seconds, cpu=self._transfer_cores(ranks))
             bytes_ = int(bytes_per_rank("all_reduce", size, len(ranks)))
             found.append(Task(action, bytes=bytes_, transfer=transfer, lanes=played))
-        return found
+        return [*found, *self._outer_step(program)]
+
+    def _outer_step(self, program: Program) -> list[Task]:
+        """Return the outer optimizer's step on the averaged change of the weights (DiLoCo); none without one."""
+        if self._plan.sync.outer is None:
+            return []
+        size = sum(self._master_bytes(program.stage, name) for each in program.buckets for name in each.parameters)
+        device = self._scene.basis.slowest_device(self._plan.stages[program.stage].devices)
+        return [Task(Action(ActionKind.STEP, program.stage, value=OUTER), OUTER_PASSES * size / device.stream)]
 
     def _master_bytes(self, stage: int, name: str) -> float:
         """Return the local bytes of a parameter as the optimizer holds it: of the float32 master for 16-bit passes."""
@@ -199,8 +250,21 @@ class TaskBuilder:
         return elements * whole.bytes / max(1, math.prod(whole.shape))
 
     def _completing_stage(self, program: Program, bucket: GradientBucket) -> int:
-        """Return the worker's stage whose last backward pass completes the gradients of a bucket."""
-        return program.stage
+        """Return the worker's stage whose last backward pass completes the gradients of a bucket.
+
+        It is the first that reads its parameters; a tied weight's is reduced behind all others of the worker, and so
+        are compressed ones.
+        """
+        own, stages = program.stages, {self._stage_and_replica[rank][0] for rank in bucket.ranks}
+        at_once = codec_of(self._plan.sync) or not self._scene.basis.method.overlap
+        if len(own) == 1 or len(stages) > 1 or at_once:
+            return program.stage
+        return next((s for s in own if not self._parameters_read[s].isdisjoint(bucket.parameters)), own[0])
+
+    @cached_property
+    def _parameters_read(self) -> list[set[str]]:
+        """Names of the parameters that each stage reads."""
+        return [set(self._scene.partition.parameters(stage)) for stage in range(self._scene.partition.stages)]
 
     def _ready_fraction(self, stage: int, bucket: GradientBucket) -> float:
         """Return the fraction of the last backward pass after which the gradients of a bucket are complete."""

@@ -68,8 +68,11 @@ def repeatable_nodes(code: fx.Graph, sums_statistics: bool = False) -> set[fx.No
 def without_effect(node: fx.Node) -> tuple[Any, ...]:
     """Return a node's arguments for its second run: batch normalization without the running statistics it moves.
 
-    In training they take no part in what it returns.
+    In training they take no part in what it returns. Other calls with an effect tell by a method of the same name.
     """
+    own = getattr(unwrap_settings(node.target), "without_effect", None)
+    if own is not None:
+        return tuple(own(tuple(node.args)))
     if not _running_statistics(node):
         return tuple(node.args)
     return (*node.args[: _RUNNING.start], None, None, *node.args[_RUNNING.stop :])
@@ -91,7 +94,7 @@ def _is_repeatable(node: fx.Node, sums_statistics: bool) -> bool:
         return not is_random(node) and not target._schema.is_mutable
     if target is batch_norm:
         return not sums_statistics
-    if isinstance(target, (SymbolicSize, DrawnPerSlice)) or target in _KEYED:
+    if isinstance(target, (SymbolicSize, DrawnPerSlice)) or target in _KEYED or hasattr(target, "without_effect"):
         return True
     own = str(getattr(target, "__module__", "")).startswith("polylane")
     return not own and not callable(getattr(target, "fake", None))  # operator.getitem, torch.sym_not and their like

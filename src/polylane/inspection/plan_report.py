@@ -29,6 +29,7 @@ from polylane.plan.plan import Plan
 from polylane.planner import problem as setup
 from polylane.probe.machine import running_cluster
 from polylane.program.boxes import box_volume
+from polylane.program.lower import crossing_as_sent
 from polylane.runtime.workers.world import accelerator_type
 from polylane.schedule.schedules import live_bound, schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
@@ -99,7 +100,7 @@ def step_at_best(prepared: CompiledTraining, costs: Sequence[PlanCost]) -> Timel
         prepared: the training, compiled for the plan.
         costs: the cost of every stage, from :func:`price_stages`.
     """
-    passes = [scene.predict_stage(stage).passes for stage, scene in enumerate(costs)]
+    passes = [scene.pass_costs(stage)[0] for stage, scene in enumerate(costs)]
     return schedule_by_rank(prepared.main_partition, prepared.plan, [(each.forward, each.backward) for each in passes])
 
 
@@ -113,7 +114,7 @@ def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[Both]) -
     """
     order = StageGraph.of_partition(partition)
     played = simulate_schedule(
-        schedule_lanes(plan.schedule, order, plan.microbatches),
+        schedule_lanes(plan.schedule, order, plan.microbatches, plan.stage_groups),
         [forward for forward, _ in passes],
         [backward for _, backward in passes],
         graph=order,
@@ -123,7 +124,7 @@ def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[Both]) -
 
 
 def lanes_by_rank(timeline: Timeline, plan: Plan) -> Timeline:
-    """Return a timeline with a lane for every rank, from one with a lane for every stage: its ranks all do the same."""
+    """Return a timeline with a lane for every rank, from one with a lane for each group of workers, who do the same."""
     devices = [stage.devices for stage in plan.stages]
     spans = tuple(replace(span, rank=rank) for span in timeline.spans for rank in devices[span.action.stage])
     return replace(timeline, spans=spans, ranks=plan.workers)
@@ -155,7 +156,8 @@ def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequ
     whole = sum(map(sum, seconds)) or 1.0
     found = []
     for stage, scene in enumerate(costs):
-        predicted, live = scene.predict_stage(stage), live_bound(plan.schedule, order, plan.microbatches, stage)
+        predicted, (passes, _) = scene.predict_stage(stage), scene.pass_costs(stage)
+        live = live_bound(plan.schedule, order, plan.microbatches, stage, plan.stage_groups)
         # In graph order, so that the first and the last one are those of the stage.
         own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
         found.append(
@@ -171,8 +173,8 @@ def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequ
                 "flops": sum(node.flops for node in own),
                 "time_share": sum(sum(seconds[graph.positions[node.name]]) for node in own) / whole,
                 # Of the busiest rank: seconds of both passes over a microbatch, and bytes. "held" is of all
-                # microbatches whose values the stage keeps at once.
-                "seconds": predicted.passes.forward + predicted.passes.backward,
+                # microbatches whose values the stage keeps at once. Memory is that of all stages of its workers.
+                "seconds": passes.forward + passes.backward,
                 "parameter_bytes": predicted.memory.parameters,
                 "gradient_bytes": math.ceil(scene.sharded_load(stage).gradients),
                 "live": live,
@@ -250,7 +252,8 @@ def count_stage_traffic(
     found: dict[tuple[int, int], list[int]] = {}
     for crossing in partition.crossings:
         item = travelling[crossing.value].dtype.itemsize
-        for consumer in crossing.consumers:
+        sent = crossing_as_sent(crossing, plan)
+        for consumer in sent.consumers if sent is not None else ():
             both = found.setdefault((crossing.producer, consumer), [0, 0])
             both[0] += item * _sent(relays, crossing.value, crossing.producer, consumer, samples, False)
             if crossing.requires_grad:

@@ -114,11 +114,21 @@ class Timeline:
         area = self.ranks * self.makespan()
         return sum(self.busy()) / area if area else 0.0
 
+    def worker_utilization(self) -> tuple[float, ...]:
+        """Return for each rank its busy time over the time from its first span to its last one; 0 without spans.
+
+        Bubbles before and after are left out: with the next step they may be filled, those in between may not.
+        """
+        ends = [(lane[0].start, max(span.end for span in lane)) if lane else (0, 0) for lane in self.lanes()]
+        return tuple(
+            busy / (end - start) if end > start else 0.0 for busy, (start, end) in zip(self.busy(), ends, strict=True)
+        )
+
     def peak_live_microbatches(self) -> tuple[int, ...]:
         """Return for each rank the largest number of live microbatches: forward begun, backward not ended.
 
-        On a rank with several stages a microbatch counts once for every stage. One whose backward pass never comes
-        stays live to the end.
+        A backward in two halves ends with its weight half, which reads the activations last. On a rank with several
+        stages a microbatch counts once for every stage. One whose backward pass never comes stays live to the end.
         """
         return tuple(_peak_lives(_microbatch_lives(lane)) for lane in self.lanes())
 
@@ -191,7 +201,7 @@ def _microbatch_lives(lane: Iterable[Span]) -> list[tuple[float, float]]:
         if span.action.kind is ActionKind.FORWARD and (key not in latest or lives[latest[key]][1] < math.inf):
             latest[key] = len(lives)
             lives.append((span.start, math.inf))
-        elif span.action.kind is ActionKind.BACKWARD and key in latest:
+        elif span.action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) and key in latest:
             first, last = lives[latest[key]]
             lives[latest[key]] = (first, span.end if last == math.inf else max(last, span.end))
     return lives

@@ -10,8 +10,9 @@ from polylane.errors import PolylaneError, suggest_name
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, StageCrossing, cut_positions
 from polylane.plan.pinned_placements import check_pins
-from polylane.plan.plan import MESH, Fingerprint, Plan, Stage, check
+from polylane.plan.plan import Plan, check
 from polylane.plan.spec import Degrees, Spec
+from polylane.plan.stage import MESH, Fingerprint, Stage
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
 
 # One replica of a stage, whose ranks shard its operators: (first sample as a fraction of the batch, stage, replica).
@@ -31,17 +32,17 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
         spec: meshes, schedule, precision and sync; see :func:`assign_ranks` for the ranks.
         microbatches: number of microbatches of a step.
     """
-    nodes = partition.graph.nodes
+    nodes, groups = partition.graph.nodes, assign_ranks(spec.group_meshes)
     pieces: list[list[str]] = [[] for _ in spec.meshes]
     for first, end, stage in partition.pieces:
         pieces[stage] += [nodes[first].name, nodes[end - 1].name]
     stages = tuple(
         Stage(
             nodes=tuple(pieces[s]),
-            devices=devices,
+            devices=groups[group],
             mesh={axis: n for axis, n in zip(MESH, degrees, strict=True) if n > 1 or axis == "data"},  # type: ignore[misc]
         )
-        for s, (degrees, devices) in enumerate(zip(spec.meshes, assign_ranks(spec.meshes), strict=True))
+        for s, (degrees, group) in enumerate(zip(spec.meshes, spec.stage_groups, strict=True))
     )
     return Plan(
         graph=fingerprint(partition.graph),
@@ -57,7 +58,7 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
 
 
 def assign_ranks(meshes: Sequence[Degrees]) -> tuple[tuple[int, ...], ...]:
-    """Assign ranks to every stage, in the order of its mesh.
+    """Assign ranks to every group of workers, in the order of its mesh.
 
     Ranks are numbered host by host. Those that shard an operator are consecutive, and where their number is a power of
     two they begin at a multiple of it, so that they never straddle two hosts whose size is a multiple of that power.

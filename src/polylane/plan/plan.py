@@ -6,75 +6,22 @@ import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import pydantic
 import yaml
-from pydantic_core import PydanticCustomError
 
 from polylane.errors import PolylaneError
-from polylane.plan.pinned_placements import check_axes, read_pattern
+from polylane.plan.pinned_placements import check_axes
 from polylane.plan.recompute import NONE, Recompute
-from polylane.plan.spec import Degrees, Spec, check_workers, format_degrees
+from polylane.plan.spec import Degrees, check_workers, format_degrees
+from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
+from polylane.schedule.schedules import DEFAULT_CHUNKS, assign_stages, splits_backward
 from polylane.yaml_file import Count, FileForm, StrictMapping, error_sentence, first_error, read
 
-# The axes of a stage's mesh, the outermost first: its devices are listed in this order.
-MESH = ("data", "sequence", "tensor")
 _OPERATOR_AXES = ("sequence", "tensor")
-
-
-class Fingerprint(StrictMapping):
-    """Which graph a plan is for, with enough of it to say what differs from another graph.
-
-    Attributes:
-        id: hash of the graph's nodes, shapes and edges.
-        nodes: number of nodes of the graph.
-        parameters: number of parameter tensors of the graph.
-    """
-
-    id: str
-    nodes: pydantic.StrictInt
-    parameters: pydantic.StrictInt
-
-
-def _in_pairs(nodes: tuple[str, ...]) -> tuple[str, ...]:
-    if not nodes or len(nodes) % 2:
-        wanted = "there must be two names, the first node or module and the last (of every piece), not {n}"
-        raise PydanticCustomError("pairs", wanted, {"n": len(nodes)})
-    return nodes
-
-
-class Stage(StrictMapping):
-    """One pipeline stage: a part of the graph on a mesh of devices.
-
-    Attributes:
-        nodes: the first and the last node, by the user's module path ("layer2.3": all of that module) or by a node's
-            own name ("layer2.3.conv1/conv2d"); a stage of several pieces names the first and the last of each.
-        devices: ranks of the mesh of data x sequence x tensor, in row-major order.
-        mesh: number of ranks along each axis; 1 for an axis that is left out.
-        placements: by name of a parameter or node, its placement along an axis ("replicate", "shard(1)", "partial");
-            placements of all other tensors are chosen.
-        recompute: what the stage recomputes; default: what the plan says for all stages.
-    """
-
-    nodes: Annotated[tuple[str, ...], pydantic.AfterValidator(_in_pairs)]
-    devices: tuple[pydantic.StrictInt, ...]
-    mesh: dict[Literal["data", "sequence", "tensor"], Count] = pydantic.Field(default={"data": 1})
-    placements: dict[
-        str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
-    ] = pydantic.Field(default={})
-    recompute: Recompute | None = None
-
-    @property
-    def pieces(self) -> tuple[tuple[str, str], ...]:
-        """The first and the last node of each piece."""
-        return tuple(zip(self.nodes[::2], self.nodes[1::2], strict=True))
-
-    def degree(self, axis: str) -> int:
-        """Return the number of ranks along an axis of the mesh."""
-        return next((degree for name, degree in self.mesh.items() if name == axis), 1)
 
 
 class Plan(StrictMapping):
@@ -85,12 +32,11 @@ class Plan(StrictMapping):
         graph: fingerprint of the graph that it is for; a plan written by hand may leave it out. Names of nodes and
             parameters that the model does not have are refused either way.
         stages: the pipeline stages, in the order of their numbers.
-        schedule: name of a synchronous pipeline schedule.
+        schedule: name of a pipeline schedule (:data:`polylane.schedule.schedules.NAMES`).
         microbatches: number of microbatches of a step.
         sync: how replicas synchronize gradients or weights.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
-        recompute: what backward passes recompute: "none", "selective" (attention), "full" (all but the inputs of
-            blocks), or "budget:200MB" (as little as keeps a microbatch within it).
+        recompute: what backward passes recompute: one of :data:`.recompute.MODES`, or a budget ("budget:200MB").
         slow: by rank, how it is made a straggler, to see the effect on the others.
         per_sample: modules that run the user's own Python and, by the user's word, treat each sample by itself; "model"
             is all of it.
@@ -99,7 +45,7 @@ class Plan(StrictMapping):
     polylane: Literal[1] = 1
     graph: Fingerprint | None = None
     stages: tuple[Stage, ...]
-    schedule: Literal["naive", "afab", "1f1b"] = "1f1b"
+    schedule: Literal["naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
     microbatches: Count = 1
     sync: SyncOptions = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -107,8 +53,8 @@ class Plan(StrictMapping):
     slow: Slowness = pydantic.Field(default={})
     per_sample: tuple[str, ...] = ()
     _file: str = pydantic.PrivateAttr("")
-    # Stage and position of every rank, with the stages that they were computed for: plans may have a million ranks.
-    _found: tuple[tuple[Stage, ...], dict[int, tuple[int, int]]] = pydantic.PrivateAttr(((), {}))
+    # Computed once for the stages: plans may have a million ranks.
+    _found: StageIndex | None = pydantic.PrivateAttr(None)
 
     @pydantic.model_validator(mode="after")
     def _checked(self, info: pydantic.ValidationInfo) -> Plan:
@@ -148,7 +94,28 @@ class Plan(StrictMapping):
     @property
     def workers(self) -> int:
         """Number of workers that train."""
-        return sum(len(stage.devices) for stage in self.stages)
+        return sum(len(self.stages[first].devices) for first in self.first_chunks)
+
+    @property
+    def first_chunks(self) -> tuple[int, ...]:
+        """The first stage of every group of workers, ascending; without chunks these are all stages."""
+        return tuple(stage for stage in range(self.pipeline) if self.first_chunk(stage) == stage)
+
+    @property
+    def stage_groups(self) -> tuple[int, ...]:
+        """For every stage, the number of the group of workers that has it; groups are in the order of first stages."""
+        numbers = {first: number for number, first in enumerate(self.first_chunks)}
+        return tuple(numbers[self.first_chunk(stage)] for stage in range(self.pipeline))
+
+    @property
+    def most_chunks(self) -> int:
+        """Number of stages of a worker, of the one that has most."""
+        return max(map(len, self._index.chunks.values()))
+
+    @property
+    def group_meshes(self) -> tuple[Degrees, ...]:
+        """The mesh of every group of workers."""
+        return tuple(self.degrees(stage) for stage in self.first_chunks)
 
     @property
     def processes(self) -> int:
@@ -190,15 +157,27 @@ class Plan(StrictMapping):
         return len({degrees.data for degrees in self.meshes}) > 1
 
     def recompute_of(self, stage: int) -> str:
-        """Return what a stage recomputes: what it says itself, or else the plan."""
+        """Return what a stage recomputes."""
         return self.stages[stage].recompute or self.recompute
 
     def have_same_mesh(self, a: int, b: int) -> bool:
         """Return whether two stages have the same mesh: each rank of the one then has a counterpart on the other."""
         return tuple(self.degrees(a)) == tuple(self.degrees(b))
 
+    def first_chunk(self, stage: int) -> int:
+        """Return the first stage on the workers of a stage: the number by which these workers are known."""
+        return self._index.first_chunk[stage]
+
+    def chunks(self, stage: int) -> tuple[int, ...]:
+        """Return all stages on the workers of a stage, ascending."""
+        return self._index.chunks[self._index.first_chunk[stage]]
+
+    def group_of(self, rank: int) -> int:
+        """Return the number of a rank's group of workers."""
+        return self.stage_groups[self.stage_and_replica(rank)[0]]
+
     def stage_and_replica(self, rank: int) -> tuple[int, int]:
-        """Return stage and replica of a rank."""
+        """Return stage and replica of a rank; of several stages the first one (:meth:`first_chunk`)."""
         stage, at = self._stage_and_indices(rank)
         return stage, at["data"]
 
@@ -241,7 +220,7 @@ class Plan(StrictMapping):
         own, (_, replica) = self._stage_and_indices(rank)[0], self.stage_and_replica(rank)
         devices = self.stages[stage].devices
         if self.have_same_mesh(own, stage):
-            return (devices[self._found[1][rank][1]],)
+            return (devices[self._index.places[rank][1]],)
         if self.degree("data", own) != self.degree("data", stage):
             return devices
         # Data is the outermost axis of the mesh, so a replica's ranks are consecutive in the list of devices.
@@ -260,21 +239,25 @@ class Plan(StrictMapping):
 
     def _stage_and_indices(self, rank: int) -> tuple[int, dict[str, int]]:
         """Return the stage of a rank, and its index along each axis of the mesh."""
-        # A copy of the plan with other stages takes this table along: compare whose it is.
-        if self._found[0] is not self.stages:
-            places = {r: (s, i) for s, stage in enumerate(self.stages) for i, r in enumerate(stage.devices)}
-            self._found = (self.stages, places)
-        if rank not in self._found[1]:
+        if rank not in self._index.places:
             raise PolylaneError(f"rank {rank} is on none of the plan's stages")
-        (number, position), at = self._found[1][rank], dict[str, int]()
+        (number, position), at = self._index.places[rank], dict[str, int]()
         for axis in reversed(MESH):
             position, at[axis] = divmod(position, self.degree(axis, number))
         return number, at
 
     @property
+    def _index(self) -> StageIndex:
+        # A copy of the plan with other stages takes this table along: compare whose it is.
+        if self._found is None or self._found.stages is not self.stages:
+            self._found = index_stages(self.stages)
+        return self._found
+
+    @property
     def spec(self) -> str:
         """The plan in one line, as :func:`.spec.parse` reads it; bounds and placements of the stages are left out."""
-        words = [*format_degrees(self.meshes), f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
+        words = [*format_degrees(self.group_meshes), f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
+        words += [f"chunks={self.most_chunks}"] if self.most_chunks > 1 else []
         words += [] if self.precision == "float32" else [f"precision={self.precision}"]
         words += [] if self.recompute == NONE else [f"recompute={self.recompute}"]
         words += [*self.sync.to_words(), *straggler_words(self.slow)]
@@ -282,28 +265,15 @@ class Plan(StrictMapping):
         return ",".join(words)
 
 
-def default_microbatches(spec: Spec, batch: int) -> int:
-    """Return the spec's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples."""
-    if spec.microbatches is not None:
-        return spec.microbatches
-    return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
-
-
 def dump(plan: Plan) -> str:
-    """Format a plan as YAML."""
-    # Keys at their defaults are left out where most plans have no use for them; sync always shows its kind.
-    data = plan.model_dump(mode="json", exclude={"slow"} | ({"graph"} if plan.graph is None else set()))
-    if not plan.per_sample:
-        del data["per_sample"]
-    if plan.recompute == NONE:
-        del data["recompute"]
+    """Format a plan as YAML; keys that most plans have no use for are left out at their defaults."""
+    unsaid = (key for key in ("graph", "per_sample", "recompute") if getattr(plan, key) in (None, (), NONE))
+    data = plan.model_dump(mode="json", exclude={"slow", *unsaid})
     if plan.slow:
         data["slow"] = {rank: slow.model_dump() for rank, slow in plan.slow.items()}
     for stage in data["stages"]:
-        if not stage["placements"]:
-            del stage["placements"]
-        if stage["recompute"] is None:
-            del stage["recompute"]
+        for key in {"placements", "recompute"} - {key for key, value in stage.items() if value}:
+            del stage[key]
     said = plan.sync.model_dump(mode="json", exclude_defaults=True)
     data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.has_servers else {"every": plan.sync.every}), **said}
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
@@ -321,9 +291,8 @@ def load(path: str | Path) -> Plan:
     except pydantic.ValidationError as error:
         first = first_error(error)
         if first["loc"][0] == "polylane":
-            raise PolylaneError(
-                f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
-            ) from error
+            said = f"polylane: {first['input']!r} is a form that this version cannot read"
+            raise PolylaneError(f"plan {path}: {said}") from error
         raise PolylaneError(f"plan {path}: {error_sentence(first, _FORM, data)}") from error
 
 
@@ -345,6 +314,7 @@ def check(plan: Plan) -> None:
     """
     _check_meshes(plan)
     _check_devices(plan)
+    _check_chunks(plan)
     _check_sync(plan)
 
 
@@ -355,7 +325,7 @@ def _check_meshes(plan: Plan) -> None:
         if len(stage.devices) != math.prod(stage.mesh.values()):
             mesh = ", ".join(f"{axis}={stage.degree(axis)}" for axis in MESH if axis in stage.mesh) or "data=1"
             raise PolylaneError(f"{plan.title}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
-    check_workers(plan.workers, format_degrees(plan.meshes))
+    check_workers(plan.workers, format_degrees(plan.group_meshes))
     check_axes([stage.placements for stage in plan.stages], [plan.axes_of(s) for s in range(plan.pipeline)], plan.title)
 
 
@@ -363,6 +333,10 @@ def _check_devices(plan: Plan) -> None:
     """Refuse ranks that are named twice, or that are not all of 0 to the number of workers."""
     seen: dict[int, int] = {}
     for index, stage in enumerate(plan.stages):
+        first = plan.first_chunk(index)
+        alike = first != index and stage.devices == plan.stages[first].devices and plan.have_same_mesh(first, index)
+        if alike and plan.schedule in DEFAULT_CHUNKS:
+            continue  # a further chunk of the same workers
         for device in stage.devices:
             if device in seen:
                 where = (
@@ -370,7 +344,9 @@ def _check_devices(plan: Plan) -> None:
                     if seen[device] == index
                     else f"device {device} is on stages {seen[device]} and {index}"
                 )
-                raise PolylaneError(f"{plan.title}: {where}: every worker has one place")
+                chunks = "; stages that share workers have the same devices, in the same order, and the same mesh"
+                several = chunks if plan.schedule in DEFAULT_CHUNKS else ""
+                raise PolylaneError(f"{plan.title}: {where}: every worker has one place{several}")
             seen[device] = index
     # All different, so they are 0 to most if and only if none of these is missing.
     most = len(seen) - 1
@@ -380,6 +356,25 @@ def _check_devices(plan: Plan) -> None:
         raise PolylaneError(
             f"{plan.title}: devices must be numbered from 0 to {most}: {other} is there, but {missing} is not"
         )
+
+
+def _check_chunks(plan: Plan) -> None:
+    """Refuse stages on other workers than the schedule gives them to."""
+    groups, given = len(plan.first_chunks), plan.stage_groups
+    chunks, left = divmod(plan.pipeline, groups)
+    try:
+        wanted = None if left else assign_stages(plan.schedule, groups, chunks)
+    except ValueError as error:
+        raise PolylaneError(f"{plan.title}: stages: {error}") from None
+    if given != wanted:
+        stage = 0 if wanted is None else next(s for s in range(plan.pipeline) if given[s] != wanted[s])
+        why = (
+            f"{plan.pipeline} stages on {groups} groups of workers, some with more than others"
+            if wanted is None
+            else f"stage {stage} is on the workers of stage {plan.first_chunk(stage)}, and the schedule "
+            f"{plan.schedule} has it on those of stage {plan.first_chunks[wanted[stage]]}"
+        )
+        raise PolylaneError(f"{plan.title}: stages: {why}")
 
 
 def _check_sync(plan: Plan) -> None:
@@ -395,6 +390,11 @@ def _check_sync(plan: Plan) -> None:
                 f"{plan.title}: sync.within: {plan.degree('data', stage)} replicas of stage {stage} cannot be divided "
                 f"into groups of {sync.within}"
             )
+    if splits_backward(plan.schedule) and sync.shard == "parameters":
+        raise PolylaneError(
+            f"{plan.title}: schedule: {plan.schedule} and shard: parameters exclude each other, since weights are "
+            "released between the two halves of a backward pass: take shard: gradients, or another schedule"
+        )
     for rank in plan.slow:
         if not 0 <= rank < plan.workers:
             raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {plan.workers} workers")

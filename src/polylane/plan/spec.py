@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from polylane.errors import PolylaneError
@@ -12,7 +12,7 @@ from polylane.plan import sync as syncs
 from polylane.plan.recompute import MODES, NONE, WANTED, budget_bytes
 from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.schedules import SCHEDULES
+from polylane.schedule.schedules import DEFAULT_CHUNKS, NAMES, assign_stages
 from polylane.settings import split_pairs
 
 # Written in place of a plan, it asks for the best one that the planner finds.
@@ -20,7 +20,7 @@ AUTO = "auto"
 
 PRECISIONS = ("float32", "bfloat16")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
-_COUNTS = (*DEGREES, "microbatches")
+_COUNTS = (*DEGREES, "microbatches", "chunks")
 _KEYS = (*_COUNTS, "schedule", "precision", "recompute", *syncs.KEYS, "slow", "per_sample")
 
 # Most workers that a plan may have, and most microbatches: ten times the largest machines.
@@ -55,23 +55,25 @@ class Spec:
 
     Attributes:
         data: number of replicas of every stage.
-        pipeline: number of pipeline stages, at least 1.
-        schedule: a key of :data:`polylane.schedule.schedules.SCHEDULES`.
+        pipeline: number of groups of workers in the pipeline, at least 1; each has ``chunks`` stages.
+        schedule: a name of :data:`polylane.schedule.schedules.NAMES`.
         microbatches: number of microbatches of a step; None leaves the choice to the planner.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
         tensor: ranks that shard the operators of a stage, so that each holds a shard of the parameters.
         sequence: ranks that shard them along the sequence, so that each holds a shard of the activations, and all
             parameters.
-        stages: the mesh of every stage, where they differ; the degrees above then follow from them: their number, and
-            the largest degrees. Empty where all meshes are equal: then the degrees say it all.
+        stages: the mesh of every group of workers, where they differ; the degrees above then follow from them: their
+            number, and the largest degrees. Empty where all meshes are equal: then the degrees say it all.
         sync: how replicas synchronize gradients or weights.
         slow: pairs (rank, straggler) of ranks that are slowed down.
         per_sample: paths of modules that run the user's own Python and, by the user's word, treat each sample by
             itself; "model" for all of it.
         recompute: what backward passes recompute instead of saving it, as in a :class:`polylane.plan.plan.Plan`.
+        chunks: number of stages of every worker.
 
     Raises:
-        PolylaneError: degrees are given beside stages that have others, or there are too many workers.
+        PolylaneError: degrees are given beside stages that have others, there are too many workers, or the schedule
+            has no such chunks.
     """
 
     data: int = 1
@@ -86,6 +88,7 @@ class Spec:
     slow: tuple[tuple[int, Straggler], ...] = ()
     per_sample: tuple[str, ...] = ()
     recompute: str = NONE
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         if self.stages:
@@ -93,6 +96,14 @@ class Spec:
         each = {axis: getattr(self, axis) for axis in DEGREES}
         degrees = [f"{axis}={_shorten(n)}" for axis, n in each.items() if n > 1]
         check_workers(self.workers, format_degrees(self.stages) if self.stages else degrees)
+        if self.chunks > 1 and self.pipeline == 1:
+            raise PolylaneError(
+                f"chunks={self.chunks} are of a pipeline's workers, and there is one stage: add pipeline=2 or more"
+            )
+        try:
+            assign_stages(self.schedule, self.pipeline, self.chunks)
+        except ValueError as error:
+            raise PolylaneError(str(error)) from None
 
     def _follow_stages(self) -> None:
         # A degree beside meshes must be 1, the default, or the one that follows; the dataclass is frozen, so it is set
@@ -108,15 +119,34 @@ class Spec:
         if len(set(self.stages)) == 1:
             object.__setattr__(self, "stages", ())
 
+    def with_chunks(self, chunks: int) -> Spec:
+        """Return the spec with that many stages on every worker, 1F1B interleaved.
+
+        Raises:
+            PolylaneError: the schedule has no such chunks, or the pipeline has one stage.
+        """
+        schedule = "interleaved" if chunks > 1 and self.schedule == "1f1b" else self.schedule
+        return replace(self, chunks=chunks, schedule=schedule)
+
+    @property
+    def group_meshes(self) -> tuple[Degrees, ...]:
+        """The mesh of every group of workers."""
+        return self.stages or (Degrees(self.data, self.sequence, self.tensor),) * self.pipeline
+
+    @property
+    def stage_groups(self) -> tuple[int, ...]:
+        """For every stage, the number of the group of workers that has it."""
+        return assign_stages(self.schedule, self.pipeline, self.chunks)
+
     @property
     def meshes(self) -> tuple[Degrees, ...]:
         """The mesh of every stage."""
-        return self.stages or (Degrees(self.data, self.sequence, self.tensor),) * self.pipeline
+        return tuple(self.group_meshes[group] for group in self.stage_groups)
 
     @property
     def resplits_batch(self) -> bool:
         """Whether stages have different numbers of replicas, so that batches are resplit between them."""
-        return len({degrees.data for degrees in self.meshes}) > 1
+        return len({degrees.data for degrees in self.group_meshes}) > 1
 
     @property
     def workers(self) -> int:
@@ -155,6 +185,13 @@ def check_workers(workers: int, degrees: Sequence[str]) -> None:
         )
 
 
+def default_microbatches(spec: Spec, batch: int) -> int:
+    """Return the spec's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples."""
+    if spec.microbatches is not None:
+        return spec.microbatches
+    return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
+
+
 def parse(text: str) -> Spec:
     """Read a one-line plan.
 
@@ -177,9 +214,9 @@ def _parse_line(text: str) -> Spec:
         raise PolylaneError(f"{beside} is given beside the stages' own meshes: say it inside the brackets")
     if not given and not opened:
         raise PolylaneError("nothing is said: give degrees, as in data=2,pipeline=2, or data=1 for one worker")
-    schedule, precision = given.get("schedule", "1f1b"), given.get("precision", "float32")
-    if schedule not in SCHEDULES:
-        raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(SCHEDULES)}")
+    schedule, precision = given.get("schedule"), given.get("precision", "float32")
+    if schedule is not None and schedule not in NAMES:
+        raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(NAMES)}")
     if precision not in PRECISIONS:
         raise PolylaneError(f"precision={_shorten(precision)} is not known, known are {', '.join(PRECISIONS)}")
     recompute = given.get("recompute", NONE)
@@ -191,8 +228,13 @@ def _parse_line(text: str) -> Spec:
     slow = tuple(stragglers.parse_stragglers(given["slow"]).items()) if "slow" in given else ()
     per_sample = _parse_paths(given["per_sample"]) if "per_sample" in given else ()
     stages = [_parse_mesh(stage, number) for number, stage in enumerate(inside.split("|"))] if opened else []
+    # Chunks without a schedule are those of 1F1B, interleaved; a schedule that has chunks has them unasked.
+    schedule = schedule or ("interleaved" if counts.get("chunks", 1) > 1 else "1f1b")
+    pipeline = len(stages) or counts.get("pipeline", 1)
+    chunks = counts.pop("chunks", DEFAULT_CHUNKS.get(schedule, 1) if pipeline > 1 else 1)
     return Spec(
         **counts,
+        chunks=chunks,
         schedule=schedule,
         microbatches=microbatches,
         precision=precision,

@@ -131,6 +131,21 @@ class SyncOptions(StrictMapping):
         """Whether the training computes the same numbers as one device, up to rounding."""
         return not self.is_replica_local and self.wire == "same" and self.compress is None
 
+    def changed(self, **values: Any) -> SyncOptions:
+        """Return the options with other values of some keys.
+
+        Raises:
+            PolylaneError: a value is not one that its key takes, or two keys then exclude each other.
+        """
+        try:
+            # model_copy would not validate.
+            return SyncOptions.model_validate({**self.model_dump(), **values})
+        except pydantic.ValidationError as error:
+            first = error.errors()[0]
+            key = str(first["loc"][0]) if first["loc"] else ""
+            given = f"{key} {values.get(key)!r} must be {_WANTED[key]}" if key in _WANTED else first["msg"]
+            raise PolylaneError(given) from error
+
     def to_words(self) -> list[str]:
         """Format the options as words of a plan in one line; no words for the plain sum of gradients."""
         found = []

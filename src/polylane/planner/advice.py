@@ -109,7 +109,8 @@ def plan_family(candidate: RatedPlan) -> str:
 
 def describe_candidate(candidate: RatedPlan) -> str:
     """Return a candidate as one line in the plan syntax."""
-    return ",".join([*format_degrees(candidate.meshes), f"microbatches={candidate.microbatches}"])
+    words = [*format_degrees(candidate.meshes), f"microbatches={candidate.microbatches}"]
+    return ",".join([*words, *candidate.sync.to_words()])
 
 
 def _compare_families(answer: SearchResult, best: RankedPlan) -> list[tuple[str, str, float]]:
@@ -143,7 +144,7 @@ def _find_improvements(answer: SearchResult, best: RankedPlan) -> list[Improveme
     if cluster.count > 1:
         tried("links twice as fast", estimates.on_cluster(with_faster_links(cluster, 2.0)), wish)
     tried("twice the memory", estimates, replace(wish, memory_limit=2 * wish.memory_limit))
-    tried("twice the batch", CurveCache(estimates.basis, 2 * estimates.batch), wish)
+    tried("twice the batch", CurveCache(estimates.basis, 2 * estimates.batch, estimates.staying, estimates.sync), wish)
     return sorted((h for h in found if h.faster > 1 + WORTH), key=lambda h: -h.faster)
 
 

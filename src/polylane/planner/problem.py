@@ -13,7 +13,6 @@ import torch
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.device import Device
 from polylane.cost.cost_table import Clock
-from polylane.cost.interleave import check_interleaved
 from polylane.cost.memory.optimizer_state import Factory, OptimizerState, probe_optimizer_state
 from polylane.cost.memory.peak import MARGINS
 from polylane.cost.memory.saved_tensors import BackendSetting
@@ -27,10 +26,9 @@ from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, balance_stages, cut_positions
 from polylane.plan import fit_to_graph as fit
-from polylane.plan.plan import Plan, default_microbatches
-from polylane.plan.spec import Degrees, Spec
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Degrees, Spec, default_microbatches
 from polylane.planner.stage_curves import CurveCache
-from polylane.program.lower import deal_stages
 from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
 from polylane.sharding.stage_layouts import SHARED_BY, tensors_on_unequal_meshes, values_between_meshes
 
@@ -175,42 +173,17 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
             raise PolylaneError(f"{name}={parts}: a batch of {batch} samples cannot be divided into so many")
     partition = Partition(graph, ())
     if plan.pipeline > 1:
+        most = len(cut_positions(graph)) + 1
+        if plan.chunks > 1 and len(plan.meshes) > most and not graph.is_opaque:
+            raise PolylaneError(
+                f"{plan.pipeline} stages of {plan.chunks} chunks are {len(plan.meshes)}, and the graph can be cut into "
+                f"at most {most}"
+            )
         # Balanced by the times on the widest mesh, with the local samples that it leaves; weights are the
         # stages' workers.
         widest = max(plan.meshes, key=lambda mesh: mesh.workers)
         samples = -(-batch // (microbatches * widest.data))
         table = CurveCache(found, batch).table(widest, samples)
         times = np.diff(table.forward + table.backward + table.waits + table.backward_waits)
-        partition = balance_stages(graph, plan.pipeline, list(times), [mesh.workers for mesh in plan.meshes])
+        partition = balance_stages(graph, len(plan.meshes), list(times), [mesh.workers for mesh in plan.meshes])
     return partition, fit.plan_from_partition(partition, plan, microbatches)
-
-
-def subdivide_plan(found: CostModel, plan: Spec | Plan, batch: int, chunks: int) -> tuple[Partition, Plan]:
-    """Complete a plan of interleaved pipelines: cut the graph into ``chunks`` balanced virtual stages per worker.
-
-    Returns:
-        The graph cut into virtual stages, and the plan of the workers; the plan unchanged for one chunk.
-
-    Raises:
-        PolylaneError: as of :func:`fit_plan`; or the plan cannot be interleaved, has fixed
-            cuts, or has more virtual stages than the graph can be cut into.
-    """
-    if chunks < 1:
-        raise PolylaneError(f"chunks of a stage must be at least 1, not {chunks}")
-    if chunks == 1:
-        return fit_plan(found, plan, batch)
-    check_interleaved(plan)
-    if isinstance(plan, Plan):
-        raise PolylaneError(
-            f"{plan.title} says where its stages begin, which {chunks} chunks of each would change: give it in one line"
-        )
-    graph, stages = found.stages.graph, plan.pipeline * chunks
-    most = len(cut_positions(graph)) + 1
-    if stages > most and not graph.is_opaque:
-        raise PolylaneError(
-            f"{plan.pipeline} stages of {chunks} chunks are {stages}, and the graph can be cut into at most {most}"
-        )
-    microbatches = default_microbatches(plan, batch)
-    # Balanced as a pipeline of ``stages * chunks`` stages, then dealt out to the workers.
-    partition, _ = fit_plan(found, replace(plan, pipeline=stages, microbatches=microbatches), batch)
-    return partition, fit.plan_from_partition(deal_stages(partition, plan.pipeline), plan, microbatches)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict
+from polylane.cost.state_sharding import Sharding
 from polylane.graph.partition import Partition
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.spec import PRECISIONS, Spec
-from polylane.plan.sync import SUM, SyncOptions
 from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
 from polylane.planner.stage_curves import CurveCache
@@ -39,6 +39,8 @@ class SearchRequest:
         max_operator_ranks: most ranks over which an operator may be sharded.
         memory_limit: bytes that a worker may have.
         plan_count: number of plans to return.
+        shardings: kinds of sharding that are tried beside the estimates' own, those that share out less first; each is
+            rated only as far as those before it do not fit, for it sends as much or more.
         batch_is_indivisible: whether the loss couples the samples of a batch, which then must not be divided over
             replicas or into microbatches.
     """
@@ -48,6 +50,7 @@ class SearchRequest:
     memory_limit: float
     plan_count: int = 5
     batch_is_indivisible: bool = False
+    shardings: tuple[Sharding, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,15 +137,15 @@ def _search(
     # Both searches divide the batch over replicas or microbatches.
     if not wish.batch_is_indivisible:
         most = max(wish.workers)
-        every += search_unequal_meshes(estimates, most, wish.memory_limit)
+        every += _search_unequal(estimates, wish, most)
         every += plan_branches(estimates, most, wish.memory_limit)
     every = [candidate for candidate in every if keep(candidate)]
-    fitting = sorted((c for c in every if c.fits), key=lambda c: weighted_seconds(c.seconds, c.workers))
+    fitting = sorted((c for c in every if c.fits), key=_weighted_estimate)
     excluded = [c for c in every if not c.fits]
     exact, too_big = (
         _exact(estimates, _drop_near_duplicates(fitting), wish.plan_count, finalists) if finalists else ([], {})
     )
-    exact.sort(key=lambda f: weighted_seconds(f.prediction.seconds, f.plan.workers))
+    exact.sort(key=lambda f: weighted_seconds(f.prediction.seconds, f.plan.workers, f.plan.sync.shard != "none"))
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
     fitting = [c for c in fitting if id(c) not in too_big]
     return SearchResult(estimates, wish, tuple(exact[: wish.plan_count]), tuple(fitting), tuple(excluded), passed)
@@ -171,9 +174,16 @@ def _exact(
     return found, too_big
 
 
-def weighted_seconds(seconds: float, workers: int) -> float:
-    """Return seconds with a penalty per doubling of workers: of equally fast plans the one with fewer comes first."""
-    return seconds * (1 + FRUGAL * math.log2(workers))
+def weighted_seconds(seconds: float, workers: int, sharded: bool = False) -> float:
+    """Return seconds with a penalty per doubling of workers: of equally fast plans the one with fewer comes first.
+
+    So does one whose replicas share nothing out before one whose replicas do.
+    """
+    return seconds * (1 + FRUGAL * (math.log2(workers) + sharded))
+
+
+def _weighted_estimate(candidate: RatedPlan) -> float:
+    return weighted_seconds(candidate.seconds, candidate.workers, candidate.sync.shard != "none")
 
 
 def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
@@ -181,7 +191,7 @@ def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
     counts: dict[object, int] = {}
     kept = []
     for candidate in candidates:
-        key = (candidate.meshes, candidate.stage_of_piece)
+        key = (candidate.meshes, candidate.stage_of_piece, candidate.sync.shard)
         counts[key] = counts.get(key, 0) + 1
         if counts[key] <= 3:
             kept.append(candidate)
@@ -211,6 +221,7 @@ class _UniformSearch:
         families: bool,
     ) -> None:
         self._estimates, self._wish, self._keep, self._far, self._families = estimates, wish, keep, far, families
+        self._variants = sharding_variants(estimates, wish)
         self._best: dict[object, float] = {}  # best seconds that fit, by family (axes in use)
         self.skipped_count = 0
 
@@ -243,17 +254,42 @@ class _UniformSearch:
             if self._is_hopeless(least, axes):
                 self.skipped_count += 1
                 continue
-            candidate = uniform_plans.rate_uniform_plan(self._estimates, uniform, self._wish.memory_limit)
-            if candidate is not None:
+            for candidate in self._rate_variants(uniform):
                 found.append((uniform, candidate))
                 if candidate.fits and self._keep(candidate):
                     self._best[axes] = min(candidate.seconds, self._best.get(axes, math.inf))
         return found
 
+    def _rate_variants(self, uniform: UniformPlan) -> Iterator[RatedPlan]:
+        """Yield a uniform plan with every kind of sharding that may be worth it."""
+        for number, estimates in enumerate(self._variants if uniform.data > 1 else self._variants[:1]):
+            candidate = uniform_plans.rate_uniform_plan(estimates, uniform, self._wish.memory_limit)
+            if candidate is None:
+                return
+            yield candidate
+            # The first kind beside plain replicas may be faster than they are, since each updates its share only. What
+            # shares out more sends more: it is worth it only where the kind before it does not fit.
+            if number and candidate.fits:
+                return
+
     def _is_hopeless(self, least: float, axes: object) -> bool:
         """Return whether a plan with this lower bound can be skipped."""
         kind = self._best.get(axes, math.inf) if self._families else 0.0
         return least > max(self._far * min(self._best.values(), default=math.inf), kind)
+
+
+def sharding_variants(estimates: CurveCache, wish: SearchRequest) -> list[CurveCache]:
+    """Return the estimates, and those of further kinds of sharding, what shares out the least first."""
+    return [estimates, *(estimates.with_sync(estimates.sync.changed(shard=kind)) for kind in wish.shardings)]
+
+
+def _search_unequal(estimates: CurveCache, wish: SearchRequest, workers: int) -> list[RatedPlan]:
+    """Return the best plans with unequal meshes, of the first kind of sharding with which some fit."""
+    # Replicas with steps of their own, or that servers count, must be replicas of the whole model.
+    if estimates.sync.is_replica_local or estimates.sync.has_servers:
+        return []
+    found = (search_unequal_meshes(each, workers, wish.memory_limit) for each in sharding_variants(estimates, wish))
+    return next((plans for plans in found if plans), [])
 
 
 def realize_plan(estimates: CurveCache, candidate: RatedPlan) -> RankedPlan:
@@ -267,7 +303,5 @@ def realize_plan(estimates: CurveCache, candidate: RatedPlan) -> RankedPlan:
 def make_plan(partition: Partition, candidate: RatedPlan, method: TrainingOptions) -> Plan:
     """Return a candidate's plan, with ranks ordered so that those that communicate most share a host."""
     precision = method.dtype if method.dtype in PRECISIONS else PRECISIONS[0]
-    shared = any(degrees.data > 1 for degrees in candidate.meshes)
-    sync = SyncOptions(shard=method.shard) if shared else SUM
-    spec = Spec(schedule="1f1b", precision=precision, stages=candidate.meshes, sync=sync)
+    spec = Spec(schedule="1f1b", precision=precision, stages=candidate.meshes, sync=candidate.sync)
     return fit.plan_from_partition(partition, spec, candidate.microbatches)

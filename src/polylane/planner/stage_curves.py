@@ -22,10 +22,12 @@ from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import CostModel
 from polylane.cost.shard_traffic import EXPOSED
 from polylane.cost.stage_cost import add_recomputation
+from polylane.cost.state_sharding import StateSharding
 from polylane.graph.cut_points import MOST, narrow_positions
 from polylane.graph.partition import cut_positions
 from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
+from polylane.plan.sync import SUM, SyncOptions
 from polylane.planner.balance import Array, BalancedCuts
 
 Places = NDArray[np.int64]
@@ -80,13 +82,15 @@ class Footprint:
         state_bytes: bytes of optimizer states for each trained element.
         itemsize: bytes per parameter element in the model.
         margin: memory that a worker takes beyond its tensors.
-        method: precision and sharding of the training.
+        method: precision of the training.
+        sync: how replicas synchronize, and what they share out.
     """
 
     state_bytes: float
     itemsize: int
     margin: MemoryMargin
     method: TrainingOptions
+    sync: SyncOptions = SUM
 
     def __call__(self, elements: Array, held: Array, data: int) -> Array:
         """Return the bytes of workers, one for each stage of the arrays.
@@ -105,7 +109,8 @@ class Footprint:
 
     def bytes_per_element(self, data: int) -> float:
         """Return the bytes of parameters, gradients and optimizer states per trained element of a rank."""
-        own = shard_trained_bytes(TrainedBytes(self.itemsize, self.itemsize, self.state_bytes), self.method, data)
+        load = TrainedBytes(self.itemsize, self.itemsize, self.state_bytes)
+        own = shard_trained_bytes(load, self.method, StateSharding.of(self.sync, data))
         return own.parameters + own.gradients + own.states
 
 
@@ -116,14 +121,15 @@ class CurveCache:
         basis: cost model of the graph on the cluster.
         batch: samples of a step over all replicas.
         staying: names of values that must not cross between stages.
+        sync: how replicas synchronize, and what they share out.
 
     Attributes:
         positions: positions at which the graph may be cut, both ends included.
         cuts_cache: balanced cuts of pipelines, by everything that they depend on.
     """
 
-    def __init__(self, basis: CostModel, batch: int, staying: Sequence[str] = ()) -> None:
-        self.basis, self.batch = basis, batch
+    def __init__(self, basis: CostModel, batch: int, staying: Sequence[str] = (), sync: SyncOptions = SUM) -> None:
+        self.basis, self.batch, self.staying, self.sync = basis, batch, staying, sync
         graph = basis.stages.graph
         # Large graphs are cut only at narrow positions, where few bytes cross: the searches are quadratic in
         # the positions.
@@ -142,7 +148,23 @@ class CurveCache:
     def on_cluster(self, cluster: Cluster) -> CurveCache:
         """Return the curves of the same training on other devices or links."""
         basis = replace(self.basis, cluster=cluster, stages=self.basis.stages.without_prices())
-        return CurveCache(basis, self.batch)
+        return CurveCache(basis, self.batch, self.staying, self.sync)
+
+    def with_sync(self, sync: SyncOptions) -> CurveCache:
+        """Return the curves of the same training with another synchronization of its replicas.
+
+        Everything that does not depend on it is shared: tables, activations, and all curves but those of parameters
+        that are gathered or gradients that are scattered inside the passes.
+        """
+        other = CurveCache.__new__(CurveCache)
+        other.basis, other.batch, other.staying, other.sync = self.basis, self.batch, self.staying, sync
+        other.positions, other._counts_cache, other._curves = self.positions, self._counts_cache, self._curves
+        other.cuts_cache = self.cuts_cache
+        return other
+
+    def sharding(self, data: int, microbatches: int = 1) -> StateSharding:
+        """Return what so many replicas share out in a step of so many microbatches."""
+        return StateSharding.of(self.sync, data, microbatches)
 
     @cached_property
     def footprint(self) -> Footprint:
@@ -152,7 +174,7 @@ class CurveCache:
         elements = sum(math.prod(info.shape) for _, info in trained) or 1
         kept = sum(basis.optimizer.bytes(name, info.shape) for name, info in trained) / elements
         item = sum(info.bytes for _, info in trained) // elements or 4
-        return Footprint(kept, item, basis.margin, basis.method)
+        return Footprint(kept, item, basis.margin, basis.method, self.sync)
 
     def table(self, mesh: Degrees, samples: int) -> CostTable:
         """Return the cost of every node on the slowest device of the cluster."""
@@ -165,19 +187,34 @@ class CurveCache:
 
     def _statistics_replicas(self, mesh: Degrees) -> int:
         """Return how many replicas sum batch statistics inside their passes; 1 for graphs without."""
-        return mesh.data if self.basis.stages.graph.code.has_batch_statistics else 1
+        shared = self.basis.stages.graph.code.has_batch_statistics and not self.sync.is_replica_local
+        return mesh.data if shared else 1
 
-    def curves(self, mesh: Degrees, samples: int, replicas: Ranks) -> StageCurves:
-        """Return the curves of a rank with ``samples`` local samples; ``replicas`` are the ranks of its data group."""
-        # The key leaves out what does not change the curves: the data degree, unless parameters are sharded
-        # or statistics are shared.
-        parts = self.basis.method.gathers_parameters(len(replicas))
-        where = self.basis.cluster.span(replicas) if parts else None
+    def curves(self, mesh: Degrees, samples: int, replicas: Ranks, microbatches: int = 1) -> StageCurves:
+        """Return the curves of a rank.
+
+        Args:
+            mesh: degrees of the stage's mesh.
+            samples: local samples of a microbatch.
+            replicas: the ranks of its data group.
+            microbatches: number of microbatches of a step.
+        """
+        # The key leaves out what does not change the curves: the data degree, unless gradients or parameters are
+        # exchanged in the passes or statistics are shared.
+        sharding = self.sharding(len(replicas), microbatches)
+        parts = sharding.in_passes
+        group = sharding.group(replicas)
+        where = (self.basis.cluster.span(group), sharding.gathers_parameters) if parts else None
         key = (mesh.sequence, mesh.tensor, samples, self._statistics_replicas(mesh), where)
         if key not in self._curves:
             # Zeros broadcast to any length where nothing is gathered.
             beside = (
-                [self._block_collective_seconds(mesh, kind, replicas) for kind in BESIDE]
+                [
+                    self._block_collective_seconds(mesh, kind, group)
+                    if sharding.gathers_parameters or kind != "all_gather"
+                    else np.zeros(1)
+                    for kind in BESIDE
+                ]
                 if parts
                 else [np.zeros(1)] * 2
             )
@@ -229,12 +266,13 @@ class CurveCache:
             self._counts_cache[key] = sizes
         return self._counts_cache[key]
 
-    def closing_seconds(self, elements: float, replicas: Ranks) -> tuple[float, float]:
+    def closing_seconds(self, elements: float, replicas: Ranks, microbatches: int = 1) -> tuple[float, float]:
         """Return the seconds of the gradient and of the parameter collective over replicas, for trained elements."""
-        method = self.basis.method
-        size, cluster = elements * min(4, method.float_itemsize), self.basis.cluster
-        summed = network.collective_seconds(cluster, method.gradient_collective, size, replicas, None)
-        return summed, network.collective_seconds(cluster, method.parameter_collective, size, replicas, None)
+        size, cluster = elements * min(4, self.basis.method.float_itemsize), self.basis.cluster
+        sharding = self.sharding(len(replicas), microbatches)
+        group = sharding.group(replicas)
+        summed = network.collective_seconds(cluster, sharding.gradient_collective, size, group, None)
+        return summed, network.collective_seconds(cluster, sharding.parameter_collective, size, group, None)
 
     def _activation_bytes(self, mesh: Degrees, again: bool) -> Array:
         """Return the activation bytes per sample of the nodes before each cut position."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from polylane.cost.network import collectives as network
 from polylane.plan.spec import Degrees
+from polylane.plan.sync import SUM
 from polylane.planner.balance import Array
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
@@ -99,7 +100,8 @@ class StageMeshSearch:
         )
         meshes = tuple(option.mesh for _, _, option in chosen)
         cuts = tuple(int(positions[self.places[a]]) for a, _, _ in chosen[1:])
-        return [RatedPlan(meshes, cuts, self.microbatches, seconds, most, self.limit)]
+        sync = self.estimates.sync if any(mesh.data > 1 for mesh in meshes) else SUM
+        return [RatedPlan(meshes, cuts, self.microbatches, seconds, most, self.limit, sync=sync)]
 
     def step_seconds(self, chosen: Chosen) -> float:
         """Return the seconds of a step: sum of the stages, (m - 1) times the slowest, and the end of the step."""
@@ -117,10 +119,10 @@ class StageMeshSearch:
         return [self._build_option(mesh) for mesh in meshes if mesh.workers < self.workers]
 
     def _build_option(self, mesh: Degrees) -> MeshOption:
-        basis, method, at = self.estimates.basis, self.estimates.basis.method, np.array(self.places)
+        basis, at, m = self.estimates.basis, np.array(self.places), self.microbatches
         replicas = range(0, mesh.workers, mesh.sequence * mesh.tensor)
         samples = -(-self.estimates.batch // (self.microbatches * mesh.data))
-        curves = self.estimates.curves(mesh, samples, replicas)
+        curves = self.estimates.curves(mesh, samples, replicas, m)
         forward, backward = curves.stage_seconds(at[:, None], at[None, :])
         elements, held = curves.elements[at], curves.activation_bytes[at]
         inward = np.array(
@@ -130,11 +132,11 @@ class StageMeshSearch:
         # back (2 * inward).
         inward[0] = 0.0
         own = np.maximum(elements[None, :] - elements[:, None], 0.0)
-        device = basis.cluster.device(0)
-        ending = np.vectorize(lambda n: basis.update_seconds(device, method.count_updated(int(n), mesh.data)))(own)
-        summed, handed = self.estimates.closing_seconds(SAMPLE, replicas)
+        device, sharding = basis.cluster.device(0), self.estimates.sharding(mesh.data, m)
+        ending = np.vectorize(lambda n: basis.update_seconds(device, sharding.count_updated(int(n))))(own)
+        summed, handed = self.estimates.closing_seconds(SAMPLE, replicas, m)
         # About 70% of the gradient reduction overlaps with the last backward pass.
-        ending = ending + own / SAMPLE * (summed * (0.3 if method.overlap else 1.0) + handed)
+        ending = ending + own / SAMPLE * (summed * (0.3 if basis.method.overlap else 1.0) + handed)
         seconds = forward + backward + 2 * inward[:, None]
         return MeshOption(mesh, seconds, ending, own, held[None, :] - held[:, None])
 

@@ -12,6 +12,7 @@ import numpy as np
 from polylane.cluster.cluster import ranks_along
 from polylane.cost.network import collectives as network
 from polylane.plan.spec import Degrees
+from polylane.plan.sync import SUM, SyncOptions
 from polylane.planner.balance import Array, BalancedCuts
 from polylane.planner.stage_curves import CurveCache, StageCurves
 
@@ -29,6 +30,7 @@ class RatedPlan:
         seconds: estimated seconds of a step.
         peak_bytes: bytes of the worker that needs the most memory.
         memory_limit: bytes that a worker may have.
+        sync: how replicas synchronize, and what they share out; the plain sum where there are none.
     """
 
     meshes: tuple[Degrees, ...]
@@ -38,6 +40,7 @@ class RatedPlan:
     peak_bytes: float
     memory_limit: float
     stage_of_piece: tuple[int, ...] = ()
+    sync: SyncOptions = SUM
 
     @property
     def workers(self) -> int:
@@ -92,7 +95,8 @@ def rate_uniform_plan(estimates: CurveCache, uniform: UniformPlan, limit: float)
     seconds = _step_seconds(estimates, uniform, curves, ends)
     cuts = tuple(int(estimates.positions[i]) for i in ends[1:-1])
     meshes = (uniform.mesh,) * uniform.stages
-    return RatedPlan(meshes, cuts, uniform.microbatches, seconds, most, limit)
+    sync = estimates.sync if uniform.data > 1 else SUM
+    return RatedPlan(meshes, cuts, uniform.microbatches, seconds, most, limit, sync=sync)
 
 
 def stage_curves_of(estimates: CurveCache, uniform: UniformPlan) -> StageCurves | None:
@@ -100,7 +104,7 @@ def stage_curves_of(estimates: CurveCache, uniform: UniformPlan) -> StageCurves 
     if uniform.stages > estimates.max_stages:
         return None
     samples = -(-estimates.batch // (uniform.microbatches * uniform.data))
-    return estimates.curves(uniform.mesh, samples, uniform.ranks("data"))
+    return estimates.curves(uniform.mesh, samples, uniform.ranks("data"), uniform.microbatches)
 
 
 def min_step_seconds(estimates: CurveCache, uniform: UniformPlan) -> float:
@@ -166,17 +170,17 @@ def _closing_seconds(
     estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int], backward: Array
 ) -> float:
     """Return the seconds after the last backward pass: exposed reductions, optimizer step, parameter all-gather."""
-    basis, method, most = estimates.basis, estimates.basis.method, 0.0
+    basis, most, sharding = estimates.basis, 0.0, estimates.sharding(uniform.data, uniform.microbatches)
     device = basis.cluster.device(0)
     elements = np.diff(curves.elements[list(ends)])
     # Equal stages are priced once.
     # ``passed``: seconds of the last backward pass, behind which reductions can hide.
     for own, passed, pieces in set(zip(elements.tolist(), backward.tolist(), np.diff(ends).tolist(), strict=True)):
-        whole, handed = estimates.closing_seconds(own, uniform.ranks("data"))
+        whole, handed = estimates.closing_seconds(own, uniform.ranks("data"), uniform.microbatches)
         left = whole
-        if method.overlap:  # all but the last bucket may overlap with the backward pass
+        if basis.method.overlap:  # all but the last bucket may overlap with the backward pass
             left = max(whole - passed, whole / max(1, pieces))
-        most = max(most, left + basis.update_seconds(device, method.count_updated(int(own), uniform.data)) + handed)
+        most = max(most, left + basis.update_seconds(device, sharding.count_updated(int(own))) + handed)
     return most
 
 

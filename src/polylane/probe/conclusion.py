@@ -71,6 +71,7 @@ def conclude(seen: WorkerMeasurements, workers: int) -> MeasuredMachine:
     else:
         device, own = _gpu_device(seen, seen.gpu), {}
         link = link and link.model_copy(update={"cpu": 0.0})  # the CPU time measured was busy waiting
+    device = device.model_copy(update={"codecs": _rounded(seen.codecs)})
     cluster = Cluster((Hosts.model_validate({"devices": workers, "device": device, "link": link, **_rounded(own)}),))
     return MeasuredMachine(cluster, seen.threads, fit_device.fit_errors(device, seen.timed_cases), off)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
+from polylane.probe.codec_speed import measure_codecs
 from polylane.probe.device_speed import TimedCase, is_fast_enough, measure_bandwidth, time_cases
 from polylane.probe.effort import Effort
 from polylane.probe.host_contention import measure_contention
@@ -59,6 +60,7 @@ class WorkerMeasurements:
         timed_cases: measured operators of the sweep.
         bandwidth: memory bandwidth in bytes per second.
         timed_traffic: measured messages and collectives between workers.
+        codecs: bytes of float32 gradients per second of every gradient compressor, by name.
         contention: workers that compute at once -> relative speed, see :class:`polylane.cluster.cluster.Hosts`.
     """
 
@@ -68,6 +70,7 @@ class WorkerMeasurements:
     bandwidth: float
     timed_traffic: tuple[TimedTraffic, ...]
     contention: dict[int, float]
+    codecs: dict[str, float] = field(default_factory=dict)
 
 
 def measure_machine(workers: int, effort: Effort, told: Told = lambda what, parts: None) -> WorkerMeasurements:
@@ -92,16 +95,19 @@ def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements:
             context.send_message({"what": what, "parts": parts})
 
     carried, shares, timed, bandwidth = list[TimedTraffic](), dict[int, float](), list[TimedCase](), 0.0
+    codecs = dict[str, float]()
     if context.rank == 0:
         told("operators", 0)
         warm_up(device, effort.warm_seconds)
         bandwidth = measure_bandwidth(device, effort.stream_bytes)
+        codecs = measure_codecs(device, effort.case_seconds)
         timed = _measure_operators(effort, device, told)
     if world.size > 1:
         carried = measure_traffic(world, effort.sizes, effort.traffic_seconds, effort.rounds, lambda: told("messages"))
     if world.size > 1 and device.type == "cpu":
         shares = measure_contention(world, effort, lambda: told("workers at once"))
-    return WorkerMeasurements(torch.get_num_threads(), _gpu(device), tuple(timed), bandwidth, tuple(carried), shares)
+    threads, cases = torch.get_num_threads(), tuple(timed)
+    return WorkerMeasurements(threads, _gpu(device), cases, bandwidth, tuple(carried), shares, codecs)
 
 
 def _gpu(device: torch.device) -> Accelerator | None:

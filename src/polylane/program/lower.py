@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
@@ -10,8 +11,7 @@ from polylane.graph.partition import Partition, StageCrossing
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.interleaved import interleaved
-from polylane.schedule.schedules import SCHEDULES
+from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
 
@@ -32,110 +32,130 @@ def lower(
     """Lower a partition to every worker's program, by rank.
 
     A value is sent directly from the ranks that compute it to those of every stage that needs it; its gradient comes
-    back the same way. On each directed pair of ranks, sends and receives are in the same order.
+    back the same way. Workers with several stages get it once, for the first of them that needs it, and what stays on a
+    worker is not sent. On each directed pair of ranks, sends and receives are in the same order.
 
     Args:
         partition: the graph and its cuts into stages.
         plan: what runs where, in which order.
         holders: stages that must keep a parameter up to date although they do not use it here (another objective of the
-            same training does).
+            same training does); of several stages on the same workers the first.
         partial: for every stage, parameter -> the operator axes along which every rank has only a partial sum of its
             gradient.
         only: ranks whose programs are wanted; default: all. One of each stage is enough to know a plan's time.
     """
-    lanes = SCHEDULES[plan.schedule](StageGraph.of_partition(partition), plan.microbatches)
+    lanes = schedule_lanes(
+        plan.schedule, StageGraph.of_partition(partition), plan.microbatches, workers=plan.stage_groups
+    )
     wanted = frozenset(range(plan.workers) if only is None else only)
     summed = build_buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
-    return _assemble_programs(partition, plan, lanes, partition.crossings, summed, wanted)
+    programs = tuple(_assemble_program(partition, plan, lanes, summed, rank) for rank in sorted(wanted))
+    return order_receives(programs) if only is None else programs
 
 
-def lower_interleaved(
-    partition: Partition, plan: Plan, partial: Partials = (), only: Collection[int] | None = None
-) -> tuple[Program, ...]:
-    """Lower a partition to the programs, by rank, of workers that have several virtual stages each.
-
-    They are for predictions: the runtime runs one stage on each worker. Actions name the virtual stage; the gradient
-    sums and the optimizer step are once for all stages of a worker. A value is sent once to every other worker that
-    needs it, to the first of its stages that does, and its gradient comes back from there; what stays on a worker is
-    not sent.
+def _assemble_program(
+    partition: Partition, plan: Plan, lanes: Lanes, summed: Sequence[GradientBucket], rank: int
+) -> Program:
+    """Assemble a worker's program: passes with their messages, then gradient sums, then the optimizer step.
 
     Args:
-        partition: the graph cut into virtual stages, a multiple of the plan's stages.
-        plan: the plan of the workers, whose stages all have the same mesh.
-        partial, only: the same arguments as of :func:`lower`.
+        partition: the graph and its cuts into the plan's stages.
+        plan: what runs where, for meshes and ranks.
+        lanes: for every group of workers, its passes in order.
+        summed: gradient buckets of all ranks, in the order of reduction.
+        rank: the worker's rank.
     """
-    workers = plan.pipeline
-    lanes = interleaved(workers, partition.stages // workers, plan.microbatches)
-    # Buckets are per worker, not per virtual stage: a worker's parameters are those of all its chunks.
-    wanted = frozenset(range(plan.workers) if only is None else only)
-    summed = build_buckets(deal_stages(partition, workers), plan, {}, partial or ({},) * workers, wanted)
-    crossings = [each for c in partition.crossings if (each := _crossing_of_workers(c, workers)) is not None]
-    return _assemble_programs(partition, plan, lanes, crossings, summed, wanted)
+    first, replica = plan.stage_and_replica(rank)
+    own_stages = plan.chunks(first)
+    peers = [plan.peers(rank, other) for other in range(partition.stages)]
+    sources = _local_sources(partition, plan, own_stages)
+    receives = {
+        s: [c for c in partition.crossings if s in c.consumers and (c.value, s) not in sources] for s in own_stages
+    }
+    sent = [each for c in partition.crossings if c.producer in own_stages and (each := crossing_as_sent(c, plan))]
+    sends = {s: [c for c in sent if c.producer == s] for s in own_stages}
+    passes = [
+        each
+        for action in lanes[plan.stage_groups[first]]
+        for each in _with_communication(action, peers, receives[action.stage], sends[action.stage])
+    ]
+    own = tuple(bucket for bucket in summed if rank in bucket.ranks)
+    # All reduces come behind the passes here. The runtime starts each one as soon as its gradients are complete,
+    # during the last backward pass; a REDUCE action waits for the result.
+    reduces = [Action(ActionKind.REDUCE, first, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
+    return Program(
+        rank=rank,
+        stage=first,
+        replica=replica,
+        replicas=plan.group(rank, ("data",)),
+        actions=(*passes, *reduces, Action(ActionKind.STEP, first)),
+        stages=own_stages,
+        local_sources=sources,
+        buckets=own,
+        partition=partition,
+        coordinates=plan.coordinates(rank),
+    )
 
 
-def deal_stages(partition: Partition, workers: int) -> Partition:
-    """Return the same cuts with the stages assigned round-robin: worker w has those numbered c * workers + w."""
-    return Partition(partition.graph, partition.cuts, tuple(s % workers for s in range(partition.stages)))
+def _local_sources(partition: Partition, plan: Plan, own: Sequence[int]) -> dict[tuple[str, int], int]:
+    """Return the values that stages of one worker get from another stage of it, by (value, stage) that reads it.
+
+    It is the stage that computes the value; else the first stage that reads it, which receives it for all of them.
+    """
+    found = dict[tuple[str, int], int]()
+    for crossing in partition.crossings:
+        readers = [stage for stage in crossing.consumers if stage in own]
+        source = crossing.producer if crossing.producer in own else min(readers, default=-1)
+        found |= {(crossing.value, stage): source for stage in readers if stage != source}
+    return found
 
 
-def _crossing_of_workers(crossing: StageCrossing, workers: int) -> StageCrossing | None:
-    """Return a crossing with, of every other worker, the first stage that needs it; None if no other worker does."""
-    first: dict[int, int] = {}
-    for stage in crossing.consumers:
-        first.setdefault(stage % workers, stage)
-    first.pop(crossing.producer % workers, None)
+def crossing_as_sent(crossing: StageCrossing, plan: Plan) -> StageCrossing | None:
+    """Return a crossing with, of every other group of workers, the first stage that reads it; None: no other does.
+
+    The consumers are ascending, so that the first one of a group receives it (:func:`_local_sources`).
+    """
+    first = dict[int, int]()
+    for consumer in crossing.consumers:
+        first.setdefault(plan.first_chunk(consumer), consumer)
+    first.pop(plan.first_chunk(crossing.producer), None)
     return replace(crossing, consumers=tuple(first.values())) if first else None
 
 
-def _assemble_programs(
-    partition: Partition,
-    plan: Plan,
-    lanes: Lanes,
-    crossings: Sequence[StageCrossing],
-    summed: Sequence[GradientBucket],
-    wanted: frozenset[int],
-) -> tuple[Program, ...]:
-    """Assemble the programs of workers: passes with their messages, then gradient sums, then the optimizer step.
+def order_receives(programs: Sequence[Program]) -> tuple[Program, ...]:
+    """Return the programs with receives in the order in which their messages are sent, on each pair of ranks.
 
-    Args:
-        partition: the graph and its cuts into stages; stage s runs on the workers of the plan's stage s % pipeline.
-        plan: what runs where, for meshes and ranks.
-        lanes: for every stage of the plan, its passes in order.
-        crossings: values that are sent, with the stages that compute and need them.
-        summed: gradient buckets of all ranks, in the order of reduction.
-        wanted: ranks whose programs are wanted.
+    Messages between two ranks are matched by their order. Where a worker has several stages it may need a later message
+    first: the receives before it then come before it too. That costs no time, since they were sent earlier.
     """
-    programs = []
-    for rank in sorted(wanted):
-        stage, replica = plan.stage_and_replica(rank)
-        peers = [plan.peers(rank, other % plan.pipeline) for other in range(partition.stages)]
-        own_stages = range(stage, partition.stages, plan.pipeline)
-        receives = {s: [c for c in crossings if s in c.consumers] for s in own_stages}
-        sends = {s: [c for c in crossings if c.producer == s] for s in own_stages}
-        passes = [
-            each
-            for action in lanes[stage]
-            for each in _with_communication(action, peers, receives[action.stage], sends[action.stage])
-        ]
-        own = tuple(bucket for bucket in summed if rank in bucket.ranks)
-        # All reduces come behind the passes here. The runtime starts each one as soon as its gradients are complete,
-        # during the last backward pass; a REDUCE action waits for the result.
-        reduces = [Action(ActionKind.REDUCE, stage, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
-        programs.append(
-            Program(
-                rank=rank,
-                stage=stage,
-                replica=replica,
-                replicas=plan.group(rank, ("data",)),
-                actions=(*passes, *reduces, Action(ActionKind.STEP, stage)),
-                receives=tuple(c for c in crossings if any(each in own_stages for each in c.consumers)),
-                sends=tuple(c for c in crossings if c.producer in own_stages),
-                buckets=own,
-                partition=partition,
-                coordinates=plan.coordinates(rank),
-            )
-        )
-    return tuple(programs)
+    sent: dict[tuple[int, int], list[Action]] = {}
+    for program in programs:
+        for action in program.actions:
+            if action.kind is ActionKind.SEND and action.peer is not None:
+                sent.setdefault((program.rank, action.peer), []).append(action)
+    return tuple(_order_receives_of(program, sent) for program in programs)
+
+
+def _order_receives_of(program: Program, sent: Mapping[tuple[int, int], Sequence[Action]]) -> Program:
+    # A receive and its send agree in these; the stages differ.
+    def message(action: Action) -> tuple[object, ...]:
+        return action.value, action.microbatch, action.gradient
+
+    receives = {(a.peer, *message(a)): a for a in program.actions if a.kind is ActionKind.RECEIVE}
+    queues = {
+        peer: deque(receives[peer, *message(action)] for action in sent.get((peer, program.rank), ()))
+        for peer in {a.peer for a in receives.values()}
+        if peer is not None
+    }
+    ordered, done = list[Action](), set[Action]()
+    for action in program.actions:
+        if action.kind is not ActionKind.RECEIVE or action.peer is None:
+            ordered.append(action)
+            continue
+        while action not in done:
+            ordered.append(queues[action.peer].popleft())
+            done.add(ordered[-1])
+    return replace(program, actions=tuple(ordered))
 
 
 def lower_evaluation(partition: Partition, plan: Plan) -> tuple[Program, ...]:
@@ -170,6 +190,8 @@ def _with_communication(
 ) -> list[Action]:
     """Put a compute action between the receives that it needs and the sends that follow; ``peers``: ranks by stage."""
     stage, microbatch = action.stage, action.microbatch
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
+        return [action]
 
     def travel(kind: ActionKind, crossing: StageCrossing, stages: Sequence[int], gradient: bool) -> list[Action]:
         return [Action(kind, stage, microbatch, crossing.value, p, gradient) for other in stages for p in peers[other]]
@@ -205,22 +227,26 @@ def build_buckets(
     graph = partition.graph
     trained = differentiable_parameters(graph)
     held = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
+    workers = plan.first_chunks
     order = {name: i for i, name in reversed(list(enumerate(p for node in graph.nodes for p in node.parameters)))}
-    # Parameters that the same stages sum along the same axes may share a bucket.
-    alike: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...]], list[str]] = {}
+    # Parameters that the same stages sum along the same axes may share a bucket. Those of one group of workers are
+    # further told apart by the stages that use them: their gradients are complete at different times.
+    alike: dict[tuple[tuple[int, ...], tuple[tuple[str, ...], ...], tuple[int, ...]], list[str]] = {}
     for name in sorted(order, key=order.__getitem__, reverse=True):
         if name in trained:
-            holders = tuple(
-                stage for stage in range(plan.pipeline) if name in held[stage] or stage in others.get(name, ())
-            )
+            using = [stage for stage in range(plan.pipeline) if name in held[stage]]
+            known = {*map(plan.first_chunk, using), *others.get(name, ())}
+            holders = tuple(stage for stage in workers if stage in known)
             axes = tuple(tuple(a for a in plan.axes_of(s) if a in partial[s].get(name, ())) for s in holders)
-            alike.setdefault((holders, axes), []).append(name)
+            alone = tuple(using or holders) if len(holders) == 1 else ()
+            alike.setdefault((holders, axes, alone), []).append(name)
     found = list[GradientBucket]()
-    # Parameters of one stage first, tied ones last: the sum of a tied one waits for the slowest of its stages.
-    for holders, axes in sorted(alike, key=lambda key: (len(key[0]), key)):
-        label = f"stage{holders[0]}" if len(holders) == 1 else "tied" + "-".join(map(str, holders))
+    # Parameters of one stage first, tied ones last: the sum of a tied one waits for the slowest of its stages. Of a
+    # worker's stages the last one first, whose backward passes end first.
+    for holders, axes, alone in sorted(alike, key=lambda key: (len(key[0]), key[0], [-s for s in key[2]], key[1])):
+        label = f"stage{'-'.join(map(str, alone))}" if alone else "tied" + "-".join(map(str, holders))
         groups, silent = _reduction_groups(plan, holders, axes, wanted)
-        for number, names in enumerate(_fill_buckets(graph.parameters, alike[holders, axes])):
+        for number, names in enumerate(_fill_buckets(graph.parameters, alike[holders, axes, alone])):
             name = ".".join([label, *dict.fromkeys(a for each in axes for a in each), str(number)])
             found += [GradientBucket(name, ranks, names, silent) for ranks in groups]
     return tuple(found)

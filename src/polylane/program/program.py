@@ -34,11 +34,11 @@ class Program:
     """What one worker runs in a step.
 
     Attributes:
-        rank, stage, replica: the worker's rank, its stage and its replica, each from 0.
+        rank, stage, replica: the worker's rank, its (first) stage and its replica, each from 0.
         replicas: ranks that hold the same shards of the same stage, ascending, this one among them.
         actions: all actions in order; receives are where their value is needed (a worker may post them earlier).
-        receives: values that come in for each microbatch, with the stage that computes them.
-        sends: values that go out for each microbatch, with the stages that need them.
+        stages: all stages of the worker, ascending; more than one are its chunks.
+        local_sources: values that stages of the worker get from another stage of it, by (value, stage that reads it).
         buckets: gradients that it reduces, in the order of reduction.
         partition: the graph and its cuts into stages.
         coordinates: the worker's index on each axis along which operators are sharded.
@@ -49,8 +49,16 @@ class Program:
     replica: int
     replicas: tuple[int, ...]
     actions: tuple[Action, ...]
-    receives: tuple[StageCrossing, ...]
-    sends: tuple[StageCrossing, ...]
+    stages: tuple[int, ...]
+    local_sources: Mapping[tuple[str, int], int]
     buckets: tuple[GradientBucket, ...]
     partition: Partition
     coordinates: Mapping[str, int]
+
+    def inputs(self, stage: int) -> tuple[StageCrossing, ...]:
+        """Return the values that come in to a stage for each microbatch, from whichever stage."""
+        return tuple(c for c in self.partition.crossings if stage in c.consumers)
+
+    def outputs(self, stage: int) -> tuple[StageCrossing, ...]:
+        """Return the values that other stages need from a stage for each microbatch."""
+        return tuple(c for c in self.partition.crossings if c.producer == stage)

@@ -157,7 +157,10 @@ class ProgramBinder:
             )
         own = programs[self._local_model.world.rank]
         executor = bind_program(own, graph, self._local_model, self._connections, replica_local, codec)
-        return BoundProgram(tuple(programs), executor, stages_of_buffers(partition))
+        # Several stages on the same workers have a buffer once: they are known by the first.
+        used = stages_of_buffers(partition).items()
+        buffers = {name: frozenset(map(self._plan.first_chunk, stages)) for name, stages in used}
+        return BoundProgram(tuple(programs), executor, buffers)
 
     def restoring_python_state(self, partition: Partition) -> AbstractContextManager[None]:
         """Return a context manager that restores the state of the user's own Python after an evaluation."""
@@ -188,7 +191,7 @@ class ProgramBinder:
         holders = self._local_model.owning_stages
         for stage in range(self._plan.pipeline):
             for name in partition.parameters(stage):
-                if name in holders and stage not in holders[name]:
+                if name in holders and self._plan.first_chunk(stage) not in holders[name]:
                     raise PolylaneError(
                         f"for batches of this form stage {stage} needs {name}, which stage {min(holders[name])} "
                         "holds: give an example batch of the form that training has"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from polylane.compile.server_assignment import assign_parameters, server_rank
 from polylane.cost.network import sync_volume as agreement
 from polylane.cost.network.sync_volume import TrainedTensor
 from polylane.plan.sync import PowerSGDOptions
 from polylane.program.program import Program
+from polylane.program.server_assignment import assign_parameters, server_rank
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.pipeline.byte_counters import AGREEMENT, ByteCounters

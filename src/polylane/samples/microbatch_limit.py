@@ -20,8 +20,8 @@ from polylane.graph.graph import Graph
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import size_function
-from polylane.plan.plan import Plan, default_microbatches
-from polylane.plan.spec import Spec
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec, default_microbatches
 from polylane.samples.mean_loss import splits_exactly
 
 MOST = 64  # samples that are tried

@@ -21,6 +21,8 @@ class ActionKind(StrEnum):
 
 # Compute keeps a device busy; communication keeps links busy, and may overlap with it.
 PASSES = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT})
+# Passes after which gradients of parameters are complete for their microbatch.
+WEIGHT_PASSES = frozenset({ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT})
 COMPUTE = PASSES | {ActionKind.STEP}
 COMMUNICATION = frozenset({ActionKind.SEND, ActionKind.RECEIVE, ActionKind.REDUCE})
 

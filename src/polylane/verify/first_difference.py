@@ -159,7 +159,7 @@ def find_differing_nodes(training: ComparedTraining, step: int, backward: bool) 
     for microbatch, seen, floors in _reference_values(training, step, backward):
         # Recomputable nodes (sizes, masks) are not compared: a size may be that of a replica's own samples.
         for node in (n for n in prepared.main_partition.graph.nodes if not n.recomputable):
-            those = [t for t in traces if t.stage == stage_of[node.name]]
+            those = [t for t in traces if t.stage == prepared.plan.first_chunk(stage_of[node.name])]
             parts = [t for t in those if (microbatch, node.name) in t.values]
             if node.name not in seen or not parts or is_unfilled(node.op):
                 continue

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.server_assignment import assign_parameters
+from polylane.program.server_assignment import assign_parameters
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.verify.local_sgd_reference import ReferenceReplica
 from polylane.verify.record import ComparedTraining, ReferenceRun

@@ -101,6 +101,13 @@ class _TracingRunner(StageRunner):
         self._keep_values(microbatch, self.kept_gradients.pop(microbatch))
         return result
 
+    def backward_input(
+        self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None
+    ) -> dict[str, Tensor]:
+        result = super().backward_input(microbatch, gradients, seed)
+        self._keep_values(microbatch, self.kept_gradients.pop(microbatch))
+        return result
+
     def _keep_values(self, microbatch: int, kept: KeptValues) -> None:
         self.trace.values |= {(microbatch, name): value for name, value in kept.values.items()}
 
@@ -119,11 +126,10 @@ def trace_pass(training: ComparedTraining, world: World, step: int, backward: bo
     programs = lower_programs(prepared, prepared.main, training=backward)
     whole = Batch.whole(batch)
     worker = role.lane(programs, whole.samples).executor
-    runner = worker.runner
     replica = 0 if "data" in worker.mesh.axes else worker.program.replica
     own = ValueTrace(worker.program.stage, replica, worker.mesh.coordinates)
     # The same stage code on the same tensors, so that what is traced is what training runs.
-    worker.runner = _TracingRunner(**vars(runner), trace=own)
+    worker.runners = {stage: _TracingRunner(**vars(runner), trace=own) for stage, runner in worker.runners.items()}
     with torch.set_grad_enabled(backward), allow_own_calls():
         worker.run(whole, step, training.seed, lambda state: None)
     role.close()

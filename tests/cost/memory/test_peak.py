@@ -34,11 +34,13 @@ from polylane.cost.memory.recompute_choice import SavedValues, dropped_on_stages
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.state_sharding import UNSHARDED, StateSharding
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
+from polylane.plan.sync import SUM
 from polylane.program.lower import lower
 from polylane.runtime.job import Job
 from polylane.runtime.transport.protocol import PendingTransfer
@@ -298,8 +300,8 @@ def test_zero_shards_sixteen_bytes_of_every_parameter() -> None:
     load = TrainedBytes(parameters * 4, parameters * 4, parameters * 8)
 
     def held(shard: Any) -> float:
-        method = TrainingOptions(dtype="float16", shard=shard)
-        own = shard_trained_bytes(load, method, 64)
+        sharding = StateSharding.of(SUM.changed(shard=shard), 64)
+        own = shard_trained_bytes(load, TrainingOptions(dtype="float16"), sharding)
         return (own.parameters + own.gradients + own.states) / 1e9
 
     assert held("none") == pytest.approx(120.0)
@@ -310,7 +312,7 @@ def test_zero_shards_sixteen_bytes_of_every_parameter() -> None:
 
 def test_sixteen_bits_throughout_take_half_of_everything() -> None:
     load = TrainedBytes(400.0, 400.0, 800.0)
-    own = shard_trained_bytes(load, TrainingOptions(dtype="bfloat16", masters=False), 1)
+    own = shard_trained_bytes(load, TrainingOptions(dtype="bfloat16", masters=False), UNSHARDED)
     assert (own.parameters, own.gradients, own.states) == (200.0, 200.0, 400.0)
 
 

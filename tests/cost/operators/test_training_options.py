@@ -30,9 +30,15 @@ SHARDS = ("optimizer", "gradients", "parameters")
 
 
 def predicted(
-    graph: Graph, plan: str, batch: int = 16, cluster: str = f"8:{DEVICE}", every: bool = False, **how: object
+    graph: Graph,
+    plan: str,
+    batch: int = 16,
+    cluster: str = f"8:{DEVICE}",
+    every: bool = False,
+    shard: str = "none",
+    **how: object,
 ) -> Prediction:
-    found = jobs.basis(graph, cluster, TrainingOptions(**how))  # type: ignore[arg-type]
+    found, plan = jobs.basis(graph, cluster, TrainingOptions(**how)), f"{plan},shard={shard}"  # type: ignore[arg-type]
     return predict(found, *setup.fit_plan(found, spec_of(plan), batch), batch, every=every)
 
 

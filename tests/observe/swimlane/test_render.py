@@ -10,13 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from html.parser import HTMLParser
+from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
 from counting import calls
-from polylane.commands.lanes import lanes_summary, lanes_timeline
+from polylane.inspection.schedule_report import ScheduleShape, draw_schedule, lanes_summary, lanes_timeline
 from polylane.observe.swimlane.layout import (
     STYLES,
     build_rows,
@@ -421,14 +422,70 @@ def test_axis_marks_are_round() -> None:
     assert time_axis(0, "seconds").marks == ((0, "0"),)
 
 
+def test_halves_of_backward_passes_and_chunks_in_characters() -> None:
+    assert text(lanes_timeline("zb-h1", 2, 2)) == (
+        "zb-h1 · stages 2 · microbatches 2\n"
+        "utilization 85.7 % (12/14) · makespan 7 ticks\n"
+        "        │  0         5 ticks\n"
+        "stage 0 │  0 1 ·<0=0<1=1\n"
+        "stage 1 │  · 0<0 1<1=0=1\n"
+        "0 forward   <0 input gradients   =0 weight gradients   · idle\n"
+    )
+    assert text(lanes_timeline("zb-v", 2, 1)).splitlines()[3:] == [
+        "rank 0 · stage 0, 3 │   0a   ·   ·  0b <0b =0b   ·   · <0a =0a",
+        "rank 1 · stage 1, 2 │    ·  0a  0b   ·   · <0b =0b <0a =0a   ·",
+        "0 forward   <0 input gradients   =0 weight gradients   · idle",
+    ]
+
+
+def test_updates_of_no_length_are_marked() -> None:
+    """In the cell of the pass before, or as a narrow box over its end."""
+    timeline = draw_schedule(ScheduleShape(schedule="pipedream", stages=2, microbatches=2)).timeline
+    assert text(timeline).splitlines()[3:] == [
+        "stage 0 │  0 1 · ·<0#0 ·<1#1",
+        "stage 1 │  · 0<0#0 1<1#1 · ·",
+        "0 forward   <0 backward   # step   · idle",
+    ]
+    assert text(replace(timeline, unit="seconds"), width=60).count("#") == 4 + 1  # and the legend
+    titles = [each.text for each in ElementTree.fromstring(svg(timeline)).iter(f"{SVG}title")]
+    assert "update, stage 1, after microbatch 0" in titles
+
+
+def test_chunks_have_letters_in_pictures() -> None:
+    timeline = lanes_timeline("interleaved", 2, 2)
+    numbers = {each.text for each in ElementTree.fromstring(svg(timeline)).iter(f"{SVG}text")}
+    assert {"0a", "1a", "0b", "1b"} <= numbers
+    data = re.search(r'id="timeline">(.*?)</script>', html(timeline))
+    assert data is not None
+    assert [lane["stages"] for lane in json.loads(data[1])["lanes"]] == [[0, 2], [1, 3]]
+
+
+def test_fills_of_passes_differ_in_lightness() -> None:
+    """So that a grey print of a split schedule is readable as well."""
+    kinds = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+
+    def lightness(fill: str) -> float:
+        red, green, blue = (int(fill[at : at + 2], 16) / 255 for at in (1, 3, 5))
+        return float(0.2126 * red**2.2 + 0.7152 * green**2.2 + 0.0722 * blue**2.2)
+
+    ascending = sorted(lightness(STYLES[kind].fill) for kind in kinds)
+    assert all(after > 1.4 * before for before, after in pairwise(ascending))
+
+
 def test_summary_of_a_schedule() -> None:
-    assert lanes_summary(lanes_timeline("1f1b", 4, 8)) == {
+    assert lanes_summary(draw_schedule(ScheduleShape(schedule="1f1b", stages=4, microbatches=8))) == {
         "schedule": "1f1b",
         "stages": 4,
+        "chunks": 1,
         "microbatches": 8,
         "utilization": 96 / 132,
+        "worker_utilization": pytest.approx([24 / 33, 24 / 30, 24 / 27, 1]),
+        "steady_utilization": pytest.approx(1),
         "makespan": 33,
         "busy": 96,
         "area": 132,
         "peak_live_microbatches": [4, 3, 2, 1],
+        "weight_versions": [1, 1, 1, 1],
+        "staleness": [0, 0, 0, 0],
+        "messages": 48,
     }

@@ -155,6 +155,27 @@ def test_autocast_is_on_again() -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "autocast"),
+    [("vit", None), ("vit", torch.bfloat16), ("moe", None), pytest.param("t5", None, marks=pytest.mark.slow)],
+)
+def test_backward_passes_in_two_halves_drop_the_same(name: str, autocast: torch.dtype | None) -> None:
+    """What the gradients of weights are computed from is made again for the first half, and kept for the second."""
+    case = case_of(name)
+    batch = case.batch(SAMPLES, 0)
+    graph = capture(model_of(case), case.loss, batch)
+    found = {}
+    for mode in ("none", "full"):
+        model, dropped = model_of(case), drop(graph, mode)
+        runner = stage_runner(model, graph, dropped, autocast, in_halves=True)
+        assert runner.code.weight_groups
+        found[mode] = run_passes(runner, model, batch, SAMPLES)
+    assert_equal(found["full"], found["none"])
+    if autocast is None:
+        assert found["full"].held == pytest.approx(predicted(graph, drop(graph, "full")).live_bytes, rel=0.05, abs=16)
+    assert found["full"].held < found["none"].held / 1.5
+
+
 def test_nothing_of_a_microbatch_is_left() -> None:
     batch = mixed_batch()
     torch.manual_seed(0)

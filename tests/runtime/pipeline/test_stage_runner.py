@@ -17,7 +17,8 @@ from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.pipeline.stage_runner import StageHooks, StageRunner, extract_stage, find_failing_node
+from polylane.runtime.pipeline.stage_code import StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
 from polylane.runtime.pipeline.step_result import StepState
 from polylane.schedule.action import Action, ActionKind
 from training import batch_of, classify, mlp, workers
@@ -113,7 +114,7 @@ def test_a_value_of_another_shape_is_refused_before_it_travels() -> None:
         if job.world.rank == 0:
             send = next(a for a in worker.program.actions if a.kind is ActionKind.SEND)
             share = job._role.shares(8)[0]
-            wrong = {0: {str(send.value): torch.zeros(share.samples, 99)}}
+            wrong = {(0, 0): {str(send.value): torch.zeros(share.samples, 99)}}
             state = StepState({0: SampleSlice(share.samples)}, worker._tables, samples_in_mean=8, output_values=wrong)
             with pytest.raises(RuntimeError) as caught:
                 worker._send(Action(ActionKind.SEND, 0, 0, send.value, 1), state)

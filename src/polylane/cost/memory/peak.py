@@ -9,6 +9,7 @@ from typing import Any
 
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.state_sharding import UNSHARDED, StateSharding
 from polylane.schedule.action import Action, ActionKind
 
 
@@ -94,7 +95,7 @@ def peak_memory(
     trained: Mapping[int, float],
     load: TrainedBytes,
     method: TrainingOptions | None = None,
-    replicas: int = 1,
+    sharding: StateSharding = UNSHARDED,
     margin: MemoryMargin | None = None,
 ) -> MemoryBreakdown:
     """Return the peak memory of one worker in a step, with the microbatches that all its stages hold at each pass.
@@ -104,11 +105,11 @@ def peak_memory(
         needs: memory of one microbatch for every stage of the worker.
         trained: by stage, bytes of the parameters whose gradients its first backward pass creates.
         load: parameters, gradients and states of all the worker's stages.
-        method: precision, sharding and recomputation; default: the runtime's.
-        replicas: number of replicas over which states may be sharded.
+        method: precision and recomputation of the passes; default: the runtime's.
+        sharding: what is sharded over replicas, and over how many.
         margin: memory beyond the tensors, added to the peak.
     """
-    own = shard_trained_bytes(load, method or TrainingOptions(), replicas)
+    own = shard_trained_bytes(load, method or TrainingOptions(), sharding)
     microbatches = sum(action.kind is ActionKind.FORWARD for action in lane) // len(needs)
     samples = max(need.batch_bytes for need in needs.values()) * microbatches
 
@@ -187,7 +188,7 @@ class ShardedLoad:
         return min(gradients + self.scattered, gradients / self.share)
 
 
-def shard_trained_bytes(load: TrainedBytes, method: TrainingOptions, replicas: int) -> ShardedLoad:
+def shard_trained_bytes(load: TrainedBytes, method: TrainingOptions, sharding: StateSharding) -> ShardedLoad:
     """Return the bytes of one replica (ZeRO: Rajbhandari et al., "ZeRO: Memory Optimizations", 2020, sections 3 and 5).
 
     In 16 bits with masters a rank has parameters and gradients in 16 bits, and a float32 copy of the parameters with
@@ -205,13 +206,12 @@ def shard_trained_bytes(load: TrainedBytes, method: TrainingOptions, replicas: i
     elif method.is_half_precision:
         parameters, gradients, states, working = (x * narrow for x in (parameters, gradients, states, working))
         fixed *= narrow
-    own, gathered, scattered, share = 1.0 / replicas, 0.0, 0.0, 1.0
+    own, gathered, scattered, share = 1.0 / sharding.degree, 0.0, 0.0, 1.0
     block = load.largest_block * (narrow if method.is_half_precision else 1.0)
-    if method.shard != "none":
-        states, working = states * own, working * own
-    if method.shard in ("gradients", "parameters") and replicas > 1:
+    states, working = states * own, working * own
+    if sharding.kind in ("gradients", "parameters"):
         gradients, scattered, share = gradients * own, block, own
-    if method.shard == "parameters" and replicas > 1:
+    if sharding.gathers_parameters:
         parameters, gathered = parameters * own, min(2 * block, parameters * (1 - own))
     copied = load.bucket_copies * (narrow if method.is_half_precision else 1.0)
     return ShardedLoad(parameters + fixed, load.trained, gradients, states, working, copied, gathered, scattered, share)

@@ -1,4 +1,7 @@
-"""Training options: precision, sharding, recomputation and overlap, as far as time and memory depend on them."""
+"""Training options: precision, recomputation and overlap, as far as time and memory depend on them.
+
+What replicas share out and how often they agree is not here: the plan says it (`polylane.plan.sync`).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 
 Recompute = Literal["none", "selective", "full"]
-Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 
 # Bytes of an element of a floating-point value in passes of each precision.
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -26,22 +28,19 @@ class TrainingOptions:
             (autocast, Megatron); else all is 16-bit ("pure").
         recompute: what the backward pass recomputes instead of saving it: "none"; "selective", attention (Korthikanti
             et al., 2022); "full", everything but the inputs of blocks (Chen et al., 2016).
-        shard: what is sharded over replicas: "optimizer" states, "gradients" as well, "parameters" as well (ZeRO-1, -2,
-            -3: Rajbhandari et al., 2020; the last two are FSDP's SHARD_GRAD_OP and FULL_SHARD).
         overlap: whether gradients are reduced while the backward pass still runs.
 
     Raises:
-        PolylaneError: dtype, recompute or shard is not one of its choices.
+        PolylaneError: dtype or recompute is not one of its choices.
     """
 
     dtype: str = "float32"
     masters: bool = True
     recompute: Recompute = "none"
-    shard: Sharding = "none"
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        known = (("dtype", tuple(ITEM)), ("recompute", get_args(Recompute)), ("shard", get_args(Sharding)))
+        known = (("dtype", tuple(ITEM)), ("recompute", get_args(Recompute)))
         for name, choices in known:
             if getattr(self, name) not in choices:
                 raise PolylaneError(f"{name} {getattr(self, name)!r}: choose one of {', '.join(choices)}")
@@ -49,7 +48,7 @@ class TrainingOptions:
     @classmethod
     def of(cls, plan: Spec | Plan) -> TrainingOptions:
         """Return the options with which the runtime trains a plan."""
-        return cls(dtype=plan.precision, shard=plan.sync.shard)
+        return cls(dtype=plan.precision)
 
     @property
     def float_itemsize(self) -> int:
@@ -60,21 +59,3 @@ class TrainingOptions:
     def is_half_precision(self) -> bool:
         """Whether the passes run in a 16-bit dtype."""
         return self.float_itemsize == 2
-
-    @property
-    def gradient_collective(self) -> str:
-        """Collective over replicas that reduces gradients after the last backward pass; "" if the passes do it."""
-        return {"none": "all_reduce", "parameters": ""}.get(self.shard, "reduce_scatter")
-
-    @property
-    def parameter_collective(self) -> str:
-        """Collective over replicas that distributes updated parameters before the next step; "" for none."""
-        return "all_gather" if self.shard in ("optimizer", "gradients") else ""
-
-    def gathers_parameters(self, replicas: int) -> bool:
-        """Return whether replicas gather parameters block by block in every pass (ZeRO-3)."""
-        return self.shard == "parameters" and replicas > 1
-
-    def count_updated(self, elements: int, replicas: int) -> int:
-        """Return how many of the trained elements one replica's optimizer updates."""
-        return elements if self.shard == "none" else -(-elements // replicas)

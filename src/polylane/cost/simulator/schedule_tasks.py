@@ -19,29 +19,34 @@ def simulate_schedule(
     backward: float | Sequence[float],
     hop: float = 0,
     graph: StageGraph | None = None,
+    weight: float | Sequence[float] | None = None,
 ) -> Timeline:
     """Simulate the passes of a schedule, each as early as the passes that it reads from allow.
 
     Args:
-        lanes: ``lanes[s]`` has the forward and backward passes of stage s in order. If the graph has more stages than
+        lanes: ``lanes[s]`` has the forward and backward passes of stage s in order; an update of its weights after a
+            microbatch's backward is a step of that microbatch, which takes no time. If the graph has more stages than
             there are lanes, a lane has those of all the virtual stages of one rank, in any order.
         forward: duration of one forward pass, one number for all stages or one for each.
-        backward: duration of one backward pass, one number for all stages or one for each.
+        backward: duration of one whole backward pass, one number for all stages or one for each.
         hop: latency in ticks of a value between two lanes, overlapped with computation.
         graph: which stages feed which; default: a chain of one stage per lane.
+        weight: the part of ``backward`` that its weight half takes where a schedule has it in two halves; default: one
+            half of it. The input half takes the rest.
 
     Returns:
-        The timeline in ticks, without messages; rank = lane. Integers stay integers.
+        The timeline in ticks, without messages; rank = lane. Integers stay integers, but for halves of odd ones.
 
     Raises:
-        ValueError: durations are negative or not one per stage; an action is in another stage's lane, repeated, no
-            pass, or before one in its own lane that it needs; or a deadlock, with the pass that can never run.
+        ValueError: durations are negative or not one per stage, or a weight half is longer than its pass; an action is
+            in another stage's lane, repeated, no pass, or before one in its own lane that it needs; or a deadlock, with
+            the pass that can never run.
     """
     if not lanes:
         return Timeline((), ranks=0, unit="ticks")
     graph = StageGraph.chain(len(lanes)) if graph is None else graph
     lane_of = _lanes_of_stages(lanes, graph)
-    passes = _SchedulePasses(graph, lane_of, forward, backward, hop)
+    passes = _SchedulePasses(graph, lane_of, pass_ticks(graph.stages, forward, backward, weight), hop)
     spans: list[list[Span]] = [[] for _ in lanes]
     longest_path(passes.run(lane, actions, spans[lane]) for lane, actions in enumerate(lanes))
     _check_all_ran(lanes, spans, graph)
@@ -54,39 +59,35 @@ class _SchedulePasses:
     Args:
         graph: which stages feed which.
         lane_of: the lane of each stage.
-        forward, backward, hop: ticks, as of :func:`simulate_schedule`.
+        ticks: duration of each kind of pass on every stage, as of :func:`pass_ticks`.
+        hop: latency in ticks of a value between two lanes.
     """
 
     def __init__(
         self,
         graph: StageGraph,
         lane_of: dict[int, int],
-        forward: float | Sequence[float],
-        backward: float | Sequence[float],
+        ticks: dict[ActionKind, list[float]],
         hop: float,
     ) -> None:
-        self._graph, self._lane_of = graph, lane_of
-        self._ticks = {
-            ActionKind.FORWARD: _per_stage("forward", forward, graph.stages),
-            ActionKind.BACKWARD: _per_stage("backward", backward, graph.stages),
-        }
+        self._graph, self._lane_of, self._ticks = graph, lane_of, ticks
         self._hop = TransferTime(latency=_per_stage("hop", [hop], 1)[0])
         # Messages that so far only one of their two passes has asked for, by what sends them and the stage they go to.
-        self._open: dict[tuple[ActionKind, int, int | None, int], Transmission] = {}
+        self._open: dict[tuple[bool, int, int | None, int], Transmission] = {}
 
     def run(self, lane: int, actions: Sequence[Action], done: list[Span]) -> Iterator[ScheduledTask]:
         """Yield the passes of a lane; once one has been run, its span is appended to ``done``."""
         for action in actions:
-            kind, stage, microbatch = action.kind, action.stage, action.microbatch
+            stage, microbatch, back = action.stage, action.microbatch, action.kind is not ActionKind.FORWARD
             sources, targets = _neighbours(action, self._graph)
-            task = ScheduledTask(Task(action, self._ticks[kind][stage]), Role.COMPUTE)
+            task = ScheduledTask(Task(action, self._ticks[action.kind][stage]), Role.COMPUTE)
             task.awaited = tuple(
-                self._message((kind, other, microbatch, stage), action, lane)
+                self._message((back, other, microbatch, stage), action, lane)
                 for other in sources
                 if self._lane_of.get(other) != lane
             )
             task.released = tuple(
-                (1, self._message((kind, stage, microbatch, other), action, lane))
+                (1, self._message((back, stage, microbatch, other), action, lane))
                 for other in targets
                 if self._lane_of.get(other) != lane
             )
@@ -94,17 +95,70 @@ class _SchedulePasses:
             assert task.start is not None and task.end is not None  # the simulator takes the next pass after this one
             done.append(Span(lane, action, task.start, task.end))
 
-    def _message(self, key: tuple[ActionKind, int, int | None, int], action: Action, lane: int) -> Transmission:
+    def _message(self, key: tuple[bool, int, int | None, int], action: Action, lane: int) -> Transmission:
         found = self._open.pop(key, None)
         if found is None:
             found = self._open[key] = Transmission(action, self._hop, (lane,), key, missing_count=1)
         return found
 
 
+def pass_ticks(
+    stages: int,
+    forward: float | Sequence[float],
+    backward: float | Sequence[float],
+    weight: float | Sequence[float] | None = None,
+) -> dict[ActionKind, list[float]]:
+    """Return the duration of each kind of pass on every stage.
+
+    Args:
+        stages: number of stages in the graph.
+        forward, backward, weight: ticks, as of :func:`simulate_schedule`.
+
+    Raises:
+        ValueError: durations are negative or not one per stage, or a weight half is longer than its whole pass.
+    """
+    whole = _per_stage("backward", backward, stages)
+    # Halves of even numbers stay whole, so that pictures keep a cell for every tick.
+    halves = [ticks // 2 if isinstance(ticks, int) and ticks % 2 == 0 else ticks / 2 for ticks in whole]
+    second = halves if weight is None else _per_stage("weight", weight, stages)
+    for stage, (part, all_) in enumerate(zip(second, whole, strict=True)):
+        if part > all_:
+            raise ValueError(f"the weight half of stage {stage} takes {part} ticks, its whole backward only {all_}")
+    return {
+        ActionKind.FORWARD: _per_stage("forward", forward, stages),
+        ActionKind.BACKWARD: whole,
+        ActionKind.BACKWARD_INPUT: [all_ - part for part, all_ in zip(second, whole, strict=True)],
+        ActionKind.BACKWARD_WEIGHT: second,
+        ActionKind.STEP: [0] * stages,
+    }
+
+
 def _neighbours(action: Action, graph: StageGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the stages whose passes of the same kind a pass reads from, and those that read from it."""
+    """Return the stages whose passes a pass reads from, and those that read from it: of values, or of gradients."""
+    if action.kind in (ActionKind.BACKWARD_WEIGHT, ActionKind.STEP):
+        return (), ()  # gradients of parameters stay on their stage
     before, after = graph.predecessors[action.stage], graph.successors[action.stage]
     return (before, after) if action.kind is ActionKind.FORWARD else (after, before)
+
+
+def _needs(action: Action, graph: StageGraph) -> Iterator[tuple[tuple[ActionKind, ...], int]]:
+    """Yield what a pass needs for its microbatch: a stage, and the kinds of pass of which it must have run one."""
+    for stage in _neighbours(action, graph)[0]:
+        # A neighbour's gradient comes from its backward pass, or from the first half of it.
+        yield (_GIVE_VALUES if action.kind is ActionKind.FORWARD else _GIVE_GRADIENTS), stage
+    if action.kind is not ActionKind.FORWARD:
+        yield _BEFORE[action.kind], action.stage
+
+
+_GIVE_VALUES = (ActionKind.FORWARD,)
+_GIVE_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+# What a stage itself must have run before.
+_BEFORE = {
+    ActionKind.BACKWARD: (ActionKind.FORWARD,),
+    ActionKind.BACKWARD_INPUT: (ActionKind.FORWARD,),
+    ActionKind.BACKWARD_WEIGHT: (ActionKind.BACKWARD_INPUT,),
+    ActionKind.STEP: (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT),
+}
 
 
 def _check_all_ran(lanes: Sequence[Sequence[Action]], spans: Sequence[Sequence[Span]], graph: StageGraph) -> None:
@@ -118,9 +172,13 @@ def _check_all_ran(lanes: Sequence[Sequence[Action]], spans: Sequence[Sequence[S
         return
     number, action = blocked[0]
     ran = {span.action for lane in spans for span in lane}
-    needs = [Action(action.kind, stage, action.microbatch) for stage in _neighbours(action, graph)[0]]
-    missing = next(need for need in needs if need not in ran)
-    why = "is itself blocked" if any(missing in lane for lane in lanes) else "no lane has"
+    either = next(
+        each
+        for kinds, stage in _needs(action, graph)
+        if not ran.intersection(each := [Action(kind, stage, action.microbatch) for kind in kinds])
+    )
+    there = [need for need in either if any(need in lane for lane in lanes)]
+    missing, why = (there[0], "is itself blocked") if there else (either[0], "no lane has")
     raise ValueError(
         f"deadlock: {describe_action(action)} in lane {number} waits for {describe_action(missing)}, which {why}"
     )
@@ -137,7 +195,7 @@ def _lanes_of_stages(lanes: Sequence[Sequence[Action]], graph: StageGraph) -> di
     lane_of = {} if virtual else {stage: stage for stage in range(graph.stages)}
     for number, lane in enumerate(lanes):
         for action in lane:
-            if action.kind not in PASSES or action.microbatch is None:
+            if action.kind not in PASSES | {ActionKind.STEP} or action.microbatch is None:
                 raise ValueError(f"lanes hold forwards and backwards of a microbatch only, not {action}")
             if virtual and not 0 <= action.stage < graph.stages:
                 raise ValueError(f"lane {number} holds {describe_action(action)}: there are {graph.stages} stages")
@@ -154,11 +212,11 @@ def _check_order(lane: Sequence[Action], number: int, lane_of: dict[int, int], g
     """Check that no action is repeated or precedes one in its own lane that it needs: no message orders these."""
     seen: set[tuple[ActionKind, int, int | None]] = set()
     for action in lane:
-        needs = [(action.kind, other) for other in _neighbours(action, graph)[0]]
-        needs += [(ActionKind.FORWARD, action.stage)] if action.kind is ActionKind.BACKWARD else []
-        for kind, stage in needs:
-            if lane_of.get(stage, number) == number and (kind, stage, action.microbatch) not in seen:
-                needed = describe_action(Action(kind, stage, action.microbatch))
+        for kinds, stage in _needs(action, graph):
+            own = lane_of.get(stage, number) == number
+            if own and not any((kind, stage, action.microbatch) in seen for kind in kinds):
+                needs = [Action(kind, stage, action.microbatch) for kind in kinds]
+                needed = describe_action(next((need for need in needs if need in lane), needs[0]))
                 raise ValueError(
                     f"deadlock: {describe_action(action)} waits for {needed}, which does not come before it"
                 )

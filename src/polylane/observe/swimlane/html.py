@@ -98,7 +98,10 @@ def _data(timeline: Timeline, lanes: Sequence[layout.LaneRow]) -> dict[str, Any]
             ]
         return numbers
 
-    drawn = [{"label": row.label, "main": flat(row.main), "thin": flat(row.thin)} for row in lanes]
+    drawn = [
+        {"label": row.label, "main": flat(row.main), "thin": flat(row.thin), "stages": list(row.stages)}
+        for row in lanes
+    ]
     styles = [{"name": str(kind), "fill": layout.STYLES[kind].fill, "ink": layout.STYLES[kind].ink} for kind in kinds]
     head = {"unit": timeline.unit, "extent": timeline.makespan(), "kinds": styles}
     return {**head, "values": list(values), "lanes": drawn}

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from string import ascii_lowercase
 
 from polylane.observe.timeline import Span, Timeline, union_intervals
 from polylane.schedule.action import COMPUTE, ActionKind
@@ -36,6 +37,8 @@ _TRAVEL = SpanStyle("send / receive", "#cc79a7", "#000000", "~", "45;30")
 STYLES: dict[ActionKind, SpanStyle] = {
     ActionKind.FORWARD: SpanStyle("forward", "#0072b2", "#ffffff", "▓", "44;97"),
     ActionKind.BACKWARD: SpanStyle("backward", "#e69f00", "#000000", "░", "43;30"),
+    ActionKind.BACKWARD_INPUT: SpanStyle("input gradients", "#d55e00", "#000000", "▒", "48;5;166;30"),
+    ActionKind.BACKWARD_WEIGHT: SpanStyle("weight gradients", "#f0e442", "#000000", "=", "48;5;227;30"),
     ActionKind.SEND: _TRAVEL,
     ActionKind.RECEIVE: _TRAVEL,
     ActionKind.REDUCE: SpanStyle("reduce", "#882255", "#ffffff", "+", "41;97"),
@@ -53,18 +56,37 @@ class LaneRow:
         label: name of the rank, with its stages.
         main: compute, and communication during which nothing is computed.
         thin: communication that overlaps with compute, drawn on a thin row below.
+        stages: the stages of the rank, ascending; more than one are its chunks, called a, b, ... in this order.
     """
 
     label: str
     main: tuple[Span, ...]
     thin: tuple[Span, ...]
+    stages: tuple[int, ...]
+
+    def updates(self) -> tuple[Span, ...]:
+        """Return the updates that take no time, as in theory: pictures mark where they are."""
+        return tuple(span for span in self.main if span.action.kind is ActionKind.STEP and span.end == span.start)
+
+    def number(self, span: Span) -> str:
+        """Return the microbatch of a pass, with a letter for its chunk where there are several; "" for what has none.
+
+        More chunks than there are letters keep their numbers alone.
+        """
+        if span.action.microbatch is None:
+            return ""
+        several = 1 < len(self.stages) <= len(ascii_lowercase)
+        return f"{span.action.microbatch}{ascii_lowercase[self.stages.index(span.action.stage)] if several else ''}"
 
 
 def build_rows(timeline: Timeline) -> tuple[LaneRow, ...]:
     """Return a row per rank, with spans in order of start."""
     lanes = timeline.lanes()
-    labels = _labels(lanes, timeline.unit)
-    return tuple(LaneRow(label, *_main_and_thin(lane)) for label, lane in zip(labels, lanes, strict=True))
+    stages = [tuple(sorted({span.action.stage for span in lane})) for lane in lanes]
+    labels = _labels(stages, timeline.unit)
+    return tuple(
+        LaneRow(label, *_main_and_thin(lane), own) for label, lane, own in zip(labels, lanes, stages, strict=True)
+    )
 
 
 def _main_and_thin(lane: Sequence[Span]) -> tuple[tuple[Span, ...], tuple[Span, ...]]:
@@ -90,11 +112,10 @@ def _main_and_thin(lane: Sequence[Span]) -> tuple[tuple[Span, ...], tuple[Span, 
     return tuple(main), tuple(thin)
 
 
-def _labels(lanes: Sequence[Sequence[Span]], unit: str) -> list[str]:
+def _labels(stages: Sequence[tuple[int, ...]], unit: str) -> list[str]:
     """Return a label per rank: ``stage 0`` in theory where each rank is one stage, else ``rank 0`` with its stages."""
-    stages = [sorted({span.action.stage for span in lane}) for lane in lanes]
-    if unit == "ticks" and any(stages) and all(of in ([rank], []) for rank, of in enumerate(stages)):
-        return [f"stage {rank}" for rank in range(len(lanes))]
+    if unit == "ticks" and any(stages) and all(of in ((rank,), ()) for rank, of in enumerate(stages)):
+        return [f"stage {rank}" for rank in range(len(stages))]
     return [f"rank {rank}" + (f" · stage {', '.join(map(str, of))}" if of else "") for rank, of in enumerate(stages)]
 
 

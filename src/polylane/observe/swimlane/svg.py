@@ -15,6 +15,7 @@ from polylane.schedule.action import COMPUTE, ActionKind
 LANE, THIN, GAP, TOP, BOTTOM, RIGHT = 26, 7, 8, 64, 62, 24
 TICK = 24  # width of one tick in theory, unless the picture would be wider than WIDEST
 NARROW, WIDEST = 480, 1200
+MARK = 3  # width of the mark of an update that takes no time
 LETTER = 7.0  # width of one letter of a 12 pixel sans serif, rounded up
 
 _STYLE = f"""
@@ -53,16 +54,22 @@ class _Picture:
     scale: float
 
 
-def svg(timeline: Timeline) -> str:
+def svg(timeline: Timeline, extent: float = 0) -> str:
     """Return the swimlane as a standalone SVG document: a lane per rank, numbered by microbatch, with axis and legend.
 
     Communication during compute is on a thin row below it. Spans narrower than a pixel and a half are drawn together:
     each pixel column is filled in proportion to the time that they take, so that the coloured area stays true.
+
+    Args:
+        timeline: the spans that are drawn.
+        extent: the time that the picture is as wide as, so that several have one scale; never less than the makespan.
     """
     lanes = layout.build_rows(timeline)
     left = 24 + LETTER * max((len(row.label) for row in lanes), default=0)
-    plot = min(WIDEST, max(NARROW, TICK * timeline.makespan())) if timeline.unit == "ticks" else WIDEST
-    scale = plot / (timeline.makespan() or 1)
+    extent = max(extent, timeline.makespan())
+    plot = min(WIDEST, max(NARROW, TICK * extent)) if timeline.unit == "ticks" else WIDEST
+    scale = plot / (extent or 1)
+    plot *= timeline.makespan() / extent if extent else 1
     picture = _Picture(timeline, transfer_times(timeline.spans), left, plot, scale)
     ground: list[str] = []
     boxes: list[str] = []
@@ -141,11 +148,18 @@ def _boxes(row: layout.LaneRow, picture: _Picture, y: float) -> Iterator[str]:
             [s for s in spans if (s.end - s.start) * picture.scale < 1.5], picture, top, height
         )
         for span in wide:
-            yield from _box(span, picture, top, height)
+            yield from _box(span, row.number(span), picture, top, height)
+    for span in row.updates():
+        x = picture.left + (span.start - picture.timeline.start()) * picture.scale
+        said = escape(f"update, stage {span.action.stage}, after microbatch {span.action.microbatch}")
+        yield (
+            f'<rect x="{x - MARK:.2f}" y="{y:g}" width="{MARK}" height="{LANE}" '
+            f'fill="{layout.STYLES[span.action.kind].fill}"><title>{said}</title></rect>'
+        )
 
 
-def _box(span: Span, picture: _Picture, top: float, height: float) -> Iterator[str]:
-    style, microbatch, timeline = layout.STYLES[span.action.kind], span.action.microbatch, picture.timeline
+def _box(span: Span, number: str, picture: _Picture, top: float, height: float) -> Iterator[str]:
+    style, timeline = layout.STYLES[span.action.kind], picture.timeline
     x = picture.left + (span.start - timeline.start()) * picture.scale
     width = (span.end - span.start) * picture.scale
     seam = 1 if width > 4 else 0  # a line of background between one box and the next
@@ -153,11 +167,11 @@ def _box(span: Span, picture: _Picture, top: float, height: float) -> Iterator[s
         f'<rect x="{x:.2f}" y="{top:g}" width="{width - seam:.2f}" height="{height}" fill="{style.fill}">'
         f"<title>{escape(describe_span(span, timeline, picture.times.get(span, 0)))}</title></rect>"
     )
-    if height == LANE and microbatch is not None and width > 4 + LETTER * len(str(microbatch)):
+    if height == LANE and number and width > 4 + LETTER * len(number):
         middle = x + (width - seam) / 2
         yield (
             f'<text class="number" x="{middle:.2f}" y="{top + height / 2 + 4:g}" style="fill: {style.ink}">'
-            f"{microbatch}</text>"
+            f"{number}</text>"
         )
 
 

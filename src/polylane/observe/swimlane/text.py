@@ -9,7 +9,7 @@ from itertools import groupby
 
 from polylane.observe.swimlane import layout
 from polylane.observe.timeline import Span, Timeline
-from polylane.schedule.action import ActionKind
+from polylane.schedule.action import PASSES, ActionKind
 
 _Cell = tuple[str, layout.SpanStyle]  # the characters of a cell, and the style that they show
 _Paint = Callable[[Sequence[_Cell]], str]
@@ -18,9 +18,11 @@ _Paint = Callable[[Sequence[_Cell]], str]
 def text(timeline: Timeline, width: int = 100) -> str:
     """Return the swimlane in plain characters, readable without colour.
 
-    In ticks it is drawn as in papers: a cell per tick, the forward of microbatch 3 as ``3``, its backward as ``<3``. In
-    seconds, or where the ticks do not fit, each column shows the style that fills most of its time, and the microbatch
-    where there is room; communication during compute is on a line of its own below.
+    In ticks it is drawn as in papers: a cell per tick, the forward of microbatch 3 as ``3``, its backward as ``<3``, or
+    in two halves as ``<3`` (input gradients) and ``=3`` (weight gradients). On a rank with several chunks a letter says
+    which: ``3a``, ``<3b``. An update that takes no time is a ``#`` in the cell before it. In seconds, or where the
+    ticks do not fit, each column shows the style that fills most of its time, and the microbatch where there is room;
+    communication during compute is on a line of its own below.
 
     Args:
         timeline: theoretical, predicted or measured spans.
@@ -52,13 +54,16 @@ def _draw(timeline: Timeline, width: int, paint: _Paint) -> str:
     # Three characters separate the labels from the lanes.
     room = max(width - margin - 3, 20)
     # One cell per tick where all of them fit into a line; else columns of equal time.
-    cell = _cell_width(timeline)
+    cell = _cell_width(timeline, lanes)
+    # Numbers with letters are hard to tell apart where they touch.
+    if any(len(row.stages) > 1 for row in lanes) and timeline.makespan() * (cell + 1) <= room:
+        cell += bool(cell)
     if cell and timeline.makespan() * cell <= room:
         grid = _cells(timeline, lanes, cell)
         per_column = ""
         taken = round(timeline.makespan()) * cell
         ruler = _ruler(layout.time_axis(timeline.makespan(), timeline.unit, most=max(taken // 4, 1)), cell, taken, cell)
-        key = _legend_lines(timeline, {ActionKind.FORWARD: "0 forward", ActionKind.BACKWARD: "<0 backward"})
+        key = _legend_lines(timeline, {kind: f"{sign}0 {layout.STYLES[kind].name}" for kind, sign in _SIGNS.items()})
     else:
         grid = _columns(timeline, lanes, room)
         per_column = f" · a column is {layout.format_duration(timeline.makespan() / room, timeline.unit)}"
@@ -95,14 +100,23 @@ def _ruler(marks: layout.TimeAxis, scale: float, room: int, cell: int) -> str:
 # --- a cell per tick ---
 
 
-def _cell_width(timeline: Timeline) -> int:
-    """Return the characters of one tick, a sign and the largest microbatch; 0 where spans do not fit the ticks."""
+# What stands before the microbatch of a pass.
+_SIGNS = {
+    ActionKind.FORWARD: "",
+    ActionKind.BACKWARD: "<",
+    ActionKind.BACKWARD_INPUT: "<",
+    ActionKind.BACKWARD_WEIGHT: "=",
+}
+
+
+def _cell_width(timeline: Timeline, lanes: Sequence[layout.LaneRow]) -> int:
+    """Return the characters of one tick, a sign and the longest number; 0 where spans do not fit the ticks."""
     first = timeline.start()
     if timeline.unit != "ticks" or not all(
         (span.start - first) % 1 == 0 and (span.end - first) % 1 == 0 for span in timeline.spans
     ):
         return 0
-    return 1 + max((len(str(span.action.microbatch or 0)) for span in timeline.spans), default=1)
+    return 1 + max((1, *(len(row.number(span)) for row in lanes for span in (*row.main, *row.thin))))
 
 
 def _cells(timeline: Timeline, lanes: Sequence[layout.LaneRow], cell: int) -> list[tuple[str, list[_Cell]]]:
@@ -112,19 +126,23 @@ def _cells(timeline: Timeline, lanes: Sequence[layout.LaneRow], cell: int) -> li
         for label, spans, empty in ((row.label, row.main, layout.IDLE.glyph), ("", row.thin, "")):
             cells = [(f"{empty:>{cell}}", layout.IDLE)] * ticks
             for span in spans:
-                filled = (f"{_sign(span):>{cell}}", layout.STYLES[span.action.kind])
+                filled = (f"{_sign(span, row):>{cell}}", layout.STYLES[span.action.kind])
                 for tick in range(round(span.start - first), round(span.end - first)):
                     cells[tick] = filled
+            # An update that takes no time has no cell of its own: it is marked in the one before.
+            for span in row.updates() if spans is row.main else ():
+                last, mark = round(span.start - first) - 1, layout.STYLES[span.action.kind].glyph + row.number(span)
+                cells[max(0, last)] = (f"{mark:>{cell}}", cells[last][1])
             if spans or label:
                 grid.append((label, cells))
     return grid
 
 
-def _sign(span: Span) -> str:
-    kind, microbatch = span.action.kind, span.action.microbatch
-    if microbatch is None or kind not in (ActionKind.FORWARD, ActionKind.BACKWARD):
+def _sign(span: Span, row: layout.LaneRow) -> str:
+    kind = span.action.kind
+    if span.action.microbatch is None or kind not in _SIGNS:
         return layout.STYLES[kind].glyph
-    return str(microbatch) if kind is ActionKind.FORWARD else f"<{microbatch}"
+    return _SIGNS[kind] + row.number(span)
 
 
 # --- a column per slice of time ---
@@ -136,7 +154,10 @@ def _columns(timeline: Timeline, lanes: Sequence[layout.LaneRow], room: int) -> 
     for row in lanes:
         main = [_fullest_style(share, layout.IDLE.glyph) for share in layout.style_shares(row.main, first, width, room)]
         for span in row.main:
-            _write_number(main, span, (span.start - first) / width, (span.end - first) / width)
+            _write_number(main, span, row, (span.start - first) / width, (span.end - first) / width)
+        for span in row.updates():
+            style = layout.STYLES[span.action.kind]
+            main[max(0, round((span.start - first) / width) - 1)] = (style.glyph, style)
         grid.append((row.label, main))
         thin = [_fullest_style(share, " ") for share in layout.style_shares(row.thin, first, width, room)]
         if any(style is not layout.IDLE for _, style in thin):
@@ -150,11 +171,11 @@ def _fullest_style(share: dict[layout.SpanStyle, float], empty: str) -> _Cell:
     return (style.glyph, style) if part >= 1 - sum(share.values()) and part > 0 else (empty, layout.IDLE)
 
 
-def _write_number(cells: list[_Cell], span: Span, start: float, end: float) -> None:
+def _write_number(cells: list[_Cell], span: Span, row: layout.LaneRow, start: float, end: float) -> None:
     """Write the microbatch over the first columns of a span that has one more: it also marks where the span starts."""
-    if span.action.microbatch is None or span.action.kind not in (ActionKind.FORWARD, ActionKind.BACKWARD):
+    if span.action.microbatch is None or span.action.kind not in PASSES:
         return
-    label, style = str(span.action.microbatch), layout.STYLES[span.action.kind]
+    label, style = row.number(span), layout.STYLES[span.action.kind]
     left, right = math.ceil(start - 0.5), min(math.floor(end + 0.5), len(cells))
     if right - left > len(label) and all(shown is style for _, shown in cells[left:right]):
         cells[left : left + len(label)] = [(digit, style) for digit in label]

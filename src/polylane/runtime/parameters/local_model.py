@@ -65,7 +65,7 @@ class LocalModel:
         owning_stages: the stages that keep each parameter up to date, by canonical name.
         transport: connects all training workers; collectives outside passes run over it.
         shard_units: ZeRO shard units of all ranks.
-        stage: index of this worker's pipeline stage.
+        stage: index of this worker's pipeline stage; of several the first.
         tensors: parameters and buffers of this worker's model copy, by name.
         shard_spec: tensor-parallel shards that this worker holds.
         buffers: brings buffers that several stages use up to date.
@@ -108,9 +108,10 @@ class LocalModel:
 
     def local_names(self) -> set[str]:
         """Return names of the parameters and buffers that this worker keeps up to date."""
+        plan = self.prepared.plan
         names = {name for name, stages in self.owning_stages.items() if self.stage in stages}
         for partition in self.prepared.partitions.values():
-            names |= set(partition.buffers(self.stage))
+            names |= {name for stage in plan.chunks(self.stage) for name in partition.buffers(stage)}
         return names
 
     def _materialize(self, seed: int) -> bool:

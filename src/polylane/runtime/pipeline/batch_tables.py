@@ -14,7 +14,7 @@ from polylane.compile.sample_shares import SampleShare
 from polylane.graph.batch import split_bounds
 from polylane.program.boxes import IndexBox, box_shape
 from polylane.program.program import Program
-from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.action import WEIGHT_PASSES, Action, ActionKind
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class BatchTables:
         held: by microbatch, the number of samples that this worker's operators see.
         routes: by send or receive action, its message; actions with an empty box are left out.
         shapes: shape of every crossing value, by its name and the number of samples that this worker's operators see.
-        last_backward: position of the last backward pass among the program's actions; -1 where there is none.
+        last_backwards: by stage of this worker, the position of the action that completes its parameters' gradients.
     """
 
     samples: int
@@ -52,7 +52,7 @@ class BatchTables:
     held: Mapping[int, int]
     routes: Mapping[Action, Route]
     shapes: Mapping[tuple[str, int], tuple[int, ...]]
-    last_backward: int
+    last_backwards: Mapping[int, int]
 
 
 def build_tables(
@@ -75,12 +75,12 @@ def build_tables(
     whole = {i: ends[i][1] - ends[i][0] for i in shares}
     # Operators sharded along the batch work on sizes of the whole microbatch, and know their own rows by their shard.
     held = whole if batch_is_sharded else {i: share.samples for i, share in shares.items()}
-    routes, last_backward = dict[Action, Route](), -1
+    routes, last_backwards = dict[Action, Route](), dict[int, int]()
     for index, action in enumerate(program.actions):
         if action.microbatch not in shares:  # a microbatch without samples, or an action that has no microbatch
             continue
-        if action.kind is ActionKind.BACKWARD:
-            last_backward = index
+        if action.kind in WEIGHT_PASSES:
+            last_backwards[action.stage] = index
         elif action.kind in (ActionKind.SEND, ActionKind.RECEIVE):
             assert action.value is not None and action.peer is not None and action.microbatch is not None
             about = action.value, action.peer, whole[action.microbatch], action.gradient
@@ -91,7 +91,7 @@ def build_tables(
     shapes = {
         (name, count): wire.shape(count) for name, wire in relays.value_specs.items() for count in set(held.values())
     }
-    return BatchTables(samples, shares, whole, held, routes, shapes, last_backward)
+    return BatchTables(samples, shares, whole, held, routes, shapes, last_backwards)
 
 
 def count_microbatches(program: Program) -> int:

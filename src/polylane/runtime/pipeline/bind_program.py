@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,23 +12,29 @@ from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.reshard import Resharder, value_specs
+from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition
 from polylane.graph.precision import dtypes_under_autocast
-from polylane.graph.repeatable import NOTHING_DROPPED
+from polylane.graph.repeatable import DroppedTensors
+from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, without_replica_sync
-from polylane.program.program import Program
+from polylane.program.program import GradientBucket, Program
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
-from polylane.runtime.pipeline.stage_runner import OWN_PYTHON, LocalStageCode, StageHooks, StageRunner, extract_stage
+from polylane.runtime.pipeline.stage_code import OWN_PYTHON, LocalStageCode, StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_runner import StageRunner
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
-from polylane.schedule.action import ActionKind
+from polylane.schedule.action import WEIGHT_PASSES
+from polylane.schedule.schedules import splits_backward
+from polylane.sharding.stage_layouts import StageLayouts
 
 
 def lower_programs(
@@ -78,51 +86,137 @@ def bind_program(
         holding: this worker's part of the model.
         connections: transports and mesh of this worker.
         replica_local: whether the replica takes steps of its own, without the others' statistics.
-        codec: gradient compressor of the objective; its error feedback is shared by all bound programs. Default:
-            gradients are summed uncompressed.
+        codec: gradient compressor of the objective; its error feedback is shared by all bound programs. None: none.
     """
     plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
-    transport, mesh = connections.transport, connections.mesh
-    partition, graph, stage = program.partition, program.partition.graph, program.stage
-    counts = BatchStatistics(graph.code.fx, {node.name for node in partition.nodes(stage)})
-    tensors.move_to_device({*partition.parameters(stage), *partition.buffers(stage), *counts.buffers})
-    parameters = tensors.parameters()
-    autocast = torch.bfloat16 if plan.precision == "bfloat16" else None
-    dtypes = dtypes_under_autocast(graph, tensors.device.type, autocast) if autocast is not None else {}
-    # The user's own Python may leave a parameter without a gradient.
-    optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+    transport, mesh, partition = connections.transport, connections.mesh, program.partition
+    graph = partition.graph
+    counts = BatchStatistics(graph.code.fx, {node.name for s in program.stages for node in partition.nodes(s)})
+    tensors.move_to_device({*_used_names(program), *counts.buffers})
+    autocast, dtypes = _autocast_of(plan, graph, tensors.device)
+    parameters, optional = tensors.parameters(), _optional_parameters(graph)
     held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
-    cut = None
-    if shards.flat_buffers:
-        cut = build_sharded_program(program, plan, shards, held, optional, transport, mesh.waits)
-    hooks = StageHooks() if cut is None else cut
-    trains = any(action.kind is ActionKind.BACKWARD for action in program.actions)
-    dropped = find_dropped_tensors(partition, plan)[stage] if trains else NOTHING_DROPPED
-    code, layout = extract_stage(partition, stage, tensors.device, hooks, dropped), compiled.layouts[stage]
-    local = LocalStageCode(code, partition, layout, mesh.coordinates, dtypes, hooks, dropped) if layout else None
-    runner = StageRunner(
-        code=code,
-        tensors=_bind_tensors(program, tensors, mesh, shards, counts),
-        differentiable_inputs=frozenset(c.value for c in program.receives if c.requires_grad),
+    binder = StageBinder(
+        partition=partition,
+        layouts=compiled.layouts,
+        coordinates=mesh.coordinates,
+        arguments=_bind_tensors(program, tensors, mesh, shards, counts),
         device=tensors.device,
         autocast=autocast,
-        local_code=local,
-        hooks=hooks,
+        dtypes=dtypes,
+        in_halves=splits_backward(plan.schedule),
+        dropped=find_dropped_tensors(partition, plan, any(a.kind in WEIGHT_PASSES for a in program.actions)),
     )
-    travelling = value_specs(partition, dtypes, layout, mesh.coordinates)
+    runners, reducers = dict[int, StageRunner](), dict[int, AllReducer]()
+    for stage, buckets in _buckets_by_stage(program, plan, codec).items():
+        own, hooks = replace(program, buckets=buckets), StageHooks()
+        if shards.flat_buffers:
+            hooks = cut = build_sharded_program(own, plan, shards, held, optional, transport, mesh.waits)
+            reducers[stage] = cut.reducer
+        elif buckets:
+            reducers[stage] = AllReducer(buckets, held, optional, transport, codec, program.replicas)
+        runners[stage] = binder.bind_stage(stage, hooks)
+    travelling = value_specs(partition, dtypes, compiled.layouts[program.stage], mesh.coordinates)
     return Executor(
         program=program,
-        runner=runner,
+        runners=runners,
         resharder=Resharder(program.rank, plan, partition, compiled.layouts, travelling, compiled.orders),
         transport=transport,
         sum_statistics=None if replica_local else connections.sum_replicas,
-        reducer=cut.reducer if cut else AllReducer(program.buckets, held, optional, transport, codec, program.replicas),
+        reducers=reducers,
         mesh=mesh,
         is_replica_local=replica_local,
         straggler=plan.slow.get(program.rank),
         batch_statistics=counts or None,
         per_sample=plan.per_sample,
     )
+
+
+class StageBinder(NamedTuple):
+    """What the stages of a worker have in common when their code is bound to its tensors.
+
+    Attributes:
+        partition: the graph and its cuts into stages.
+        layouts: how the operators of every stage are sharded.
+        coordinates: this worker's index on each axis of its mesh.
+        arguments: what the placeholders of the stages' code stand for, by role.
+        device: device of the worker's tensors.
+        autocast: dtype of autocast, or None without it.
+        dtypes: results of operators whose dtype autocast changes, by name.
+        in_halves: whether backward passes are in two halves.
+        dropped: what the forward passes of every stage drop, to recompute it.
+    """
+
+    partition: Partition
+    layouts: StageLayouts
+    coordinates: Mapping[str, int]
+    arguments: dict[tuple[str, Any], Any]
+    device: torch.device
+    autocast: torch.dtype | None
+    dtypes: Mapping[str, torch.dtype]
+    in_halves: bool
+    dropped: tuple[DroppedTensors, ...]
+
+    def bind_stage(self, stage: int, hooks: StageHooks) -> StageRunner:
+        """Return the runner of one stage, whose code gets the gates of ``hooks``."""
+        partition, layout, local_code = self.partition, self.layouts[stage], None
+        dropped = self.dropped[stage]
+        # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
+        code = extract_stage(partition, stage, self.device, hooks, self.in_halves and layout is None, dropped)
+        if layout is not None:
+            at, dtypes = self.coordinates, self.dtypes
+            local_code = LocalStageCode(code, partition, layout, at, dtypes, hooks, self.in_halves, dropped)
+        return StageRunner(
+            code=code,
+            tensors=self.arguments,
+            differentiable_inputs=frozenset(
+                c.value for c in partition.crossings if stage in c.consumers and c.requires_grad
+            ),
+            device=self.device,
+            autocast=self.autocast,
+            local_code=local_code,
+            hooks=hooks,
+        )
+
+
+def _buckets_by_stage(
+    program: Program, plan: Plan, codec: GradientCompressor | None
+) -> dict[int, tuple[GradientBucket, ...]]:
+    """Return for every stage of a worker the buckets whose gradients its last backward pass completes.
+
+    Several workers reduce a tied weight; they do so behind all buckets of their own, as in the programs' order, so that
+    none waits for another in two groups. A compressor counts its steps: it gets all buckets at once.
+    """
+    last = {action.stage: index for index, action in enumerate(program.actions) if action.kind in WEIGHT_PASSES}
+    ending = max(program.stages, key=lambda stage: last.get(stage, -1))
+    used = {stage: set(program.partition.parameters(stage)) for stage in program.stages}
+    found: dict[int, list[GradientBucket]] = {stage: [] for stage in program.stages}
+    for bucket in program.buckets:
+        alone = len({plan.stage_and_replica(rank)[0] for rank in bucket.ranks}) == 1
+        using = [stage for stage in program.stages if not used[stage].isdisjoint(bucket.parameters)]
+        if codec is not None or not alone or not using:
+            found[ending].append(bucket)
+        else:
+            found[max(using, key=lambda stage: last.get(stage, -1))].append(bucket)
+    return {stage: tuple(buckets) for stage, buckets in found.items()}
+
+
+def _used_names(program: Program) -> set[str]:
+    """Return names of the parameters and buffers that the worker's stages read or write."""
+    partition = program.partition
+    return {name for s in program.stages for name in (*partition.parameters(s), *partition.buffers(s))}
+
+
+def _optional_parameters(graph: Graph) -> set[str]:
+    """Return names of the parameters that the user's own Python reads, and so may leave without a gradient."""
+    return {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+
+
+def _autocast_of(plan: Plan, graph: Graph, device: torch.device) -> tuple[torch.dtype | None, dict[str, torch.dtype]]:
+    """Return the dtype of autocast, None without it; and the results whose dtype it changes, by name."""
+    if plan.precision != "bfloat16":
+        return None, {}
+    return torch.bfloat16, dtypes_under_autocast(graph, device.type, torch.bfloat16)
 
 
 def _bind_tensors(
@@ -134,10 +228,11 @@ def _bind_tensors(
     table: dict[tuple[str, Any], Any] = {
         ("constant", name): t.to(tensors.device) for name, t in graph.code.constants.items()
     }
-    for name in partition.parameters(program.stage):
+    stages = program.stages
+    for name in {name for stage in stages for name in partition.parameters(stage)}:
         # What this objective does not optimize takes part as a constant: no gradient is computed for it.
         trainable = graph.parameters[name].trainable
         table["parameter", name] = parameters[name] if trainable else shards.constant_view(name, parameters[name])
-    for name in {*partition.buffers(program.stage), *counts.buffers}:
+    for name in {*counts.buffers, *(name for stage in stages for name in partition.buffers(stage))}:
         table["buffer", name] = buffers[name]
     return table | {("axis", name): axis for name, axis in mesh.axes.items()}

@@ -124,7 +124,7 @@ def column_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
     """Return the ranks at the same position of every stage's mesh, by stage; :func:`replica_ranks` if meshes differ."""
     if not plan.is_uniform:
         return replica_ranks(plan, rank)
-    return tuple(plan.peers(rank, stage)[0] for stage in range(plan.pipeline))
+    return tuple(plan.peers(rank, stage)[0] for stage in plan.first_chunks)
 
 
 def _open_mesh(

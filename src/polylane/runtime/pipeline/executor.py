@@ -28,7 +28,7 @@ from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
-from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.action import PASSES, Action, ActionKind
 
 # Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
 LOOKAHEAD = 2
@@ -40,11 +40,11 @@ class Executor:
 
     Attributes:
         program: actions of this worker in a step.
-        runner: the stage's code on this worker's tensors.
+        runners: by stage of this worker, its code on this worker's tensors.
         resharder: knows the crossing values, and computes the boxes of messages.
         transport: carries values and gradients; opened with the program's channels and groups.
         sum_statistics: sums statistics and counts of the batch over the replicas, on a transport of its own.
-        reducer: sums gradients over the ranks of each bucket.
+        reducers: sum gradients over the ranks of each bucket, by the stage whose last backward pass completes them.
         mesh: axes along which operators are sharded; the loss of its first worker counts, the others compute the same.
         is_replica_local: whether the replica takes steps of its own: gradients are those of its own samples' mean.
         straggler: makes this rank slower than it is; None: it is not slowed down.
@@ -54,11 +54,11 @@ class Executor:
     """
 
     program: Program
-    runner: StageRunner
+    runners: Mapping[int, StageRunner]
     resharder: Resharder
     transport: Transport
     sum_statistics: Callable[[Tensor], Tensor] | None
-    reducer: AllReducer
+    reducers: Mapping[int, AllReducer]
     mesh: WorkerMesh
     is_replica_local: bool
     straggler: Straggler | None
@@ -70,7 +70,13 @@ class Executor:
         self._slowness = 1.0
         self._receive_horizon = _receive_horizons(self.program.actions)
         self.microbatches = count_microbatches(self.program)
-        self._reduces = any(len(bucket.ranks) > 1 for bucket in self.program.buckets)
+        self._reducer_of = {bucket: reducer for reducer in self.reducers.values() for bucket in reducer.bucket_names}
+        self._inputs = {stage: self.program.inputs(stage) for stage in self.program.stages}
+        self._outputs = {stage: self.program.outputs(stage) for stage in self.program.stages}
+        # By stage, what it hands to other stages of this worker: (value, stage that reads it).
+        self._handed: dict[int, list[tuple[str, int]]] = {stage: [] for stage in self.program.stages}
+        for (value, reader), source in self.program.local_sources.items():
+            self._handed[source].append((value, reader))
         self._reports_loss = self.mesh.is_first
         self._tables: BatchTables | None = None
 
@@ -80,8 +86,14 @@ class Executor:
         shares = compute_shares(samples, self.microbatches, len(program.replicas), program.replica)
         own = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
         tables = build_tables(self.program, self.resharder, samples, own, self._batch_is_sharded)
-        fitted._tables, fitted.runner = tables, self.runner.fit_to_sizes(set(tables.held.values()))
+        fitted._tables, sizes = tables, set(tables.held.values())
+        fitted.runners = {stage: runner.fit_to_sizes(sizes) for stage, runner in self.runners.items()}
         return fitted
+
+    @property
+    def any_runner(self) -> StageRunner:
+        """The runner of the first stage; all of them have the worker's tensors."""
+        return self.runners[self.program.stage]
 
     def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
         """Run one step; ``finish`` is called for the STEP action.
@@ -91,14 +103,15 @@ class Executor:
         """
         tables = self._tables
         assert tables is not None and tables.samples == batch.samples, "a worker runs batches of the size it is fit for"
-        own, last_backward = tables.shares, tables.last_backward
+        own = tables.shares
         averaged = sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples
         slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in own.items()}
         parts = self._add_batch_counts(batch, own, slices)
         self._slowness = 1.0 if self.straggler is None else self.straggler.factor_at(step, self.program.rank)
         state = StepState(parts, tables, averaged)
-        watch = self.runner.code.watch
-        watch.records = [] if self._has_witness(step, len(own)) else None
+        witnessed = self._has_witness(step, len(own))
+        for runner in self.runners.values():
+            runner.code.watch.records = [] if witnessed else None
         posted = 0
         for index, action in enumerate(self.program.actions):
             if action.microbatch is not None and action.microbatch not in own:
@@ -111,16 +124,16 @@ class Executor:
                 while posted < self._receive_horizon[index]:
                     self._post_receive(self.program.actions[posted], state)
                     posted += 1
-                reduces = index == last_backward and self._reduces
-                if reduces:
-                    self.reducer.begin_last_backward()
+                reducer = self.reducers.get(action.stage) if index == tables.last_backwards.get(action.stage) else None
+                if reducer is not None:
+                    reducer.begin_last_backward()
                 self._run_action(action, batch, state, finish)
-                if reduces:
-                    self.reducer.launch_remaining()
+                if reducer is not None:
+                    reducer.launch_remaining()
             except (ActionFailed, PeerLost):
                 raise
             except Exception as error:
-                node = find_failing_node(self.runner, error)
+                node = find_failing_node(self.runners[action.stage], error)
                 module = None if node is None else (node.module or "the model's own forward")
                 raise ActionFailed(
                     self.program.rank, action.stage, action.microbatch, module, node.source if node else None
@@ -141,7 +154,7 @@ class Executor:
         leaves = [batch.leaves_of(own[i]) for i in sorted(parts)]
         others = None if apart else CountingReplicas(self._add_replicas, self.program.replica, len(replicas))
         try:
-            found = self.batch_statistics.compute_statistics(ordered, leaves, self.runner.tensors, others)
+            found = self.batch_statistics.compute_statistics(ordered, leaves, self.any_runner.tensors, others)
         except PeerLost:
             raise
         except Exception as error:
@@ -156,12 +169,13 @@ class Executor:
         return bool(self.per_sample) and trains and is_witnessed_step(step) and not (one or self._batch_is_sharded)
 
     def _check_witnessed_calls(self) -> None:
-        records = self.runner.code.watch.records
-        if records:
-            graph = self.program.partition.graph
-            named = "+".join(self.per_sample)
-            check_calls(graph.code.fx, records, self._gather_replicas, graph.loss_is_mean or not graph.is_opaque, named)
-        self.runner.code.watch.records = None
+        for runner in self.runners.values():
+            records = runner.code.watch.records
+            if records:
+                graph = self.program.partition.graph
+                mean, named = graph.loss_is_mean or not graph.is_opaque, "+".join(self.per_sample)
+                check_calls(graph.code.fx, records, self._gather_replicas, mean, named)
+            runner.code.watch.records = None
 
     def _gather_replicas(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor of one dimension from every replica."""
@@ -231,7 +245,7 @@ class Executor:
         if action.kind is ActionKind.FORWARD:
             self._forward(action, batch, state)
             self._delay_straggler(start)
-        elif action.kind is ActionKind.BACKWARD:
+        elif action.kind in PASSES:
             self._backward(action, state)
             self._delay_straggler(start)
         elif action.kind is ActionKind.SEND:
@@ -240,8 +254,9 @@ class Executor:
             self._receive(action, state)
         elif action.kind is ActionKind.REDUCE:
             assert action.value is not None
-            start = self.reducer.wait_bucket(action.value)
-            waits.bytes = self.reducer.bucket_bytes[action.value]
+            reducer = self._reducer_of[action.value]
+            start = reducer.wait_bucket(action.value)
+            waits.bytes = reducer.bucket_bytes[action.value]
         else:
             self._check_witnessed_calls()
             before = self.transport.counters.given
@@ -259,16 +274,21 @@ class Executor:
     def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
         i = action.microbatch
         assert i is not None
-        share, part = state.tables.shares[i], state.sample_slices[i]
+        share, part, here = state.tables.shares[i], state.sample_slices[i], (action.stage, i)
+        runner = self.runners[action.stage]
         leaves = batch.leaves_of(share, rows=share.weight * share.samples if self._batch_is_sharded else None)
-        values = state.values.pop(i, {})
-        for crossing in self.program.receives:
+        values = state.values.pop(here, {})
+        for crossing in self._inputs[action.stage]:
             if crossing.value not in values:  # this worker's shard is empty, so no message came
                 values[crossing.value] = self._zero_value(crossing.value, part.samples, state)
-        live = self.runner.forward(i, values, leaves, part)
+        live = runner.forward(i, values, leaves, part)
         if self.anomalies is not None and share.weight and torch.is_grad_enabled():
-            self.anomalies.check_forward(self.runner, self.program, values, leaves, part, live)
-        state.output_values[i] = live.outputs
+            self.anomalies.check_forward(runner, self.program, values, leaves, part, live)
+        state.output_values[here] = live.outputs
+        # Other stages of this worker get an alias, as if it had come in a message: autograd does not see through it.
+        for name, reader in self._handed[action.stage]:
+            value = values[name] if name in values else live.outputs[name]
+            state.values.setdefault((reader, i), {})[name] = value.detach()
         # Padding samples are excluded from the loss, even if it is NaN.
         if live.loss and share.weight and self._reports_loss:
             total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
@@ -280,32 +300,49 @@ class Executor:
     def _backward(self, action: Action, state: StepState) -> None:
         i = action.microbatch
         assert i is not None
-        seed = None
-        if self.runner.code.has_loss:
+        here, runner, seed = (action.stage, i), self.runners[action.stage], None
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            runner.backward_weight(i)
+            return
+        if runner.code.has_loss:
             part = state.sample_slices[i]
-            mean = len(self.runner.live_microbatches[i].loss) == 1
+            mean = len(runner.live_microbatches[i].loss) == 1
             seed = torch.tensor(
                 part.weight * (part.samples if mean else 1) / state.samples_in_mean,
-                device=self.runner.device,
+                device=runner.device,
                 dtype=torch.float64,
             )
         # Messages of two microbatches ago have been received by now, since receivers do not wait for this worker first:
         # waiting for them takes no time, and releases their buffers.
-        for key in [key for key in state.pending_sends if key[0] <= i - 2]:
+        for key in [key for key in state.pending_sends if key[0][0] == action.stage and key[0][1] <= i - 2]:
             state.wait_sent(key)
-        for earlier in [earlier for earlier in state.input_gradients if earlier <= i - 2]:
+        for earlier in [each for each in state.input_gradients if each[0] == action.stage and each[1] <= i - 2]:
             del state.input_gradients[earlier]
-        state.output_values.pop(i, None)  # with the autograd graph that hangs on it
-        gradients = state.gradients.pop(i, {})
-        for crossing in self.program.sends:
-            if crossing.requires_grad and crossing.value not in gradients:  # no consumer returned a gradient
-                gradients[crossing.value] = self._zero_value(crossing.value, state.sample_slices[i].samples, state)
-        state.input_gradients[i] = self.runner.backward(i, gradients, seed)
+        state.output_values.pop(here, None)  # with the autograd graph that hangs on it
+        gradients, outgoing = state.gradients.pop(here, {}), dict[str, Tensor]()
+        for crossing in self._outputs[action.stage]:
+            if crossing.requires_grad:
+                outgoing[crossing.value] = (
+                    gradients.pop(crossing.value)
+                    if crossing.value in gradients
+                    else self._zero_value(crossing.value, state.sample_slices[i].samples, state)  # none came back
+                )
+        backward = runner.backward if action.kind is ActionKind.BACKWARD else runner.backward_input
+        found = backward(i, outgoing, seed)
+        # What is left came from further stages of this worker that read the same incoming values.
+        for name, gradient in gradients.items():
+            found[name] = found[name] + gradient
+        for name in [name for name in found if (name, action.stage) in self.program.local_sources]:
+            into = state.gradients.setdefault((self.program.local_sources[name, action.stage], i), {})
+            gradient = found.pop(name)
+            into[name] = into[name] + gradient if name in into else gradient
+        state.input_gradients[here] = found
 
     def _send(self, action: Action, state: StepState) -> None:
         i, name = action.microbatch, action.value
         assert i is not None and name is not None and action.peer is not None
-        value = (state.input_gradients if action.gradient else state.output_values)[i][name]
+        here = (action.stage, i)
+        value = (state.input_gradients if action.gradient else state.output_values)[here][name]
         dtype, shape = self.resharder.value_specs[name].dtype, state.tables.shapes[name, state.sample_slices[i].samples]
         if tuple(value.shape) != shape or value.dtype != dtype:
             # Checked here because gloo ends the process when sizes disagree.
@@ -315,7 +352,7 @@ class Executor:
         route = state.tables.routes[action]
         value = extract_box(value.detach(), route.box)
         value = value if route.factor == 1.0 else value * route.factor
-        state.pending_sends.setdefault((i, action.peer, action.gradient), []).append(
+        state.pending_sends.setdefault((here, action.peer, action.gradient), []).append(
             self.transport.send(value, action.peer)
         )
         self.mesh.waits.bytes += value.nbytes
@@ -326,8 +363,8 @@ class Executor:
         value = state.pending_receives.pop(action).wait()
         self.mesh.waits.bytes += value.nbytes
         if action.gradient:  # the peer has computed with the values that were sent to it, so it has received them
-            state.wait_sent((i, action.peer, False))
-        found = (state.gradients if action.gradient else state.values).setdefault(i, {})
+            state.wait_sent(((action.stage, i), action.peer, False))
+        found = (state.gradients if action.gradient else state.values).setdefault((action.stage, i), {})
         samples = state.sample_slices[i].samples
         if value.shape != state.tables.shapes[name, samples]:
             into = found.pop(name, None)
@@ -340,7 +377,7 @@ class Executor:
 
     def _zero_value(self, name: str, samples: int, state: StepState) -> Tensor:
         shape = state.tables.shapes[name, samples]
-        return torch.zeros(shape, dtype=self.resharder.value_specs[name].dtype, device=self.runner.device)
+        return torch.zeros(shape, dtype=self.resharder.value_specs[name].dtype, device=self.any_runner.device)
 
 
 _SEND_OR_RECEIVE = (ActionKind.SEND, ActionKind.RECEIVE)
@@ -348,6 +385,6 @@ _SEND_OR_RECEIVE = (ActionKind.SEND, ActionKind.RECEIVE)
 
 def _receive_horizons(actions: tuple[Action, ...]) -> list[int]:
     """Return, for every action, the position up to which receives are posted before it runs."""
-    compute = [i for i, a in enumerate(actions) if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
+    compute = [i for i, a in enumerate(actions) if a.kind in PASSES]
     ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
     return [compute[i] if i < len(compute) else len(actions) for i in ahead]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -256,9 +257,12 @@ class _WatchedForward:
         self._runs_again = node in owner.again
         self._drops_value = self._runs_again and node in owner.values
         self._reads = list(_find_reads(node))
+        first = node.args[0] if node.args else None
+        self._defers = isinstance(first, fx.Node) and first.op == "placeholder" and first.meta["role"][0] == "deferred"
         # What the second run reads and no second run makes.
         dropped = {each.name for each in owner.values}
         self._keeps = [(name, path) for name, path in self._reads if name not in dropped] if self._runs_again else []
+        self._keeps = self._keeps[1:] if self._defers else self._keeps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         record = self.owner.record
@@ -290,7 +294,7 @@ class _WatchedForward:
                 return self.owner.pack(tensor)
             return record.drop_value(origin, tensor)
 
-        with saved_tensors_hooks(pack, self._unpack):
+        with saved_tensors_hooks(pack, self._unpack), self._holding(args, pack):
             result = self.target(*args, **kwargs)
         results = {_storage(tensor) for tensor in list_tensors(result)} if undecided else set()
         for handle in undecided:
@@ -301,6 +305,24 @@ class _WatchedForward:
                 handle.tensor = None
         self._note_origins(record, result, known)
         return result
+
+    @contextmanager
+    def _holding(self, args: tuple[Any, ...], pack: Pack) -> Iterator[None]:
+        """Context manager: a call whose weight gradient is computed later holds handles of dropped operands, too."""
+        deferred = args[0] if self._defers else None
+        if deferred is None:
+            yield
+            return
+
+        def hold(operand: Tensor) -> Callable[[], Tensor] | None:
+            handle = pack(operand)
+            return partial(self._unpack, handle) if isinstance(handle, DroppedTensor) else None
+
+        deferred.hold_dropped = hold
+        try:
+            yield
+        finally:
+            deferred.hold_dropped = None
 
     def _unpack(self, kept: Any) -> Tensor:
         return kept.record.tensor_of(kept) if isinstance(kept, DroppedTensor) else self.owner.unpack(kept)

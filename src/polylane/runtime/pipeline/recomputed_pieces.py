@@ -62,7 +62,7 @@ def cut_pieces(graph: fx.Graph, dropped: Set[str], values: Set[str], inner: Set[
     for node in reversed(graph.nodes):
         if node.name in again:
             wired.add_node(node.name)
-            for each in node.all_input_nodes:
+            for each in _inputs_again(node):
                 if each.name in dropped:
                     again.add(each.name)
                     wired.add_edge(node.name, each.name)
@@ -77,7 +77,7 @@ def _cut_piece(graph: fx.Graph, names: frozenset[str], dropped: Set[str], values
     piece, found = fx.Graph(), dict[fx.Node, fx.Node]()
     # Placeholders first, in the order in which the piece reads them; a node's kept result is an input, too.
     for node in body:
-        for each in node.all_input_nodes:
+        for each in _inputs_again(node):
             if each not in made and each not in found:
                 found[each] = piece.placeholder(f"kept_{each.name}")
     inputs, calls, results = tuple(node.name for node in found), list[_SavingCall](), dict[str, fx.Node]()
@@ -101,6 +101,13 @@ def _cut_piece(graph: fx.Graph, names: frozenset[str], dropped: Set[str], values
     piece.output(tuple(results.values()))
     code = generate_code(piece, f"recomputation of {body[0].meta['name']}")
     return Piece(names, inputs, tuple(results), code, tuple(calls))
+
+
+def _inputs_again(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that a node's second run reads."""
+    found: dict[fx.Node, None] = {}
+    fx.map_arg((without_effect(node), dict(node.kwargs)), lambda each: found.setdefault(each))
+    return list(found)
 
 
 class _SavingCall:

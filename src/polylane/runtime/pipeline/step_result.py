@@ -34,20 +34,24 @@ for _kind in (ActionKind, Action, Span):
     serializable(_kind)
 
 
-# Key of pending sends: microbatch, peer, and whether gradients were sent.
-_SendKey = tuple[int, int, bool]
+# A pass of this worker: stage and microbatch.
+Pass = tuple[int, int]
+
+# Key of pending sends: stage and microbatch, peer, and whether gradients were sent.
+_SendKey = tuple[Pass, int, bool]
 
 
 @dataclass
 class StepState:
-    """The state of one worker in one step; most of it is by number of the microbatch, then by name of the value.
+    """The state of one worker in one step; most of it is by stage and microbatch, then by name of the value.
 
     Attributes:
-        sample_slices: description of this worker's samples of each microbatch for the operators.
+        sample_slices: description of this worker's samples of each microbatch for the operators, by microbatch.
         tables: shares, message boxes and shapes for batches of this size.
         samples_in_mean: number of samples over which gradients are means.
-        values: received values, until their forward pass.
-        gradients: received gradients of outgoing values, until their backward pass.
+        values: values from other stages, until their forward pass.
+        gradients: gradients of outgoing values from the stages that read them, until their backward pass; and those of
+            incoming values from further stages of this worker that read them too.
         input_gradients: gradients of incoming values, until they have been sent.
         output_values: outgoing values, until their backward pass.
         pending_receives: receives that were posted ahead, by their action.
@@ -60,10 +64,10 @@ class StepState:
     sample_slices: dict[int, SampleSlice]
     tables: BatchTables
     samples_in_mean: int
-    values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    input_gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    output_values: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    values: dict[Pass, dict[str, Tensor]] = field(default_factory=dict)
+    gradients: dict[Pass, dict[str, Tensor]] = field(default_factory=dict)
+    input_gradients: dict[Pass, dict[str, Tensor]] = field(default_factory=dict)
+    output_values: dict[Pass, dict[str, Tensor]] = field(default_factory=dict)
     pending_receives: dict[Action, PendingTransfer] = field(default_factory=dict)
     pending_sends: dict[_SendKey, list[PendingTransfer]] = field(default_factory=dict)
     loss_totals: list[Tensor] = field(default_factory=list)

@@ -49,6 +49,7 @@ class AllReducer:
             too (partial sums along an operator axis, weights tied between stages) is never compressed.
 
     Attributes:
+        bucket_names: names of the buckets that it sums, in the order of reduction.
         bucket_bytes: bytes that this worker handed to the transport for a bucket's latest sum, by the bucket's name.
         compressor: sums the gradients of replicas; it may keep residuals from step to step.
     """
@@ -63,6 +64,7 @@ class AllReducer:
         replicas: Collection[int] = (),
     ) -> None:
         self._buckets = [bucket for bucket in buckets if len(bucket.ranks) > 1]
+        self.bucket_names = tuple(bucket.name for bucket in self._buckets)
         self._parameters = parameters
         self._optional = frozenset(optional)
         self._transport = transport

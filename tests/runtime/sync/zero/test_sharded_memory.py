@@ -15,7 +15,8 @@ from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.peak import TrainedBytes, peak_memory
-from polylane.cost.operators.training_options import Sharding, TrainingOptions
+from polylane.cost.state_sharding import Sharding, StateSharding
+from polylane.plan.sync import SUM
 from polylane.program import lower
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
@@ -89,7 +90,8 @@ def test_the_most_that_a_worker_holds(shard: Sharding, microbatches: int, monkey
     load = TrainedBytes(parameters, parameters, states=2 * parameters, largest_block=unit)
     nothing = PeakMemory(*[0.0] * 9)
     lane = one_forward_one_backward(1, 1)[0]
-    expected = peak_memory(lane, {0: nothing}, {0: load.trained}, load, TrainingOptions(shard=shard), replicas=2).total
+    sharding = StateSharding.of(SUM.changed(shard=shard), 2, microbatches)
+    expected = peak_memory(lane, {0: nothing}, {0: load.trained}, load, sharding=sharding).total
     plan = f"data=2,microbatches={microbatches},shard={shard}"
     for held in workers(most, whole, plan, loss=loss, optimizer=adam, example=batch()):
         assert abs(held - before - expected) < 0.1 * expected, ((held - before) / parameters, expected / parameters)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
-from polylane.compile.server_assignment import assign_parameters, server_rank
 from polylane.errors import PeerLost
+from polylane.program.server_assignment import assign_parameters, server_rank
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.messages import Channel, RemoteChannel, open_local_channel
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards

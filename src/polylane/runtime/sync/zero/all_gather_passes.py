@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.runtime.pipeline.stage_runner import StageHooks, WatchedCall
+from polylane.runtime.pipeline.stage_code import StageHooks, WatchedCall
 from polylane.runtime.sync.zero.flat_shards import FlatBuffer, Shards
 from polylane.runtime.tensor_parallel import CollectiveWaits
 from polylane.runtime.transport.protocol import PendingTransfer

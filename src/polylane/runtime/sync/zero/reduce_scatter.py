@@ -104,6 +104,7 @@ class ReduceScatterer(AllReducer):
         passes: GatheredPasses | None,
     ) -> None:
         super().__init__(others, parameters, optional, transport)
+        self.bucket_names += tuple(each.bucket.name for each in slices)
         self._slices, self._shards, self._each_pass, self._passes = tuple(slices), shards, each_pass, passes
         self._waits = waits
         self._whole_buckets = [

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
-from polylane.runtime.pipeline.stage_runner import StageHooks
+from polylane.runtime.pipeline.stage_code import StageHooks
 from polylane.runtime.sync.zero.all_gather_passes import GatheredPasses
 from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.reduce_scatter import BucketShard, ReduceScatterer
@@ -51,6 +51,13 @@ class ShardedStageHooks(StageHooks):
             self.reducer.begin_backward()
             yield
             self.reducer.end_backward()
+
+    @contextmanager
+    def backward_weight(self) -> Iterator[None]:
+        # Gradients of the first half are reduced with those of the second: a bucket may have both.
+        self.reducer.begin_backward()
+        yield
+        self.reducer.end_backward()
 
 
 def build_sharded_program(

@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from polylane.compile.server_assignment import assign_longest_first
 from polylane.graph.graph import TensorInfo
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
+from polylane.program.server_assignment import assign_longest_first
 from polylane.schedule.action import Action, ActionKind
 
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from compiling import compile_training
 from polylane.compile.objectives import build_objectives
-from polylane.compile.server_assignment import assign_parameters, server_rank
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
+from polylane.program.server_assignment import assign_parameters, server_rank
 from polylane.runtime.job import Job
 from polylane.runtime.sync.flat_packing import FlatPacking, PackedTensor
 from polylane.runtime.sync.parameter_server.client import ParameterServerSync

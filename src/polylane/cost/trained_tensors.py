@@ -1,0 +1,32 @@
+"""Trained tensors of a worker: what it synchronizes with other replicas, as predictions and byte counts list it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from polylane.cost.network.sync_volume import TrainedTensor
+from polylane.cost.plan_cost import PlanCost
+from polylane.program.program import GradientBucket, Program
+
+
+def bucket_tensors(scene: PlanCost, program: Program, bucket: GradientBucket) -> list[TrainedTensor]:
+    """Return the gradients of a bucket on a worker, in the dtype that the optimizer holds the parameters in.
+
+    Args:
+        scene: costs of the plan's stages, with the shards of their parameters.
+        program: the program of the worker.
+        bucket: one of its buckets, with the ranks that sum it.
+    """
+    alike = set(bucket.ranks) == set(program.replicas)
+    graph, sheet, found = scene.partition.graph, scene.sharded_graph(program.stage), list[TrainedTensor]()
+    for name in bucket.parameters:
+        info, shape = graph.parameters[name], sheet.busiest_shape(f"parameter:{name}")
+        item = info.bytes // max(1, math.prod(info.shape))
+        found.append(TrainedTensor(shape, item, len(bucket.ranks), alike))
+    return found
+
+
+def count_bytes(tensors: Iterable[TrainedTensor]) -> int:
+    """Return the bytes of all of these tensors."""
+    return sum(each.nbytes for each in tensors)

@@ -1,0 +1,137 @@
+"""All schedules side by side, on one model: the same passes, cut into stages or chunks, on the same workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from polylane.inspection.schedule_report import DrawnSchedule, ScheduleShape, draw_schedule, lanes_summary
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, NAMES
+from polylane.schedule.stage_graph import StageGraph
+
+BASE = "1f1b"  # the schedule whose messages the others' are compared with
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedModel:
+    """What all schedules are drawn for.
+
+    Attributes:
+        stages: number of workers of a chain, or a graph of stages, of which each worker has one.
+        microbatches: number of microbatches in a batch.
+        chunks: chunks of a worker in schedules that leave it open; None: as many as they have.
+        forward: ticks of the forward pass of a worker's whole part of the model, for all workers or for each.
+        backward: ticks of its backward pass, given like ``forward``.
+        weight: the ticks of it that weight gradients take, given like ``forward``; None: half of them.
+        hop: ticks that a value takes between two workers.
+    """
+
+    stages: int | StageGraph
+    microbatches: int
+    chunks: int | None = None
+    forward: float | Sequence[float] = 1
+    backward: float | Sequence[float] = 2
+    weight: float | Sequence[float] | None = None
+    hop: float = 0
+
+
+@dataclass(frozen=True)
+class ComparedSchedules:
+    """The schedules that were drawn, and those that could not be.
+
+    Attributes:
+        drawn: by the name in tables, which says their options.
+        left_out: why a schedule is missing, by its name.
+    """
+
+    drawn: dict[str, DrawnSchedule]
+    left_out: dict[str, str]
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return the figures of each schedule, of `lanes_summary`, with its title and what it sends.
+
+        ``messages_over_1f1b`` is the number of messages for each microbatch over that of 1F1B. It is that of bytes too
+        where all values between neighbouring chunks are of one size.
+        """
+        base = _messages_each(self.drawn[BASE]) if BASE in self.drawn else 0
+        return [
+            {
+                "title": title,
+                **lanes_summary(drawn),
+                "messages_over_1f1b": _messages_each(drawn) / base if base else None,
+            }
+            for title, drawn in self.drawn.items()
+        ]
+
+
+def compare_schedules(model: ComparedModel) -> ComparedSchedules:
+    """Draw every schedule for one model; chunks share the ticks of their stage evenly.
+
+    Raises:
+        ValueError: durations that do not fit the stages, or fewer than one stage or microbatch.
+    """
+    drawn: dict[str, DrawnSchedule] = {}
+    left_out: dict[str, str] = {}
+    for title, shape in _shapes(model):
+        if shape.chunks is not None and isinstance(model.stages, StageGraph):
+            left_out[title] = "stages of a file are not cut into chunks here"
+            continue
+        try:
+            drawn[title] = _draw(shape, model)
+        except ValueError as error:
+            # What no schedule can be drawn with is refused; what one schedule does not have is said.
+            if title == BASE or BASE not in drawn:
+                raise
+            left_out[title] = str(error)
+    return ComparedSchedules(dict(sorted(drawn.items(), key=lambda item: _order(item[1].shape))), left_out)
+
+
+def _shapes(model: ComparedModel) -> Iterator[tuple[str, ScheduleShape]]:
+    """Yield every schedule with its title; 1F1B first, which has no options that could be refused."""
+    for name in sorted((*NAMES, *ASYNCHRONOUS), key=lambda name: name != BASE):
+        shape = ScheduleShape(
+            schedule=name,
+            stages=model.stages,
+            microbatches=model.microbatches,
+            chunks=(model.chunks if name == "interleaved" else None) or DEFAULT_CHUNKS.get(name),
+        )
+        title = f"{name}, {shape.chunks} chunks" if shape.chunks is not None else name
+        yield (f"{name}, 2 batches" if name == "pipedream-2bw" else title), shape
+        if name == "pipedream":
+            synced = ScheduleShape(
+                schedule=name, stages=model.stages, microbatches=model.microbatches, vertical_sync=True
+            )
+            yield f"{name}, vertical sync", synced
+
+
+def _order(shape: ScheduleShape) -> tuple[int, bool]:
+    return (*NAMES, *ASYNCHRONOUS).index(shape.schedule), shape.vertical_sync
+
+
+def _draw(shape: ScheduleShape, model: ComparedModel) -> DrawnSchedule:
+    chunks = shape.chunks or 1
+    return draw_schedule(
+        shape,
+        _share(model.forward, chunks),
+        _share(model.backward, chunks),
+        weight=None if model.weight is None else _share(model.weight, chunks),
+        hop=model.hop,
+    )
+
+
+def _share(ticks: float | Sequence[float], chunks: int) -> float | list[float]:
+    """Return the ticks of each chunk: those of one stage lie next to each other in the chain."""
+    if isinstance(ticks, Sequence):
+        return [_divide(each, chunks) for each in ticks for _ in range(chunks)]
+    return _divide(ticks, chunks)
+
+
+def _divide(ticks: float, chunks: int) -> float:
+    return ticks // chunks if isinstance(ticks, int) and ticks % chunks == 0 else ticks / chunks
+
+
+def _messages_each(drawn: DrawnSchedule) -> float:
+    """Return the messages for each microbatch."""
+    microbatches = {span.action.microbatch for span in drawn.timeline.spans}
+    return drawn.messages / len(microbatches)

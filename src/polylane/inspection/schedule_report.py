@@ -1,0 +1,236 @@
+"""A schedule in theory: its timeline in ticks, and its figures as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.observe.timeline import Timeline, union_intervals
+from polylane.schedule.action import ActionKind
+from polylane.schedule.asynchronous import AsynchronousRun, pipedream, pipedream_2bw
+from polylane.schedule.live import peak_live
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, assign_stages, schedule_lanes
+from polylane.schedule.stage_graph import StageGraph, as_stage_graph
+from polylane.schedule.synchronous import Lanes
+
+Ticks = float | Sequence[float]
+
+BATCHES = 2  # batches of a run of pipedream-2bw, if none are asked for: the second one computes on old weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleShape:
+    """What is drawn: a schedule of so many stages, chunks and microbatches.
+
+    Attributes:
+        schedule: a name of :data:`polylane.schedule.schedules.NAMES` or ``ASYNCHRONOUS``.
+        stages: number of workers of a chain, each of which has ``chunks`` stages; or a graph of all stages, whose
+            branches run at the same time.
+        microbatches: number of microbatches in a batch, at least 1; of pipedream, in the whole run.
+        chunks: stages of each worker; None: one, or as many as the schedule has.
+        batches: batches of the run, of pipedream-2bw only; None: :data:`BATCHES`.
+        vertical_sync: whether a microbatch sees the same weights on all stages, of pipedream only.
+    """
+
+    schedule: str
+    stages: int | StageGraph
+    microbatches: int
+    chunks: int | None = None
+    batches: int | None = None
+    vertical_sync: bool = False
+
+
+@dataclass(frozen=True)
+class DrawnSchedule:
+    """A schedule that was played, with what its pictures and tables say.
+
+    Attributes:
+        shape: what was asked for.
+        timeline: one step, or the run of an asynchronous schedule, in ticks; a lane for each worker.
+        chunks: stages of each worker.
+        messages: values and gradients that went from one worker to another.
+        peak_live: for each worker, the most microbatches that are live; a chunk counts as its part of one.
+        weight_versions: for each worker, the most versions of its weights that are kept.
+        staleness: for each worker, the most updates that the weights of a pass lack.
+    """
+
+    shape: ScheduleShape
+    timeline: Timeline
+    chunks: int
+    messages: int
+    peak_live: tuple[Fraction, ...]
+    weight_versions: tuple[int, ...]
+    staleness: tuple[int, ...]
+
+
+def draw_schedule(
+    shape: ScheduleShape, forward: Ticks = 1, backward: Ticks = 2, *, weight: Ticks | None = None, hop: float = 0
+) -> DrawnSchedule:
+    """Play a schedule in ticks.
+
+    Args:
+        shape: what is played.
+        forward: ticks of one forward pass of a stage (of a chunk), one number or one for each.
+        backward: ticks of one whole backward pass, given like ``forward``.
+        weight: ticks of the weight half of a backward pass in two, given like ``forward``; default: half of it.
+        hop: ticks that a value takes between two workers, beside what these compute.
+
+    Raises:
+        ValueError: an unknown schedule, fewer than one stage or microbatch, chunks that the schedule does not have or
+            that the stages do not divide into, options of another schedule, or durations that do not fit the stages.
+    """
+    _check_options(shape)
+    run = _asynchronous_run(shape)
+    if run is not None:
+        graph = as_stage_graph(shape.stages)
+        lanes, chunks, owners = run.lanes, 1, tuple(range(graph.stages))
+        versions, staleness = run.peak_versions(), run.staleness()
+    else:
+        graph, chunks, owners = _stages_of_workers(shape)
+        lanes = schedule_lanes(shape.schedule, graph, shape.microbatches, owners)
+        versions, staleness = (1,) * len(lanes), (0,) * len(lanes)
+    played = simulate_schedule(lanes, forward, backward, hop, graph, weight)
+    return DrawnSchedule(
+        shape=shape,
+        timeline=replace(played, title=_title(shape, len(lanes), chunks), notes=_notes(shape, len(lanes), chunks)),
+        chunks=chunks,
+        messages=_count_messages(lanes, graph, owners),
+        peak_live=tuple(Fraction(peak, chunks) for peak in peak_live(lanes)),
+        weight_versions=versions,
+        staleness=staleness,
+    )
+
+
+def lanes_timeline(
+    schedule: str,
+    stages: int | StageGraph,
+    microbatches: int,
+    forward: Ticks = 1,
+    backward: Ticks = 2,
+    *,
+    chunks: int | None = None,
+) -> Timeline:
+    """Return the timeline alone of a schedule, see :func:`draw_schedule`.
+
+    Raises:
+        ValueError: what :func:`draw_schedule` refuses.
+    """
+    shape = ScheduleShape(schedule=schedule, stages=stages, microbatches=microbatches, chunks=chunks)
+    return draw_schedule(shape, forward, backward).timeline
+
+
+def lanes_summary(drawn: DrawnSchedule) -> dict[str, Any]:
+    """Return the figures of a schedule, as plain data for JSON.
+
+    ``busy`` counts the coloured cells of all workers and ``area`` the whole rectangle, in ticks; ``utilization`` is
+    their quotient. ``worker_utilization`` has for each worker its busy ticks over those from its first pass to its last
+    one; ``steady_utilization`` is that of all workers while the pipeline is full, None where it never is.
+    """
+    timeline = drawn.timeline
+    return {
+        "schedule": drawn.shape.schedule,
+        "stages": timeline.ranks,
+        "chunks": drawn.chunks,
+        "microbatches": drawn.shape.microbatches,
+        "utilization": timeline.utilization(),
+        "worker_utilization": list(timeline.worker_utilization()),
+        "steady_utilization": steady_utilization(timeline),
+        "makespan": timeline.makespan(),
+        "busy": sum(timeline.busy()),
+        "area": timeline.ranks * timeline.makespan(),
+        "peak_live_microbatches": [int(p) if p.denominator == 1 else float(p) for p in drawn.peak_live],
+        "weight_versions": list(drawn.weight_versions),
+        "staleness": list(drawn.staleness),
+        "messages": drawn.messages,
+    }
+
+
+def steady_utilization(timeline: Timeline) -> float | None:
+    """Return the busy share of all workers from the first microbatch's last pass to the last one's first pass.
+
+    In between the pipeline is full: it neither fills nor drains. None where these passes overlap or meet, as in a step
+    of few microbatches.
+    """
+    passes = [span for span in timeline.spans if span.end > span.start]
+    numbers = [span.action.microbatch for span in passes if span.action.microbatch is not None]
+    if not numbers:
+        return None
+    start = max(span.end for span in passes if span.action.microbatch == min(numbers))
+    end = min(span.start for span in passes if span.action.microbatch == max(numbers))
+    if start >= end:
+        return None
+    inside = 0.0
+    for lane in timeline.lanes():
+        for first, last in union_intervals(span for span in lane if span.action.kind is not ActionKind.STEP):
+            inside += max(0.0, min(last, end) - max(first, start))
+    return inside / ((end - start) * timeline.ranks)
+
+
+def _check_options(shape: ScheduleShape) -> None:
+    """Check that options of single schedules are given to them.
+
+    Raises:
+        ValueError: an option that the schedule does not have.
+    """
+    if shape.vertical_sync and shape.schedule != "pipedream":
+        raise ValueError(f"vertical sync is an option of pipedream, not of {shape.schedule}")
+    if shape.batches is not None and shape.schedule != "pipedream-2bw":
+        raise ValueError(f"several batches are drawn of pipedream-2bw, not of {shape.schedule}")
+    if shape.schedule in ASYNCHRONOUS and shape.chunks not in (None, 1):
+        raise ValueError(f"the schedule {shape.schedule} has one stage on a worker, not {shape.chunks} chunks")
+
+
+def _asynchronous_run(shape: ScheduleShape) -> AsynchronousRun | None:
+    """Return the run of an asynchronous schedule; None for a synchronous one."""
+    if shape.schedule == "pipedream":
+        return pipedream(shape.stages, shape.microbatches, shape.vertical_sync)
+    if shape.schedule == "pipedream-2bw":
+        batches = BATCHES if shape.batches is None else shape.batches
+        return pipedream_2bw(shape.stages, shape.microbatches, batches)
+    return None
+
+
+def _stages_of_workers(shape: ScheduleShape) -> tuple[StageGraph, int, tuple[int, ...]]:
+    """Return the graph of all stages, the chunks of a worker, and the worker of each stage.
+
+    Raises:
+        ValueError: an unknown schedule, or chunks that it does not have or that the stages do not divide into.
+    """
+    chunks = DEFAULT_CHUNKS.get(shape.schedule, 1) if shape.chunks is None else shape.chunks
+    # One worker first: it refuses the name and the chunks before they are multiplied.
+    assign_stages(shape.schedule, 1, chunks)
+    graph = shape.stages
+    if not isinstance(graph, StageGraph):
+        graph = StageGraph.chain(StageGraph.chain(graph).stages * chunks)
+    workers, left = divmod(graph.stages, chunks)
+    if left:
+        raise ValueError(f"{graph.stages} stages cannot be dealt to workers in chunks of {chunks}")
+    return graph, chunks, assign_stages(shape.schedule, workers, chunks)
+
+
+def _count_messages(lanes: Lanes, graph: StageGraph, owners: Sequence[int]) -> int:
+    """Count the values that go to another worker, once for each that reads them, and the gradients that come back."""
+    pairs = {
+        (stage, owners[reader])
+        for stage, readers in enumerate(graph.successors)
+        for reader in readers
+        if owners[reader] != owners[stage]
+    }
+    passes = {action.microbatch for lane in lanes for action in lane}
+    return 2 * len(pairs) * len(passes)
+
+
+def _notes(shape: ScheduleShape, workers: int, chunks: int) -> dict[str, str]:
+    said = {"schedule": shape.schedule, "stages": str(workers)}
+    said |= {"chunks": str(chunks)} if chunks > 1 else {}
+    said |= {"microbatches": str(shape.microbatches)}
+    said |= {"batches": str(shape.batches or BATCHES)} if shape.schedule == "pipedream-2bw" else {}
+    return said | ({"vertical sync": "yes"} if shape.vertical_sync else {})
+
+
+def _title(shape: ScheduleShape, workers: int, chunks: int) -> str:
+    name, *others = _notes(shape, workers, chunks).items()
+    return " · ".join([name[1], *(key if key == "vertical sync" else f"{key} {value}" for key, value in others)])

@@ -1,0 +1,95 @@
+"""Stage of a plan: a part of the graph on a mesh of devices; and which stages have the same devices (chunks)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, NamedTuple
+
+import pydantic
+from pydantic_core import PydanticCustomError
+
+from polylane.plan.pinned_placements import read_pattern
+from polylane.plan.recompute import Recompute
+from polylane.yaml_file import Count, StrictMapping
+
+# The axes of a stage's mesh, the outermost first: its devices are listed in this order.
+MESH = ("data", "sequence", "tensor")
+
+
+class Fingerprint(StrictMapping):
+    """Which graph a plan is for, with enough of it to say what differs from another graph.
+
+    Attributes:
+        id: hash of the graph's nodes, shapes and edges.
+        nodes: number of nodes of the graph.
+        parameters: number of parameter tensors of the graph.
+    """
+
+    id: str
+    nodes: pydantic.StrictInt
+    parameters: pydantic.StrictInt
+
+
+def _in_pairs(nodes: tuple[str, ...]) -> tuple[str, ...]:
+    if not nodes or len(nodes) % 2:
+        wanted = "there must be two names, the first node or module and the last (of every piece), not {n}"
+        raise PydanticCustomError("pairs", wanted, {"n": len(nodes)})
+    return nodes
+
+
+class Stage(StrictMapping):
+    """One pipeline stage: a part of the graph on a mesh of devices, which may have other stages as well (chunks).
+
+    Attributes:
+        nodes: the first and the last node, by the user's module path ("layer2.3": all of that module) or by a node's
+            own name ("layer2.3.conv1/conv2d"); a stage of several pieces names the first and the last of each.
+        devices: ranks of the mesh of data x sequence x tensor, in row-major order.
+        mesh: number of ranks along each axis; 1 for an axis that is left out.
+        placements: by name of a parameter or node, its placement along an axis ("replicate", "shard(1)", "partial");
+            placements of all other tensors are chosen.
+        recompute: what the stage recomputes; default: what the plan says for all stages.
+    """
+
+    nodes: Annotated[tuple[str, ...], pydantic.AfterValidator(_in_pairs)]
+    devices: tuple[pydantic.StrictInt, ...]
+    mesh: dict[Literal["data", "sequence", "tensor"], Count] = pydantic.Field(default={"data": 1})
+    placements: dict[
+        str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
+    ] = pydantic.Field(default={})
+    recompute: Recompute | None = None
+
+    @property
+    def pieces(self) -> tuple[tuple[str, str], ...]:
+        """The first and the last node of each piece."""
+        return tuple(zip(self.nodes[::2], self.nodes[1::2], strict=True))
+
+    def degree(self, axis: str) -> int:
+        """Return the number of ranks along an axis of the mesh."""
+        return next((degree for name, degree in self.mesh.items() if name == axis), 1)
+
+
+class StageIndex(NamedTuple):
+    """Where ranks and stages are.
+
+    Attributes:
+        stages: the stages that it was computed for.
+        places: by rank, its first stage and its position among the devices of that stage.
+        first_chunk: for every stage, the first stage with the same devices.
+        chunks: by first stage, all stages with the same devices, ascending.
+    """
+
+    stages: tuple[Stage, ...]
+    places: dict[int, tuple[int, int]]
+    first_chunk: tuple[int, ...]
+    chunks: dict[int, tuple[int, ...]]
+
+
+def index_stages(stages: tuple[Stage, ...]) -> StageIndex:
+    """Return where the ranks and the chunks of stages are."""
+    places, first_chunk, chunks = dict[int, tuple[int, int]](), list[int](), dict[int, tuple[int, ...]]()
+    for number, stage in enumerate(stages):
+        first = places[stage.devices[0]][0] if stage.devices and stage.devices[0] in places else number
+        if first == number:
+            places |= {rank: (number, position) for position, rank in enumerate(stage.devices)}
+        first_chunk.append(first)
+        chunks[first] = (*chunks.get(first, ()), number)
+    return StageIndex(stages, places, tuple(first_chunk), chunks)

@@ -1,0 +1,307 @@
+"""Stage code: one stage's part of the graph as a compiled function, with the watch over the user's own Python in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from polylane.errors import PolylaneError
+from polylane.graph.capture.export import format_line
+from polylane.graph.capture.leaves import LeafCall
+from polylane.graph.graph import Node
+from polylane.graph.partition import Partition
+from polylane.graph.precision import unwrap_settings
+from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
+from polylane.graph.sample_slice import SampleSlice
+from polylane.placement.overlap import overlap_redistributions
+from polylane.placement.rewrite import rewrite
+from polylane.runtime.pipeline.defer_weights import defer_weight_gradients
+from polylane.runtime.pipeline.generated_code import generate_code
+from polylane.runtime.pipeline.recompute import Recomputation
+from polylane.runtime.pipeline.sample_witness import WitnessedCall
+from polylane.sharding.layout import Layout
+
+OWN_PYTHON = ("leaf", "function")  # operators that run the user's own Python
+
+
+class PythonCallWatch:
+    """Watches the nodes that run the user's own Python: which one is in its backward pass, and what their inputs were.
+
+    Autograd's traceback does not show it: no frame of the stage's code is on the stack in a backward pass.
+    """
+
+    def __init__(self) -> None:
+        self.current_node: Node | None = None
+        self.records: list[WitnessedCall] | None = None  # calls in the forward passes of a step that is checked
+
+    def watch_backward(self, node: Node, result: Any, arguments: Any) -> None:
+        """Register hooks by which ``node`` is the current one from the gradient of its result to its arguments'."""
+
+        def begin(_: Any) -> None:
+            self.current_node = node
+
+        def end(_: Any) -> None:
+            if self.current_node is node:
+                self.current_node = None
+
+        _register_prehooks(result, begin)
+        _register_prehooks(arguments, end)
+
+
+def _register_prehooks(values: Any, hook: Callable[[Any], None]) -> None:
+    """Have a hook called before the backward pass of each tensor in nested values."""
+
+    def register(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.grad_fn.register_prehook(hook)
+        return value
+
+    fx.node.map_aggregate(values, register)
+
+
+class WatchedCall:
+    """Wraps the callable of a node whose calls and backward pass are watched."""
+
+    __module__ = "polylane"
+
+    def __init__(self, target: Callable[..., Any], node: Node, watch: PythonCallWatch) -> None:
+        self.target, self.node, self.watch = target, node, watch
+        self.__name__ = str(getattr(target, "__name__", "watched"))
+        call = unwrap_settings(target)
+        while not isinstance(call, LeafCall) and hasattr(call, "target"):  # wrapped with keys for random numbers
+            call = unwrap_settings(call.target)
+        own = isinstance(call, LeafCall) and not call.normalizes
+        self.buffers = slice(len(call.parameters), len(call.parameters) + len(call.buffers)) if own else slice(0)
+
+    def _refuse_write(self, part: SampleSlice) -> None:
+        """Refuse a write to a buffer that one device would make once for the whole batch.
+
+        Raises:
+            PolylaneError: the buffer would be written once for each part of the batch, from that part's samples.
+        """
+        if part.samples < part.count_loss_samples and torch.is_grad_enabled():
+            raise PolylaneError(
+                f"{self.node.module or 'the model'}{format_line(self.node.source)} writes its buffers in a "
+                "part of the batch, "
+                "and one device would write them once, for all samples: use microbatches=1, and leave it out of "
+                "per_sample"
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        part, tensors = args
+        if self.watch.records is not None:
+            self.watch.records.append(WitnessedCall(self.node, part, tuple(t.detach().clone() for t in tensors)))
+        # Every in-place write raises a tensor's version counter.
+        before = [buffer._version for buffer in tensors[self.buffers]]
+        result = self.target(*args, **kwargs)
+        if before != [buffer._version for buffer in tensors[self.buffers]]:
+            self._refuse_write(part)
+        self.watch.watch_backward(self.node, result, (args, kwargs))
+        return result
+
+
+@dataclass(frozen=True)
+class StageCode:
+    """The executable part of one stage.
+
+    Attributes:
+        run: the function from arguments by role to (outgoing values ..., parts of the loss ...).
+        roles: role of each argument as in :class:`polylane.graph.graph.Code`, or ("value", name) for incoming values.
+        outputs: names of the values that leave, in the order of the result.
+        has_loss: whether the loss follows the outgoing values.
+        nodes_by_line: line of the generated source -> node, for errors.
+        file: file name under which the source is compiled.
+        graph: the code as an fx graph, for interpreting it node by node.
+        watch: watch over the calls of the user's own Python.
+        weight_groups: what :func:`.weight_gradients.defer_weight_gradients` returned; empty where backward passes are
+            not split, or have nothing to compute later.
+        recomputation: drops tensors in a forward pass, and makes them again in the backward pass.
+    """
+
+    run: Callable[..., tuple[Any, ...]]
+    roles: tuple[tuple[str, Any], ...]
+    outputs: tuple[str, ...]
+    has_loss: bool
+    nodes_by_line: dict[int, Node]
+    file: str
+    graph: fx.Graph
+    watch: PythonCallWatch
+    recomputation: Recomputation
+    weight_groups: tuple[int, ...] = ()
+
+
+class StageHooks:
+    """Context managers around a stage's passes, and around the writing of its code; these do nothing, ZeRO's do."""
+
+    def insert_gates(self, graph: fx.Graph) -> AbstractContextManager[None]:
+        """Return a context manager in which a graph has further calls (all-gathers of sharded parameters)."""
+        return nullcontext()
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Return the context manager for a forward pass."""
+        return nullcontext()
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Return the context manager for a backward pass."""
+        return nullcontext()
+
+    def backward_input(self) -> AbstractContextManager[None]:
+        """Return the context manager for the first half of a backward pass in two."""
+        return nullcontext()
+
+    def backward_weight(self) -> AbstractContextManager[None]:
+        """Return the context manager for its second half, after which all of its gradients are there."""
+        return nullcontext()
+
+    def pack_saved(self, tensor: Tensor) -> Any:
+        """Return what autograd is to keep in place of a tensor that it saves in a forward pass."""
+        return tensor
+
+    def unpack_saved(self, kept: Any) -> Tensor:
+        """Return the tensor for which :meth:`pack_saved` returned this."""
+        found: Tensor = kept
+        return found
+
+
+def extract_stage(
+    partition: Partition,
+    stage: int,
+    device: torch.device,
+    hooks: StageHooks,
+    splits_backward: bool = False,
+    dropped: DroppedTensors = NOTHING_DROPPED,
+) -> StageCode:
+    """Extract the part of the graph that a stage runs, and compile it.
+
+    Args:
+        partition: the captured graph and its cuts into stages.
+        stage: the stage, from 0.
+        device: the device that the stage computes on.
+        hooks: insert their gates into the code.
+        splits_backward: whether the schedule has backward passes in two halves. Code that is rewritten for sharded
+            operators is written for them only then: see :class:`LocalStageCode`.
+        dropped: what forward passes drop, to recompute it.
+    """
+    chosen = {node.name: node for node in partition.nodes(stage)}
+    outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
+    graph, values = fx.Graph(), dict[fx.Node, fx.Node]()
+    source = partition.graph.code.fx
+    body = [n for n in source.nodes if n.op == "call_function" and n.meta["name"] in chosen]
+    inside = set(body)
+    loss: list[fx.Node] = []
+    if stage == partition.loss_stage:
+        loss = list(source.output_node().args[0])  # type: ignore[arg-type]
+    # Arguments are what the body reads from outside of it: parameters, inputs, and values of other stages.
+    wanted = dict.fromkeys(i for n in body for i in n.all_input_nodes if i not in inside)
+    wanted |= dict.fromkeys(n for n in loss if n not in inside)
+    for node in source.nodes:  # in the graph's own order
+        if node in wanted:
+            role = node.meta["role"] if node.op == "placeholder" else ("value", node.meta["name"])
+            values[node] = copied = graph.placeholder(node.name)
+            copied.meta = {**node.meta, "role": role}
+    # Nodes are copied: the captured graph is shared by all stages.
+    by_name, watch = {}, PythonCallWatch()
+    for node in body:
+        values[node] = copied = graph.node_copy(node, lambda n: values[n])
+        copied.args, copied.kwargs = _move_devices(copied.args, device), _move_devices(copied.kwargs, device)
+        copied.meta = dict(node.meta)
+        described = chosen[node.meta["name"]]
+        if described.op in OWN_PYTHON:
+            copied.target = WatchedCall(node.target, described, watch)
+        by_name[node.meta["name"]] = copied
+    graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
+    groups = _defer_weights(graph, partition) if splits_backward else ()
+    again = Recomputation(graph, dropped, hooks.pack_saved, hooks.unpack_saved, chosen)
+    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, hooks, again)
+    return StageCode(run, _roles(graph), outputs, bool(loss), lines, file, graph, watch, again, groups)
+
+
+def _roles(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:
+    return tuple(n.meta["role"] for n in graph.nodes if n.op == "placeholder")
+
+
+def _defer_weights(graph: fx.Graph, partition: Partition) -> tuple[int, ...]:
+    """Rewrite a stage's code for backward passes in two halves."""
+    parameters = partition.graph.parameters
+    return defer_weight_gradients(graph, lambda name: parameters[name].trainable)
+
+
+@dataclass(frozen=True)
+class LocalStageCode:
+    """A stage's code with sharded operators, as one rank of the mesh runs it: rewritten for a number of samples.
+
+    Attributes:
+        whole: the stage's code with operators that are not split.
+        partition: the captured graph and its cuts into stages.
+        layout: the strategies chosen for the operators of the stage.
+        coordinates: this rank's index along each axis of the mesh.
+        dtypes: results of operators whose dtype autocast changes, by name.
+        hooks: insert their gates into the code.
+        splits_backward: whether the schedule has backward passes in two halves.
+        dropped: what forward passes drop, to recompute it.
+    """
+
+    whole: StageCode
+    partition: Partition
+    layout: Layout
+    coordinates: Mapping[str, int]
+    dtypes: Mapping[str, torch.dtype]
+    hooks: StageHooks
+    splits_backward: bool = False
+    dropped: DroppedTensors = NOTHING_DROPPED
+
+    def rewrite_for(self, samples: int) -> StageCode:
+        """Rewrite the code for a part with that number of samples."""
+        calls, splits = self.layout.at(samples)
+        graph = rewrite(
+            self.whole.graph,
+            calls,
+            splits,
+            samples,
+            self.coordinates,
+            aliases=self.layout.view.aliases,
+            leaving=self.whole.outputs,
+            dtypes=self.dtypes,
+        )
+        overlap_redistributions(graph)
+        groups = _defer_weights(graph, self.partition) if self.splits_backward else ()
+        nodes = {node.name: node for node in self.partition.graph.nodes}
+        again = Recomputation(graph, self.dropped, self.hooks.pack_saved, self.hooks.unpack_saved, nodes)
+        run, lines, file = _compile_graph(graph, f"{samples} samples of {self.whole.file}", nodes, self.hooks, again)
+        return replace(
+            self.whole,
+            run=run,
+            roles=_roles(graph),
+            nodes_by_line=lines,
+            file=file,
+            graph=graph,
+            recomputation=again,
+            weight_groups=groups,
+        )
+
+
+def _move_devices(value: Any, device: torch.device) -> Any:
+    """Replace the device that capture saw by the worker's own, in nested arguments."""
+    if isinstance(value, torch.device):
+        return value if value.type == "meta" else device
+    if isinstance(value, (list, tuple)):
+        return type(value)(_move_devices(v, device) for v in value)
+    if isinstance(value, dict):
+        return {key: _move_devices(v, device) for key, v in value.items()}
+    return value
+
+
+def _compile_graph(
+    graph: fx.Graph, label: str, chosen: Mapping[str, Node], hooks: StageHooks, again: Recomputation
+) -> tuple[Callable[..., Any], dict[int, Node], str]:
+    """Compile a graph's Python source under a unique file name, so that an error's line identifies the node."""
+    with hooks.insert_gates(graph), again.watching_calls():
+        code = generate_code(graph, label)
+        # A gate is none of the graph's own nodes.
+        lines = {line: chosen[n.meta["name"]] for line, n in code.nodes_by_line.items() if "name" in n.meta}
+    return code.run, lines, code.file

@@ -1,0 +1,131 @@
+"""Asynchronous pipeline schedules: 1F1B without a flush, where weights are updated while microbatches are under way.
+
+A run is drawn from its first microbatch to its last one. A stage's weights have as many versions as updates that other
+microbatches still need the weights of before; an update is a step action with the number of the microbatch whose
+gradient completes it. Version v of a stage's weights has v updates in it. No plan runs these schedules.
+
+Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, and
+"Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-2BW), ICML 2021.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.stage_graph import StageGraph
+from polylane.schedule.synchronous import Lanes, checked_stage_graph, one_forward_one_backward
+
+
+@dataclass(frozen=True)
+class AsynchronousRun:
+    """The lanes of a run, and the weights that each pass computes on.
+
+    Attributes:
+        lanes: passes and updates of every stage, first to last.
+        versions: ``versions[s][m]`` is the version of the weights on which stage s computes both passes of microbatch
+            m, so that its gradient is one of a single set of weights.
+        accumulated: microbatches of one update.
+    """
+
+    lanes: Lanes
+    versions: tuple[tuple[int, ...], ...]
+    accumulated: int
+
+    def staleness(self) -> tuple[int, ...]:
+        """Return for each stage the most updates that its weights lack: a device alone would have made them before."""
+        return tuple(max(m // self.accumulated - used for m, used in enumerate(own)) for own in self.versions)
+
+    def peak_versions(self) -> tuple[int, ...]:
+        """Return for each stage the most versions of its weights that are kept at once, the newest included."""
+        return tuple(max(_kept_versions(*of_stage)) for of_stage in zip(self.lanes, self.versions, strict=True))
+
+
+def _kept_versions(lane: Sequence[Action], versions: Sequence[int]) -> Iterator[int]:
+    """Yield how many versions a stage keeps at the start and after each action of its lane."""
+    # Also of microbatches that are still to come: with vertical sync they use weights that the stage has had for long.
+    needed = Counter(versions)
+    newest = 0
+    kept = {newest}
+    yield len(kept)
+    for action in lane:
+        assert action.microbatch is not None  # the builders below number all actions
+        before = newest
+        if action.kind is ActionKind.BACKWARD:
+            before = versions[action.microbatch]
+            needed[before] -= 1
+        elif action.kind is ActionKind.STEP:
+            newest += 1
+            kept.add(newest)
+        # The newest weights are what the next update starts from, whether a microbatch needs them or not.
+        if before != newest and not needed[before]:
+            kept.discard(before)
+        yield len(kept)
+
+
+def pipedream(stages: int | StageGraph, microbatches: int, vertical_sync: bool = False) -> AsynchronousRun:
+    """Build PipeDream's run: 1F1B without a flush, and an update of the stage after every backward.
+
+    A stage keeps the weights of a microbatch's forward for its backward (weight stashing). Stage s of k computes on
+    weights that lack k - 1 - s updates and keeps k - s versions. With vertical sync every stage uses the version that
+    the first one used: all lack k - 1 updates, and every stage keeps k versions. In a graph with branches, k - s is the
+    number of stages on the longest path from stage s to the end.
+
+    Args:
+        stages: number of stages of a chain, or the graph of the stages.
+        microbatches: number of microbatches of the run; each is a batch of its own.
+        vertical_sync: whether a microbatch sees the same version on all stages.
+
+    Raises:
+        ValueError: fewer than one stage or microbatch.
+    """
+    #     0   1   2   3   4   5   6   7   8   9  10  11
+    # 0   0   1   2   ·   · <0#   3 <1#   · <2#   · <3#      # is an update
+    # 1   ·   0   1   · <0#   2 <1#   3 <2#   · <3#   ·
+    # 2   ·   ·   0 <0#   1 <1#   2 <2#   3 <3#   ·   ·
+    graph = checked_stage_graph(stages, microbatches)
+    lags = [max(graph.depth_to_end) - 1 if vertical_sync else ahead - 1 for ahead in graph.depth_to_end]
+    versions = tuple(tuple(max(0, m - lag) for m in range(microbatches)) for lag in lags)
+    return AsynchronousRun(_with_updates(one_forward_one_backward(graph, microbatches), 1), versions, 1)
+
+
+def pipedream_2bw(stages: int | StageGraph, microbatches: int, batches: int) -> AsynchronousRun:
+    """Build PipeDream-2BW's run: gradients of a batch are accumulated, and two versions of the weights are enough.
+
+    All microbatches of batch t compute on the weights of max(0, t - 1) updates, on every stage: one update late.
+
+    Args:
+        stages: number of stages of a chain, k, or the graph of the stages, k of them on its longest path.
+        microbatches: number of microbatches of a batch, at least k - 1: with fewer, an update would come after the
+            first forward that needs it.
+        batches: number of batches of the run.
+
+    Raises:
+        ValueError: fewer than one stage, microbatch or batch, or fewer than k - 1 microbatches.
+    """
+    graph = checked_stage_graph(stages, microbatches)
+    if not isinstance(batches, int) or batches < 1:
+        raise ValueError(f"batches must be a whole number of at least 1, not {batches!r}")
+    least = max(graph.depth_to_end) - 1
+    if microbatches < least:
+        raise ValueError(
+            f"pipedream-2bw needs at least {least} microbatches in a batch for {least + 1} stages, not {microbatches}"
+        )
+    whole = microbatches * batches
+    versions = (tuple(max(0, m // microbatches - 1) for m in range(whole)),) * graph.stages
+    return AsynchronousRun(_with_updates(one_forward_one_backward(graph, whole), microbatches), versions, microbatches)
+
+
+def _with_updates(lanes: Lanes, every: int) -> Lanes:
+    """Put an update behind every backward that completes the gradient of ``every`` microbatches."""
+
+    def actions(lane: Sequence[Action]) -> Iterator[Action]:
+        for action in lane:
+            yield action
+            assert action.microbatch is not None  # lanes of 1F1B hold passes of microbatches only
+            if action.kind is ActionKind.BACKWARD and (action.microbatch + 1) % every == 0:
+                yield Action(ActionKind.STEP, action.stage, action.microbatch)
+
+    return tuple(tuple(actions(lane)) for lane in lanes)
