@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
-from polylane.cost.memory.recompute_choice import SavedValues, dropped_on_stages
+from polylane.cost.memory.recompute_budget import dropped_on_stages
+from polylane.cost.memory.recompute_choice import SavedValues
 from polylane.cost.memory.saved_by_operators import trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting
 from polylane.graph.batch import flatten
@@ -44,7 +45,7 @@ def stage_runner(
 def drop(graph: Graph, mode: str) -> DroppedTensors:
     """What the whole graph drops as one stage."""
     keeping = trace_saved_tensors(graph, BackendSetting(graph.samples))
-    return dropped_on_stages(Partition(graph, ()), [mode], keeping)[0]
+    return dropped_on_stages(Partition(graph, ()), [mode], [keeping])[0]
 
 
 def predicted(graph: Graph, dropped: DroppedTensors) -> PeakMemory:

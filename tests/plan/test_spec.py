@@ -40,9 +40,9 @@ def test_microbatches_are_left_open() -> None:
         ("data", "'data' is not of the form key=value"),
         (
             "dat=2",
-            "unknown key 'dat', known are data, pipeline, sequence, tensor, microbatches, chunks, schedule, precision, recompute, "
-            "every, warmup, outer, shard, within, wire, compress, servers, dedicated, staleness, slow, per_sample; "
-            "did you mean data?",
+            "unknown key 'dat', known are data, pipeline, sequence, tensor, microbatches, chunks, schedule, precision, "
+            "recompute, every, warmup, outer, shard, within, wire, compress, servers, dedicated, staleness, slow, "
+            "per_sample; did you mean data?",
         ),
         ("tensors=2", "unknown key 'tensors', known are data, pipeline, sequence"),
         ("tensors=2", "did you mean tensor?"),

@@ -17,7 +17,8 @@ from polylane.cost.memory import peak
 from polylane.cost.memory.intervals import Range
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.optimizer_state import OptimizerState
-from polylane.cost.memory.recompute_choice import drop_on_stage, union_of
+from polylane.cost.memory.recompute_budget import drop_on_stage
+from polylane.cost.memory.recompute_choice import union_of
 from polylane.cost.network import collectives as network
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.operators.training_options import TrainingOptions

@@ -30,7 +30,8 @@ from polylane.cost.memory.peak import (
     recompute_blocks,
     shard_trained_bytes,
 )
-from polylane.cost.memory.recompute_choice import SavedValues, dropped_on_stages
+from polylane.cost.memory.recompute_budget import dropped_on_stages
+from polylane.cost.memory.recompute_choice import SavedValues
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.cost.operators.training_options import TrainingOptions
@@ -80,7 +81,7 @@ def residence(model: nn.Module, example: Any, loss: Any = classify, **setting: A
 
 def recomputing(graph: Graph, keeping: SavedTensors, mode: str) -> LiveRanges:
     values = SavedValues(graph, keeping)
-    (dropped,) = dropped_on_stages(Partition(graph, ()), [mode], keeping)
+    (dropped,) = dropped_on_stages(Partition(graph, ()), [mode], [keeping])
     return LiveRanges(graph, keeping, dropped, values.pieces(dropped))
 
 

@@ -19,7 +19,6 @@ from polylane.cost.memory.attention_cores import find_attention_cores
 from polylane.cost.memory.saved_tensors import Key, SavedTensors
 from polylane.graph.cut_points import block_positions
 from polylane.graph.graph import Graph
-from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 
 
@@ -98,6 +97,18 @@ class SavedValues:
         return found
 
     @cached_property
+    def repeatable(self) -> frozenset[str]:
+        """Names of the nodes that may run again, or a part of them where a rank has several operators for one."""
+        names, keeping = self.graph.nodes, self.keeping
+        return frozenset(names[each.at].name for name, each in keeping.nodes.items() if name in keeping.repeatable)
+
+    def fixed_own(self, nodes: Collection[str]) -> float:
+        """Return the bytes that operators of some nodes save besides inputs and results and that are always kept."""
+        names, keeping = self.graph.nodes, self.keeping
+        each = (saved for name, saved in keeping.nodes.items() if name not in keeping.repeatable)
+        return float(sum(saved.own_bytes for saved in each if names[saved.at].name in nodes))
+
+    @cached_property
     def fixed(self) -> set[Key]:
         """The values of which some tensor cannot be computed again."""
         keeping = self.keeping
@@ -116,9 +127,7 @@ class SavedValues:
             staying: names of nodes whose values stay, and those that they view.
         """
         kept = {key for name in (*staying, *self.graph.outputs) for key in self.values_of.get(name, ())}
-        names, keeping = self.graph.nodes, self.keeping
-        able = {names[saved.at].name for name, saved in keeping.nodes.items() if name in keeping.repeatable}
-        again = frozenset(able.intersection(makers))
+        again = self.repeatable.intersection(makers)
         values = set[str]()
         for key, maker in self.makers.items():
             # All results of a node are dropped, or none.
@@ -157,13 +166,16 @@ class SavedValues:
         own = sum(self.own[name] for name in names)
         return RepeatedPiece(names, frozenset(made), own, frozenset(key for key in read if key in self.makers))
 
-    def on_stage(self, dropped: DroppedTensors, nodes: Collection[str], leaving: Collection[str]) -> DroppedTensors:
+    def on_stage(
+        self, dropped: DroppedTensors, nodes: Collection[str], leaving: Collection[str], is_best: bool = False
+    ) -> DroppedTensors:
         """Return what a stage drops: not what leaves it, and no piece for which more must be kept than it drops.
 
         Args:
             dropped: what would be dropped of the whole graph.
             nodes: names of the stage's nodes.
             leaving: names of the nodes whose values other stages read.
+            is_best: whether it is known already that every piece is worth what must be kept for it.
         """
         sent = {key for name in leaving for key in self.values_of.get(name, ())}
         staying = {name for key in sent for name in self.views[key]}
@@ -174,7 +186,7 @@ class SavedValues:
             # Kept for the second run alone: not saved otherwise, nor held because it crosses between stages.
             more = {key for key in piece.read - sent if self.makers[key] in nodes}
             more = {key for key in more if inside.isdisjoint(self.savers.get(key, ()))}
-            if self.bytes(more) < self.bytes(piece.dropped) + piece.own:
+            if is_best or self.bytes(more) < self.bytes(piece.dropped) + piece.own:
                 again |= piece.names
         # A view of a value that is kept is kept with it.
         made = {name for key, maker in self.makers.items() if maker in again for name in self.views[key]}
@@ -188,14 +200,25 @@ def drop_in_blocks(values: SavedValues, bounds: Sequence[int]) -> DroppedTensors
         values: the values of the graph.
         bounds: positions at which blocks begin and end, both ends of the graph included.
     """
-    block_of = {i: number for number, first in enumerate(bounds) for i in range(first, len(values.graph.nodes))}
-    positions = values.graph.positions
-    crossing = {
-        values.makers[key]
-        for key, last in values.last_reads.items()
-        if key in values.makers and block_of[positions[values.makers[key]]] != block_of[last]
-    }
+    crossing = [values.makers[key] for key in crossing_values(values, bounds)]
     return values.drop([node.name for node in values.graph.nodes], crossing)
+
+
+def crossing_values(values: SavedValues, bounds: Sequence[int] | None = None) -> set[Key]:
+    """Return the values that cross between blocks.
+
+    Args:
+        values: the values of the graph.
+        bounds: positions at which blocks begin and end; default: :func:`polylane.graph.cut_points.block_positions`.
+    """
+    bounds = block_positions(values.graph) if bounds is None else bounds
+    block_of = {i: number for number, first in enumerate(bounds) for i in range(first, len(values.graph.nodes))}
+    positions, makers = values.graph.positions, values.makers
+    return {
+        key
+        for key, last in values.last_reads.items()
+        if key in makers and block_of[positions[makers[key]]] != block_of[last]
+    }
 
 
 def drop_regions(values: SavedValues, regions: Sequence[Collection[str]]) -> DroppedTensors:
@@ -211,29 +234,6 @@ def drop_regions(values: SavedValues, regions: Sequence[Collection[str]]) -> Dro
             if node.name not in region:
                 leaving.update(region.intersection(node.inputs))
     return values.drop(inside, leaving)
-
-
-def dropped_on_stages(
-    partition: Partition, recompute: Sequence[str], keeping: SavedTensors
-) -> tuple[DroppedTensors, ...]:
-    """Return what the forward passes of every stage drop.
-
-    Args:
-        partition: the graph and its cuts into stages.
-        recompute: of every stage, what it recomputes, as :func:`polylane.plan.recompute.check_recompute` returns it.
-        keeping: what the graph's operators save at the samples of a microbatch.
-    """
-    values = SavedValues(partition.graph, keeping)
-    return tuple(drop_on_stage(values, partition, stage, mode) for stage, mode in enumerate(recompute))
-
-
-def drop_on_stage(values: SavedValues, partition: Partition, stage: int, mode: str) -> DroppedTensors:
-    """Return what the forward passes of one stage drop; arguments as of :func:`dropped_on_stages`."""
-    dropped = drop_by_mode(values, mode)
-    if not dropped:
-        return dropped
-    leaving = {crossing.value for crossing in partition.crossings if crossing.producer == stage}
-    return values.on_stage(dropped, {node.name for node in partition.nodes(stage)}, leaving)
 
 
 def drop_by_mode(values: SavedValues, mode: str) -> DroppedTensors:

@@ -105,7 +105,7 @@ def bind_program(
         autocast=autocast,
         dtypes=dtypes,
         in_halves=splits_backward(plan.schedule),
-        dropped=find_dropped_tensors(partition, plan, any(a.kind in WEIGHT_PASSES for a in program.actions)),
+        dropped=find_dropped_tensors(partition, plan, compiled.layouts, _has_backward(program)),
     )
     runners, reducers = dict[int, StageRunner](), dict[int, AllReducer]()
     for stage, buckets in _buckets_by_stage(program, plan, codec).items():
@@ -199,6 +199,10 @@ def _buckets_by_stage(
         else:
             found[max(using, key=lambda stage: last.get(stage, -1))].append(bucket)
     return {stage: tuple(buckets) for stage, buckets in found.items()}
+
+
+def _has_backward(program: Program) -> bool:
+    return any(action.kind in WEIGHT_PASSES for action in program.actions)
 
 
 def _used_names(program: Program) -> set[str]:
