@@ -19,6 +19,11 @@ from plan_files import MESH, edited, refusal
         ),
         ({"stages.0.node": ["a", "b"]}, "stages.0.node is not a key of a plan; known there are nodes, devices, mesh,"),
         ({"stages": None}, "stages is missing"),
+        (
+            {"recompute": "some"},
+            "recompute must be none, selective, full, or a budget such as budget:200MB, not 'some'",
+        ),
+        ({"stages.1.recompute": "budget:0MB"}, "stages.1.recompute must be none, selective, full, or a budget"),
         ({"stages": 3}, "stages must be a list, not 3"),
         ({"stages": []}, "stages: there must be at least one"),
         ({"graph.id": None}, "graph.id is missing"),

@@ -211,7 +211,7 @@ def compile_training(
         _check_sync(chosen, partitions, couples)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
         compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
-        _check_budgets(chosen, compiled.values())
+        _check_budgets(chosen, compiled.values(), problem.in_float64)
         training = CompiledTraining(
             model=problem.model,
             objectives=MappingProxyType(problem.objectives),
@@ -283,11 +283,11 @@ def _known_batch_layouts(graph: Graph, plan: Spec | Plan) -> Mapping[str, BatchL
     return derive_composition(graph, plan.per_sample).batch_layouts if plan.resplits_batch else {}
 
 
-def _check_budgets(plan: Plan, graphs: Iterable[CompiledGraph]) -> None:
+def _check_budgets(plan: Plan, graphs: Iterable[CompiledGraph], in_float64: bool) -> None:
     """Refuse budgets of recomputation that no stage can keep, before any worker starts."""
     if any(budget_bytes(plan.recompute_of(stage)) for stage in range(plan.pipeline)):
         for graph in graphs:
-            find_dropped_tensors(graph.partition, plan, graph.layouts)
+            find_dropped_tensors(graph.partition, plan, graph.layouts, in_float64)
 
 
 def _check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples: bool) -> None:

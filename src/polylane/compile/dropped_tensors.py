@@ -16,7 +16,7 @@ from polylane.sharding.stage_layouts import StageLayouts
 
 
 def find_dropped_tensors(
-    partition: Partition, plan: Plan, layouts: StageLayouts, trains: bool = True
+    partition: Partition, plan: Plan, layouts: StageLayouts, in_float64: bool = False, trains: bool = True
 ) -> tuple[DroppedTensors, ...]:
     """Return what every stage drops: it follows from the graph and the plan alone, so that all workers find the same.
 
@@ -24,6 +24,7 @@ def find_dropped_tensors(
         partition: the graph and its cuts into stages.
         plan: the plan, with its ``recompute`` for all stages or each.
         layouts: how the operators of every stage are sharded.
+        in_float64: whether a training in float32 is proven in float64: budgets hold twice the bytes.
         trains: whether there are backward passes at all.
 
     Raises:
@@ -47,6 +48,6 @@ def find_dropped_tensors(
             calls, splits = layout.at(graph.samples)
             keeping.append(saved_on_rank(graph, setting, calls, splits, layout.view.aliases))
     try:
-        return dropped_on_stages(partition, modes, keeping)
+        return dropped_on_stages(partition, modes, keeping, 2.0 if in_float64 else 1.0)
     except PolylaneError as error:
         raise PolylaneError(f"{plan.title}: {error}") from None

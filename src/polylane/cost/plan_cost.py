@@ -155,7 +155,8 @@ class PlanCost:
         if stage not in self._tables:
             stages, recompute = self.basis.stages, self.basis.method.recompute
             table = self._table(stage)
-            if recompute != "none":
+            # What the plan says is what the runtime runs again; the option is for whole blocks, as others run them.
+            if recompute != NONE and self.plan.recompute_of(stage) == NONE:
                 table = add_recomputation(table, stages.recompute_counts(recompute))
             elif self.dropped_tensors:
                 table = add_recomputation(table, stages.repeat_counts(self.dropped_tensors))
@@ -275,7 +276,7 @@ class PlanCost:
 
         need = held(pieces)
         # Full recomputation prices every block as a stage of its own, then combines them.
-        if basis.method.recompute == "full":
+        if basis.method.recompute == "full" and self.plan.recompute_of(stage) == NONE:
             need = peak.recompute_blocks(need, [held([each]) for each in self._block_bounds(stage)])
         return need
 

@@ -172,7 +172,7 @@ class StageBudget:
 
 
 def dropped_on_stages(
-    partition: Partition, recompute: Sequence[str], keeping: Sequence[SavedTensors]
+    partition: Partition, recompute: Sequence[str], keeping: Sequence[SavedTensors], scale: float = 1.0
 ) -> tuple[DroppedTensors, ...]:
     """Return what the forward passes of every stage drop.
 
@@ -180,6 +180,7 @@ def dropped_on_stages(
         partition: the graph and its cuts into stages.
         recompute: of every stage, what it recomputes: "none", "selective", "full" or "budget:BYTES".
         keeping: of every stage, what the graph's operators save on one of its ranks, at the samples of a microbatch.
+        scale: factor of budgets, where elements are wider than in the training that they were said for.
 
     Raises:
         PolylaneError: a budget that nothing meets; with the least that would do.
@@ -189,7 +190,7 @@ def dropped_on_stages(
         if id(each) not in seen:
             seen[id(each)] = SavedValues(partition.graph, each)
     return tuple(
-        drop_on_stage(seen[id(keeping[stage])], partition, stage, mode) for stage, mode in enumerate(recompute)
+        drop_on_stage(seen[id(keeping[stage])], partition, stage, mode, scale) for stage, mode in enumerate(recompute)
     )
 
 
@@ -202,13 +203,15 @@ def format_least(size: float) -> str:
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0))
 
 
-def drop_on_stage(values: SavedValues, partition: Partition, stage: int, mode: str) -> DroppedTensors:
+def drop_on_stage(
+    values: SavedValues, partition: Partition, stage: int, mode: str, scale: float = 1.0
+) -> DroppedTensors:
     """Return what the forward passes of one stage drop, at the samples of ``values``.
 
     Args:
         values: what the graph makes and saves on a rank of the stage.
         partition, stage: the graph's cuts into stages, and the number of the stage.
-        mode: as for :func:`dropped_on_stages`.
+        mode, scale: as for :func:`dropped_on_stages`.
 
     Raises:
         PolylaneError: a budget that nothing meets; with the least that would do.
@@ -220,9 +223,9 @@ def drop_on_stage(values: SavedValues, partition: Partition, stage: int, mode: s
         dropped = drop_by_mode(values, mode)
         return values.on_stage(dropped, nodes, leaving) if dropped else dropped
     program = StageBudget(values, nodes, leaving)
-    found = program.solve(budget)
+    found = program.solve(budget * scale)
     if found is None:
-        least = program.least().kept_bytes
+        least = program.least().kept_bytes / scale
         raise PolylaneError(
             f"recompute: stage {stage} needs a budget of {format_least(least)} at least for what a microbatch keeps "
             f"between its passes, and {mode.removeprefix(BUDGET)} is less: give it that, or use more microbatches"

@@ -105,7 +105,7 @@ def bind_program(
         autocast=autocast,
         dtypes=dtypes,
         in_halves=splits_backward(plan.schedule),
-        dropped=find_dropped_tensors(partition, plan, compiled.layouts, _has_backward(program)),
+        dropped=_find_dropped(program, compiled, holding),
     )
     runners, reducers = dict[int, StageRunner](), dict[int, AllReducer]()
     for stage, buckets in _buckets_by_stage(program, plan, codec).items():
@@ -201,8 +201,10 @@ def _buckets_by_stage(
     return {stage: tuple(buckets) for stage, buckets in found.items()}
 
 
-def _has_backward(program: Program) -> bool:
-    return any(action.kind in WEIGHT_PASSES for action in program.actions)
+def _find_dropped(program: Program, compiled: CompiledGraph, holding: LocalModel) -> tuple[DroppedTensors, ...]:
+    """Return what every stage drops, to recompute it in the backward passes of the program, if it has any."""
+    prepared, trains = holding.prepared, any(action.kind in WEIGHT_PASSES for action in program.actions)
+    return find_dropped_tensors(program.partition, prepared.plan, compiled.layouts, prepared.in_float64, trains)
 
 
 def _used_names(program: Program) -> set[str]:
