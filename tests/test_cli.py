@@ -29,7 +29,7 @@ from polylane.commands.requests import RecipeRequest
 from polylane.compile.compiled_training import compile_training
 from polylane.cost.integer_program import IntegerProgram
 from polylane.observe.timeline import Timeline
-from polylane.plan import plan as plans
+from polylane.plan import plan_file as plans
 from polylane.verify import verify as verification
 
 RECIPE = """
@@ -285,6 +285,11 @@ def test_version() -> None:
             "--svg is for one schedule: with --compare, --htm",
         ),
         ("lanes --compare --stages 2 --microbatches 2 --forward 1,2,3", "3 durations for 2 stages"),
+        (
+            "lanes 1f1b --stages 2 --microbatches 2 --live 1",
+            "a bound on live microbatches is for auto: 1f1b holds what",
+        ),
+        ("lanes auto --stages 99 --microbatches 99", "auto searches orders of at most 2,048 forward passes, not 9,801"),
         ("lanes afab --stages 2 --microbatches 2 --svg tiny.py/a.svg", "tiny.py/a.svg cannot be written"),
     ],
 )
@@ -391,7 +396,8 @@ def test_lanes_as_json_and_pictures(tmp_path: Path) -> None:
         ("stages: [a, b]", "stages must be a mapping from a stage's name to what it comes after"),
         ("stages: {a: , b: {after: [c]}}", "stages.b.after: there is no stage 'c', known are a, b"),
         ("stages: {a: {after: [b]}, b: {after: [a]}}", "stages a -> b -> a wait for each other"),
-        ("stages: {a: {ticks: 2}}", "stages.a: a stage may say after: [names of stages], forward: ticks and"),
+        ("stages: {a: {ticks: 2}}", "stages.a: a stage may say after: [names of stages], forward: ticks, backward"),
+        ("stages: {a: {weight: 3}}", "the weight half of stage 0 takes 3 ticks, its whole backward only 2"),
         ("stages: {a: {forward: -1}}", "forward must be a duration of at least 0 ticks"),
         ("stages: {a: , a: }", "a is there twice"),
     ],
@@ -420,6 +426,8 @@ def test_lanes_of_branches() -> None:
         ("interleaved --stages 4 --chunks 1 --microbatches 8", 96, 132, [4, 3, 2, 1]),
         ("afab --stages 4 --microbatches 8 --hop 1", 96, 156, [8, 8, 8, 8]),
         ("1f1b --stages 4 --microbatches 8 --hop 1", 96, 196, [4, 3, 2, 1]),
+        ("auto --stages 4 --microbatches 8 --hop 1 --live 4", 96, 156, [4, 4, 3, 2]),
+        ("auto --stages 4 --microbatches 8 --chunks 2", 192, 204, [4, 4, 4, 4]),
         ("zb-h1 --stages 4 --microbatches 8 --backward 3 --weight 1", 128, 152, [4, 4, 4, 4]),
     ],
 )
@@ -441,14 +449,16 @@ def test_lanes_compared(tmp_path: Path) -> None:
         "zb-h1": 27,
         "zb-h2": 27,
         "zb-v, 2 chunks": 25.5,
+        "auto, 4 live": 27,
+        "auto": 27,
         "pipedream": 33,
         "pipedream, vertical sync": 33,
         "pipedream-2bw, 2 batches": 57,
     }
-    assert [round(each["messages_over_1f1b"] * 3) for each in told["schedules"]] == [3, 3, 3, 7, 3, 3, 6, 3, 3, 3]
-    assert [max(each["peak_live_microbatches"]) for each in told["schedules"]] == [1, 8, 4, 5.5, 4, 7, 4, 4, 4, 4]
+    assert [round(each["messages_over_1f1b"] * 3) for each in told["schedules"]] == [3] * 3 + [7, 3, 3, 6] + [3] * 5
+    assert [max(each["peak_live_microbatches"]) for each in told["schedules"]] == [1, 8, 4, 5.5, 4, 7] + [4] * 6
     assert by_title["zb-h2"]["worker_utilization"] == [1] * 4 and told["left_out"] == {}
-    assert page.read_text().count("<svg") == 10 and "pipedream-2bw" in page.read_text()
+    assert page.read_text().count("<svg") == 12 and "pipedream-2bw" in page.read_text()
     shown = call(*line).stdout
     assert re.search(r"zb-v, 2 chunks +25.5 +94.1 % +100.0 % +- +4 +1 +0 +2 x", shown)
 

@@ -43,6 +43,19 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
     assert not [name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "src/polylane"))]
 
 
+PICTURE = re.compile(r"```\n\$ (polylane lanes [^\n]*)\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"), PICTURE.findall((ROOT / "docs/schedules.md").read_text()), ids=lambda text: text.split("\n")[0]
+)
+def test_pictures_of_schedules_are_those_of_the_command(line: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To draw them again after a change: COLUMNS=120, and the lines without blanks at their ends."""
+    monkeypatch.setenv("COLUMNS", "120")
+    drawn = CliRunner().invoke(app, shlex.split(line)[1:])
+    assert "".join(f"{each.rstrip()}\n" for each in drawn.stdout.splitlines()) == shown
+
+
 def block(page: str, language: str, contains: str) -> str:
     """A block of code that is shown."""
     found = re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

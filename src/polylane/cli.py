@@ -298,6 +298,7 @@ def lanes(
     chunks: options.Chunks = None,
     batches: options.Batches = None,
     vertical_sync: options.VerticalSync = False,
+    live: options.Live = None,
     forward: options.ForwardTicks = "1",
     backward: options.BackwardTicks = "2",
     weight: options.WeightTicks = None,
@@ -313,8 +314,9 @@ def lanes(
 
     interleaved and zb-v cut each stage into chunks (a, b, ...); durations are then those of a chunk. zb-h1, zb-h2 and
     zb-v run backward passes in two halves: input gradients, then weight gradients. pipedream (a batch is one
-    microbatch) and pipedream-2bw are drawn as runs with updates, but no plan runs them. --compare draws all schedules
-    of one model, whose stages keep their durations when they are cut into chunks.
+    microbatch) and pipedream-2bw are drawn as runs with their updates. auto is the order that a search finds for these
+    durations, within --live microbatches on a worker. --compare draws all schedules of one model, whose stages keep
+    their durations when they are cut into chunks.
 
     \b
     Examples:
@@ -334,6 +336,7 @@ def lanes(
         microbatches=microbatches,
         batches=batches,
         vertical_sync=vertical_sync,
+        live=live,
         forward=forward,
         backward=backward,
         weight=weight,

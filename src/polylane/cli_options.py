@@ -74,7 +74,9 @@ Warmup = Annotated[
     int, typer.Option("--warmup", metavar="S", min=0, help="Steps in which learning rates rise to their full value.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-ScheduleName = Literal["naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw"]
+ScheduleName = Literal[
+    "naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw", "auto"
+]
 Compare = Annotated[bool, typer.Option("--compare", help="All schedules side by side, in place of one.")]
 Chunks = Annotated[
     int | None,
@@ -87,6 +89,10 @@ Batches = Annotated[
 ]
 VerticalSync = Annotated[
     bool, typer.Option("--vertical-sync", help="The stages of pipedream use the same version of their weights.")
+]
+Live = Annotated[
+    int | None,
+    typer.Option("--live", metavar="L", min=1, help="Most live microbatches of a worker, for auto. Default: all."),
 ]
 ForwardTicks = Annotated[
     str, typer.Option("--forward", metavar="TICKS", help="Time of one forward; 1,2,1 for stages that differ.")

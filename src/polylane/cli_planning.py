@@ -53,6 +53,16 @@ _Every = Annotated[
 ]
 
 
+_Reserve = Annotated[
+    str | None,
+    typer.Option(
+        "--reserve",
+        metavar="SHARE|SIZE",
+        help='Memory that a found plan leaves free on every device, as in 5% or "2 GiB". Default: 5%.',
+    ),
+]
+
+
 def probe(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Measure this machine into a cluster file.")
@@ -130,6 +140,7 @@ def simulate(
     profile: _Profile = False,
     chunks: _Chunks = 1,
     every: _Every = None,
+    reserve: _Reserve = None,
     json: Json = False,
 ) -> None:
     """Predict a step of a plan on a cluster that need not be there.
@@ -156,6 +167,7 @@ def simulate(
         recompute=recompute,
         shard=shard,
         overlap=overlap,
+        reserve=reserve,
         profile=profile,
         plan=plan,
         slow=tuple(slow or ()),
@@ -168,27 +180,35 @@ def simulate(
     command.run(request)
 
 
+# Options of plan alone.
+_Fixed = Annotated[
+    str | None,
+    typer.Option(
+        "--plan", metavar="KEYS", help="Keys that the plan must have, as in data=2,shard=parameters. Default: none."
+    ),
+]
+_MostWorkers = Annotated[
+    int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most. Default: all.")
+]
+_Memory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help='Memory of a worker, as in "30 GiB". Default: all but --reserve.'),
+]
+
+
 def plan(
     recipe: Recipe,
     cluster: _Cluster,
     batch: Batch = 64,
     set_: Set = None,
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            "--plan", metavar="KEYS", help="Keys that the plan must have, as in data=2,shard=parameters. Default: none."
-        ),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", metavar="N", min=1, help="How many devices to use at most. Default: all.")
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help='Memory of a worker, as in "30 GB". Default: all.')
-    ] = None,
+    plan: _Fixed = None,
+    workers: _MostWorkers = None,
+    memory: _Memory = None,
     dtype: _Dtype = "float32",
     recompute: _Recompute = "none",
     shard: _Shard = None,
     every: _Every = None,
+    reserve: _Reserve = None,
     top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many plans to show.")] = 5,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the best plan as a file.")
@@ -198,13 +218,14 @@ def plan(
 ) -> None:
     """Find the fastest plan for a cluster, and say why it is.
 
-    Compares replicas, pipelines, split operators, stages with meshes of their own and numbers of microbatches by
-    estimated times, and simulates the best of them. Says what bounds the best plan, what would make it faster, and what
-    does not fit.
+    Compares replicas and what they share out, pipelines, split operators, stages with meshes of their own and numbers
+    of microbatches by estimated times, and simulates the best of them. Says what bounds the best plan, what would make
+    it faster, and what does not fit. What changes a training's numbers (every=, wire=, ...) is never chosen unasked.
 
     \b
     Examples:
       polylane plan examples/gpt.py --cluster 8:a100-80g --batch 256 --dtype bfloat16 -o plan.yaml
+      polylane plan examples/gpt.py --cluster 8:a100-80g --plan data=4,shard=parameters --reserve "4 GiB"
       polylane plan examples/gpt.py --cluster 2x1:gtx-1080-ti --set hidden=1024 --set layers=24
     """
     from polylane.commands import plan as command
@@ -219,6 +240,7 @@ def plan(
         recompute=recompute,
         shard=shard,
         every=every,
+        reserve=reserve,
         profile=profile,
         plan=plan,
         workers=workers,

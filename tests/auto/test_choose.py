@@ -106,6 +106,6 @@ def test_nothing_fits_is_said_with_what_is_needed() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 60_000), nn.Linear(60_000, 60_000), nn.Linear(60_000, 4)).double()
     with pytest.raises(
-        PolylaneError, match=r"plan auto: nothing fits on 2 workers with [\d.]+ GB each, .* needs [\d.]+ GB"
+        PolylaneError, match=r"plan auto: nothing fits on 2 workers with [\d.]+ GiB each, .* needs [\d.]+ GiB"
     ):
         chosen(model, (2,), "2:cpu")

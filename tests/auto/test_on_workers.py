@@ -21,7 +21,8 @@ from polylane.auto import choose as auto
 from polylane.auto import on_workers
 from polylane.auto.plan_broadcast import compute_on_rank0
 from polylane.errors import PeerLost, PolylaneError, WorkerFailed
-from polylane.plan.plan import Plan, dump
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import dump
 from polylane.probe import machine
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from polylane.runtime.workers.world import World

@@ -10,6 +10,7 @@ from polylane.cluster.cluster import Cluster, Hosts, Links, ranks_along
 from polylane.cluster.device import Device
 from polylane.cluster.link import Link
 from polylane.cluster.rank_span import Level
+from polylane.cluster.spec import parse
 from polylane.errors import PolylaneError
 
 FAST = Device(kind="fast", memory=80 * 10**9, flops={"bfloat16": 3e14}, achieved={"bfloat16": 2e14}, bandwidth=2e12)
@@ -211,3 +212,15 @@ def test_tensor_parallelism_stays_in_a_host_and_data_parallelism_crosses_them() 
         "pipeline": Level.RACK,
         "tensor": Level.HOST,
     }
+
+
+def test_what_is_remembered_of_groups_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches over large clusters ask for ever new groups; of groups that are spread alike one is kept."""
+    monkeypatch.setattr("polylane.cluster.cluster._REMEMBERED", 4)
+    cluster = parse("64x8:a100-80g")
+    first = cluster.span(range(8))
+    assert cluster.span(range(8, 16)) is first
+    for count in range(2, 40):
+        cluster.span(range(count))
+    assert len(cluster._spans) <= 4 and len(cluster._shapes) <= 4
+    assert cluster.span(range(8)).ranks == first.ranks == 8

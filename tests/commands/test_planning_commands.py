@@ -16,7 +16,7 @@ import covering
 from polylane.cli import app
 from polylane.commands.requests import WorkersRequest
 from polylane.commands.user_inputs import choose_plan
-from polylane.plan.plan import load
+from polylane.plan.plan_file import load
 
 RECIPE = """
 import torch

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 import jobs
 from polylane.cluster.cluster import Cluster
@@ -15,6 +17,7 @@ from polylane.cost.network.collectives import collective_seconds
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict
 from polylane.errors import PolylaneError
+from polylane.graph.capture.capture import capture
 from polylane.observe.timeline import Span, Timeline
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
@@ -146,6 +149,17 @@ def test_a_line_says_sites_as_a_file_does() -> None:
     line = parse("2x1x2:a100-80g,sites=internet-1g")
     for period in (1, 32):
         assert predicted("data=4", period, line).seconds == predicted("data=4", period, file).seconds
+
+
+def test_replicas_that_step_alone_share_no_statistics() -> None:
+    """Batch normalization then sees the samples of one replica: nothing is summed inside its passes."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+    trainable = [name for name, _ in model.named_parameters()]
+    basis = jobs.basis(capture(model, jobs.mean_square, torch.zeros(2, 16), trainable=trainable), "4:a100-80g")
+    lines = ("data=4", "data=4,every=4", "data=4,servers=1,staleness=2", "data=4,servers=1")
+    waits = [predict(basis, *setup.fit_plan(basis, spec_of(s), 64), 64).stages[0].passes.waits for s in lines]
+    assert waits[0] == waits[3] > 0 and waits[1] == waits[2] == 0
 
 
 # What is refused -----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ def table(**given: list[float]) -> CostTable:
         "backward_issued",
         "stalled",
         "backward_stalled",
+        "backward_weight",
     )
     arrays = {name: np.concatenate([[0.0], np.cumsum(given.get(name, [0.0, 0.0]))]) for name in names}
     return CostTable(1, **arrays)

@@ -17,7 +17,8 @@ import covering
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
-from polylane.plan.plan import Plan, load
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import load
 from polylane.runtime.job import Job
 from polylane.schedule.stage_graph import StageGraph
 from training import assert_state, batch_of, workers

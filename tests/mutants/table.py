@@ -78,7 +78,7 @@ PASSES = [
     ),
     Mutant(
         "samples-counted-off-by-one", "the mean is over one sample less than there are",
-        "runtime.pipeline.executor:Executor.run",
+        "runtime.pipeline.executor:Executor._begin",
         "sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples",
         "batch.samples - 1",
         COVERING, gpt="data=2", network="data=2",
@@ -529,7 +529,7 @@ SERVERS = [
     ),
     Mutant(
         "apart-divided-by-all", "a replica that goes its own way takes its mean over the samples of all replicas",
-        "runtime.pipeline.executor:Executor.run",
+        "runtime.pipeline.executor:Executor._begin",
         "sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples",
         "batch.samples",
         "tests/runtime/sync/test_local_sgd.py", gpt="data=2,servers=1,staleness=1", network="data=2,every=2",
@@ -601,7 +601,7 @@ PRICES = [
     Mutant(
         "hop-for-nothing", "a simulated value is at once on the next stage",
         "cost.simulator.schedule_tasks:_SchedulePasses.__init__",
-        'TransferTime(latency=_per_stage("hop", [hop], 1)[0])',
+        "TransferTime(latency=ticks)",
         "TransferTime()",
         "tests/cost/simulator/test_schedule_tasks.py", unseen="a prediction",
     ),

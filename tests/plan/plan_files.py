@@ -11,7 +11,8 @@ import yaml
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.plan.fit_to_graph import plan_from_partition
-from polylane.plan.plan import Plan, dump, load
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import dump, load
 from polylane.plan.spec import Spec
 from synthetic import chain
 

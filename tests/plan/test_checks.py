@@ -10,7 +10,8 @@ from plan_files import GRAPH, PLAN
 
 from polylane.errors import PolylaneError
 from polylane.plan.fit_to_graph import partition_for
-from polylane.plan.plan import Plan, dump, load
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import dump, load
 from polylane.plan.stage import Stage
 from training import batch_of, mlp, workers
 

@@ -13,7 +13,8 @@ from plan_files import GRAPH, MESH, PLAN, edited, refusal
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.plan.fit_to_graph import partition_for, plan_from_partition, with_fingerprint
-from polylane.plan.plan import Plan, dump, load
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import dump, load
 from polylane.plan.spec import Spec, default_microbatches, parse
 from synthetic import chain, graph
 

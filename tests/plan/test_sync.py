@@ -9,7 +9,8 @@ import pytest
 from plan_files import PLAN, edited, refusal
 
 from polylane.errors import PolylaneError
-from polylane.plan.plan import Plan, dump, load
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import dump, load
 from polylane.plan.spec import parse
 from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SUM, OuterOptimizer, PowerSGDOptions, SyncOptions, TopKOptions

@@ -14,8 +14,8 @@ from plan_files import MESH, edited, refusal
     [
         (
             {"stagse": []},
-            "stagse is not a key of a plan; known there are polylane, graph, stages, schedule, microbatches, sync, "
-            "precision, recompute, slow, per_sample; did you mean stages?",
+            "stagse is not a key of a plan; known there are polylane, graph, stages, schedule, vertical_sync, "
+            "microbatches, sync, precision, recompute, slow, per_sample; did you mean stages?",
         ),
         ({"stages.0.node": ["a", "b"]}, "stages.0.node is not a key of a plan; known there are nodes, devices, mesh,"),
         ({"stages": None}, "stages is missing"),
@@ -29,7 +29,11 @@ from plan_files import MESH, edited, refusal
         ({"graph.id": None}, "graph.id is missing"),
         ({"graph.nodes": "many"}, "graph.nodes must be a whole number, not 'many'"),
         ({"polylane": 2}, "polylane: 2 is a form that this version cannot read"),
-        ({"schedule": "gpipe"}, "schedule must be naive, afab, 1f1b, interleaved, zb-h1, zb-h2 or zb-v, not 'gpipe'"),
+        (
+            {"schedule": "gpipe"},
+            "schedule must be naive, afab, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream or pipedream-2bw, not "
+            "'gpipe'",
+        ),
         ({"microbatches": 0}, "microbatches must be at least 1, not 0"),
         ({"microbatches": 2.5}, "microbatches must be a whole number, not 2.5"),
         ({"microbatches": True}, "microbatches must be a whole number, not True"),
@@ -82,7 +86,8 @@ def test_a_wrong_file(changes: dict[str, Any], says: str, tmp_path: Path) -> Non
         ("stages:", "stages must be a list, not empty"),
         (
             "stags: []",
-            "stags is not a key of a plan; known there are polylane, graph, stages, schedule, microbatches, ",
+            "stags is not a key of a plan; known there are polylane, graph, stages, schedule, vertical_sync, "
+            "microbatches, ",
         ),
         ("when: 2024-13-45", "is not YAML: month must be in 1..12"),
         ("\xff", "is not YAML"),

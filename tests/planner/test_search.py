@@ -91,7 +91,7 @@ def test_what_was_passed_over_is_looked_at_where_all_others_turn_out_too_big(mon
     graph, cluster = jobs.blocks(4, 256), "8:a100-80g,link=pcie-3"
     seen = list[int]()
 
-    def exact(estimates: object, candidates: list[RatedPlan], top: int, finalists: int) -> object:
+    def exact(estimates: object, candidates: list[RatedPlan], top: int, finalists: int, told: object) -> object:
         seen.append(len(candidates))
         return (
             ([], {id(c): c for c in candidates}) if len(seen) == 1 else ([realize_plan(estimates, candidates[-1])], {})

@@ -15,6 +15,7 @@ import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
+from polylane.profiling import time_operators
 from polylane.profiling.time_operators import measure
 from synthetic import node_seconds
 
@@ -83,3 +84,23 @@ def test_estimates_count_the_backward_pass() -> None:
     trained = node_seconds(capture(nn.Linear(16, 4), models.classify, batch))
     frozen = node_seconds(capture(nn.Linear(16, 4), models.classify, batch, trainable=()))
     assert trained == pytest.approx([3 * each for each in frozen])
+
+
+def test_slices_of_different_dimensions_are_timed_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the rows and half of the columns: one is a block of memory, the other is not."""
+    seen = list[tuple[Any, ...]]()
+    timed = time_operators._timed
+
+    def watched(node: Any, values: Any, wait: Any) -> Any:
+        if "slice" in node.meta["op"]:
+            seen.append(tuple(node.args[1:]))
+        return timed(node, values, wait)
+
+    monkeypatch.setattr(time_operators, "_timed", watched)
+    model, batch = nn.Linear(32, 32), torch.zeros(4, 32)
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).mean() + model.weight[:16].sum() + model.weight[:, :16].sum()
+
+    measure(capture(model, loss, batch), model, loss, [batch])
+    assert {(0, 0, 16), (1, 0, 16)} <= set(seen)

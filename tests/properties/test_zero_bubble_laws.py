@@ -118,10 +118,12 @@ def test_live_microbatches(k: int, n: int, f: int, i: int, c: int) -> None:
             assert peaks == (min(n, most),) * k
 
 
-@given(st.sampled_from(["zb-h1", "zb-h2"]), workers, microbatches, ticks, ticks, ticks)
+@given(st.sampled_from(["zb-h1", "zb-h2"]), workers, microbatches, ticks, ticks, ticks, st.integers(0, 4))
 @settings(deadline=None)
-def test_never_longer_than_1f1b(name: str, k: int, n: int, f: int, i: int, w: int) -> None:
-    assert played(name, k, n, f, i, w).makespan() <= (n + k - 1) * (f + i + w)
+def test_never_longer_than_1f1b(name: str, k: int, n: int, f: int, i: int, w: int, c: int) -> None:
+    whole = simulate_schedule(schedule_lanes("1f1b", k, n), f, i + w, c).makespan()
+    assert played(name, k, n, f, i, w, c).makespan() <= whole
+    assert c or whole == (n + k - 1) * (f + i + w)
 
 
 @given(workers, microbatches, ticks)

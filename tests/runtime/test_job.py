@@ -21,7 +21,7 @@ from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Timeline
-from polylane.plan.plan import dump, load
+from polylane.plan.plan_file import dump, load
 from polylane.recipe import Mean
 from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job

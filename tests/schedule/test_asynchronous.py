@@ -6,9 +6,9 @@ import pytest
 
 from polylane.inspection.schedule_report import ScheduleShape, draw_schedule, lanes_summary
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.asynchronous import pipedream, pipedream_2bw
-from polylane.schedule.schedules import ASYNCHRONOUS, assign_stages, live_bound, schedule_lanes
+from polylane.schedule.asynchronous import pipedream, pipedream_2bw, steady_step, steps_in_flight, weight_delays
 from polylane.schedule.stage_graph import StageGraph
+from polylane.schedule.synchronous import one_forward_one_backward
 
 SIGNS = {ActionKind.FORWARD: "", ActionKind.BACKWARD: "<", ActionKind.STEP: "#"}
 
@@ -64,25 +64,36 @@ def test_what_is_refused() -> None:
         pipedream_2bw(4, 2, 2)
     with pytest.raises(ValueError, match="batches must be a whole number of at least 1, not 0"):
         pipedream_2bw(2, 2, 0)
-    for name in ASYNCHRONOUS:
-        says = f"the schedule {name} is asynchronous: polylane lanes draws it, but no plan runs it"
-        for call in (
-            lambda name=name: schedule_lanes(name, 2, 2),
-            lambda name=name: live_bound(name, 2, 2, 0),
-            lambda name=name: assign_stages(name, 2, 1),
-        ):
-            with pytest.raises(ValueError, match=says):
-                call()
 
 
-@pytest.mark.parametrize(
-    ("shape", "says"),
-    [
-        ({"schedule": "1f1b", "vertical_sync": True}, "vertical sync is an option of pipedream, not of 1f1b"),
-        ({"schedule": "pipedream", "batches": 2}, "several batches are drawn of pipedream-2bw, not of pipedream"),
-        ({"schedule": "pipedream", "chunks": 2}, "pipedream has one stage on a worker, not 2 chunks"),
-    ],
-)
-def test_options_of_other_schedules(shape: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        draw_schedule(ScheduleShape(stages=4, microbatches=8, **shape))  # type: ignore[arg-type]
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4])
+def test_the_steady_step_repeated_is_the_run(stages: int, microbatches: int) -> None:
+    steps = 6
+    whole = one_forward_one_backward(stages, steps * microbatches)
+    for stage, lane in enumerate(steady_step(stages, microbatches)):
+        found, updates = list[tuple[ActionKind, int]](), list[int]()
+        for step in range(steps + steps_in_flight(stages, microbatches)):
+            for action in lane:
+                batch = step - action.steps_back
+                if 0 <= batch < steps and action.kind is ActionKind.STEP:
+                    updates.append(batch)
+                    done = sum(kind is ActionKind.BACKWARD for kind, _ in found)
+                    assert done == (batch + 1) * microbatches, "an update comes behind the batch's last backward"
+                elif 0 <= batch < steps:
+                    assert action.microbatch is not None
+                    found.append((action.kind, batch * microbatches + action.microbatch))
+        assert found == [(action.kind, action.microbatch) for action in whole[stage]]
+        assert updates == list(range(steps))
+
+
+def test_how_many_updates_the_weights_lack() -> None:
+    assert weight_delays("pipedream", 4, 1) == (3, 2, 1, 0)
+    assert weight_delays("pipedream", 4, 1, vertical_sync=True) == (3, 3, 3, 3)
+    assert weight_delays("pipedream", 4, 2) == (2, 1, 1, 0)
+    assert weight_delays("pipedream-2bw", 4, 3) == (1, 1, 1, 1)
+    run = pipedream(4, 12)
+    for stage, delay in enumerate(weight_delays("pipedream", 4, 1)):
+        assert run.versions[stage] == tuple(max(0, m - delay) for m in range(12))
+    with pytest.raises(ValueError, match="needs at least 3 microbatches"):
+        weight_delays("pipedream-2bw", 4, 2)

@@ -7,16 +7,19 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from polylane.cluster.cluster import Cluster
+from polylane.cluster.figures import format_size
 from polylane.compile.training_problem import TrainingProblem
 from polylane.cost.operators.profile import Profile
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, take_first_samples
 from polylane.graph.graph import Graph
-from polylane.plan.fixed_keys import FixedKeys
+from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.plan.plan import Plan
+from polylane.planner.memory_reserve import memory_limit
 from polylane.planner.problem import build_cost_model
 from polylane.planner.search import SearchRequest, SearchResult, search
+from polylane.planner.search_progress import show_progress
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
 from polylane.profiling.host_contention import together
@@ -61,21 +64,21 @@ def choose(
     profile = measure(graph, problem, most if copies else 1) if measurable else None
     # Where the loss couples samples, replicas and microbatches are not allowed, only splits of operators and stages.
     meets = not derive_composition(graph).is_proven
-    fixed, captured = fixed or FixedKeys(), problem.captured(graph, profile=profile)
+    fixed, captured = fixed or NOTHING_FIXED, problem.captured(graph, profile=profile)
     basis = build_cost_model(captured, cluster, TrainingOptions(dtype=fixed.precision or "float32"))
-    # Any device may get any stage, so that the smallest memory bounds all.
-    limit = float(min(device.memory for device in cluster.devices(range(min(most, cluster.count)))))
+    limit = memory_limit(cluster, most)
     # An optimizer that must see whole parameters cannot update shards of them.
     shardings = () if captured.whole else fixed.shardings
-    wish = SearchRequest(tuple(sorted(workers)), most, limit, batch_is_indivisible=meets, shardings=shardings)
+    counts = tuple(sorted(workers))
+    wish = SearchRequest(counts, most, limit, batch_is_indivisible=meets, shardings=shardings, fixed=fixed)
 
     def keep(candidate: RatedPlan) -> bool:
         # Every microbatch needs as many samples as the model takes at once (BatchNorm needs two).
         enough = count_parts(batch, candidate.microbatches, fewest.samples) == candidate.microbatches
-        asked = fixed.allows(candidate.meshes, candidate.microbatches)
-        return candidate.workers in workers and enough and asked
+        return candidate.workers in workers and enough
 
-    answer = search(CurveCache(basis, batch, _staying(graph), fixed.sync), wish, keep=keep)
+    with show_progress() as told:
+        answer = search(CurveCache(basis, batch, _staying(graph), fixed.sync), wish, keep=keep, told=told)
     if not answer.ranked_plans:
         raise PolylaneError(f"plan auto: {_nothing(answer)}")
     return answer
@@ -91,8 +94,8 @@ def _nothing(answer: SearchResult) -> str:
         return f"there is no plan for {workers} and batches of {batch}: the model or the batch is too small"
     least = min(candidate.peak_bytes for candidate in answer.too_large_candidates)
     return (
-        f"nothing fits on {workers} with {wish.memory_limit / 1e9:.3g} GB each, the leanest plan needs "
-        f"{least / 1e9:.3g} GB"
+        f"nothing fits on {workers} with {format_size(wish.memory_limit)} each, the leanest plan needs "
+        f"{format_size(least)}"
     )
 
 

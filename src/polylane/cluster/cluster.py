@@ -161,6 +161,8 @@ class Cluster:
             )
             if len(self._spans) >= _REMEMBERED:
                 self._spans.clear()
+            if len(self._shapes) >= _REMEMBERED:
+                self._shapes.clear()
             found = self._spans[key] = self._shapes.setdefault(shape, new)
         return found
 

@@ -111,6 +111,15 @@ def _units() -> dict[str, tuple[float, Dimension]]:
 _UNITS = _units()
 
 
+def format_size(size: float) -> str:
+    """Format bytes of memory in binary units, to three digits, as memory is sold and reported: ``80.0 GiB``."""
+    scale, prefix = next(((scale, p) for p, scale in reversed(_BINARY.items()) if abs(size) >= scale), (1, ""))
+    value = size / scale
+    if not prefix:
+        return f"{size:.0f} B"
+    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {prefix}B"
+
+
 def figure(text: str) -> tuple[float, Dimension | None] | None:
     """Parse a figure into its number and the dimension of its unit (None without a unit); None if it is no figure.
 

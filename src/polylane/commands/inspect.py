@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from polylane.cluster.figures import format_size
 from polylane.commands import printing
 from polylane.commands import user_inputs as inputs
 from polylane.errors import PolylaneError
@@ -69,7 +70,7 @@ def _chosen(text: str, request: InspectRequest) -> Spec | Plan:
 def _cut(request: InspectRequest, prepared: CompiledTraining, seconds: tuple[Both, ...]) -> dict[str, Any]:
     """Return the plan's cuts as plain data; write and draw the plan where that is asked for."""
     from polylane.inspection.plan_report import price_stages, report_plan, step_at_best
-    from polylane.plan.plan import dump
+    from polylane.plan.plan_file import dump
 
     costs = price_stages(prepared, seconds, request.batch)
     found = report_plan(prepared, costs, seconds, request.batch)
@@ -210,9 +211,9 @@ def _show_stages(out: Console, found: dict[str, Any]) -> None:
             *own,
             Text(stage["first"]),
             Text(stage["last"]),
-            printing.format_count(stage["parameter_bytes"], "B"),
-            printing.format_count(stage["gradient_bytes"], "B"),
-            printing.format_count(stage["held"], "B"),
+            format_size(stage["parameter_bytes"]),
+            format_size(stage["gradient_bytes"]),
+            format_size(stage["held"]),
             f"{printing.format_duration(stage['seconds'])} ({stage['time_share']:.0%})",
         )
     out.print(stages)

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
+from polylane.cluster.figures import format_size
 from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
 from polylane.errors import PolylaneError
-from polylane.plan.fixed_keys import FixedKeys
+from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
+from polylane.planner.memory_reserve import USUAL, MemoryReserve, memory_limit
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
@@ -32,7 +34,7 @@ def run(request: PlanRequest) -> None:
             do.
     """
     from polylane.cluster.spec import load_or_parse
-    from polylane.plan.plan import dump
+    from polylane.plan.plan_file import dump
     from polylane.planner import advice
 
     method, output = planning.method_of(request), request.output
@@ -40,7 +42,7 @@ def run(request: PlanRequest) -> None:
         _check_plan_can_say(method)
     bound = None if request.memory is None else _parse_bytes(request.memory)
     cluster = load_or_parse(request.cluster)
-    fixed = planning.fixed_keys(request.plan, request)
+    fixed, reserve = planning.fixed_keys(request.plan, request), planning.reserve_of(request)
     method = method if fixed.precision is None else replace(method, dtype=fixed.precision)
     _, problem = planning.capture_on_meta(inputs.open_recipe(request), cluster, request)
     answer = search_for(
@@ -52,20 +54,34 @@ def run(request: PlanRequest) -> None:
         memory=bound,
         top=request.top,
         fixed=fixed,
+        reserve=reserve,
     )
+    kept = reserve.of(min(device.memory for device in cluster.devices(range(request.workers or cluster.count))))
     told = advice.advise(answer)
     if output is not None:
         best = answer.ranked_plans[0].plan
         printing.write_text(output, dump(best.model_copy(update={"recompute": method.recompute})))
-    words = advice.advice_sentences(told, answer.ranked_plans[0], lambda bytes_: printing.format_count(bytes_, "B"))
+    words = advice.advice_sentences(told, answer.ranked_plans[0], format_size)
     if request.json:
         printing.print_json(
-            {"plans": [_row(each, cluster) for each in answer.ranked_plans], "advice": asdict(told), "words": words}
+            {
+                "plans": [_row(each, cluster) for each in answer.ranked_plans],
+                "advice": asdict(told),
+                "words": words,
+                "memory_limit": answer.wish.memory_limit,
+                "reserve": kept,
+            }
         )
         return
-    _show(answer, cluster, words)
+    _show(answer, cluster, [*words, _describe_limit(answer.wish.memory_limit, kept)])
     if output is not None:
         printing.console().print(f"The best plan is in {output}: polylane train {request.recipe} --plan {output}")
+
+
+def _describe_limit(limit: float, kept: int) -> str:
+    """Describe how much memory plans may take, and how much they leave."""
+    rest = f", and leave {format_size(kept)} of it free (--reserve)" if kept else ""
+    return f"Plans take at most {format_size(limit)} of a device's memory{rest}."
 
 
 def _check_plan_can_say(method: TrainingOptions) -> None:
@@ -90,6 +106,7 @@ def search_for(
     memory: int | None = None,
     top: int = 5,
     fixed: FixedKeys | None = None,
+    reserve: MemoryReserve = USUAL,
 ) -> SearchResult:
     """Search the fastest plans for a training on a cluster.
 
@@ -99,30 +116,32 @@ def search_for(
         batch: number of samples of a step, over all workers.
         method: precision and recomputation of the training.
         workers: how many devices to use at most; None: all.
-        memory: bytes that a worker may use; None: all that a device has.
+        memory: bytes that a worker may use; None: all that a device has but the reserve.
         top: how many plans are wanted.
         fixed: keys that a plan must have; None: all are searched.
+        reserve: memory that is kept free on every device.
 
     Raises:
         PolylaneError: more workers than devices, or nothing fits: the message then says how many devices would do.
     """
     from polylane.planner.problem import build_cost_model
     from polylane.planner.search import SearchRequest, search
+    from polylane.planner.search_progress import show_progress
     from polylane.planner.stage_curves import CurveCache
 
     most = cluster.count if workers is None else workers
     if most > cluster.count:
         raise PolylaneError(f"--workers {most}: the cluster has {printing.format_plural(cluster.count, 'device')}")
-    # A plan must fit on the device with the least memory, for any of them may get any stage.
-    limit = min(device.memory for device in cluster.devices(range(most)))
-    limit = min(limit, memory or limit)
+    limit = memory_limit(cluster, most, reserve, memory)
     host = max(group.devices for group in cluster.hosts)  # the ranks that share an operator are on one host
-    fixed = fixed or FixedKeys()
+    fixed = fixed or NOTHING_FIXED
     # An optimizer that must see whole parameters cannot update shards of them.
     shardings = () if problem.whole else fixed.shardings
-    wish = SearchRequest(candidate_worker_counts(most), host, float(limit), max(top, 1), shardings=shardings)
+    counts = candidate_worker_counts(most)
+    wish = SearchRequest(counts, host, limit, max(top, 1), shardings=shardings, fixed=fixed)
     estimates = CurveCache(build_cost_model(problem, cluster, method), batch, sync=fixed.sync)
-    answer = search(estimates, wish, keep=lambda c: fixed.allows(c.meshes, c.microbatches))
+    with show_progress() as told:
+        answer = search(estimates, wish, told=told)
     if not answer.ranked_plans:
         raise PolylaneError(_explain_nothing_fits(answer))
     return _with_exact_memory(answer)
@@ -138,7 +157,7 @@ def _with_exact_memory(answer: SearchResult) -> SearchResult:
     from polylane.planner.problem import fit_to_meshes
 
     for index, found in enumerate(answer.ranked_plans):
-        basis = fit_to_meshes(answer.estimates.basis, found.partition, found.plan)
+        basis = fit_to_meshes(answer.estimates.basis, found.partition, found.plan, answer.estimates.batch)
         prediction = predict(basis, found.partition, found.plan, answer.estimates.batch)
         if max(stage.memory.total for stage in prediction.stages) <= found.candidate.memory_limit:
             first = replace(found, prediction=prediction)
@@ -174,8 +193,8 @@ def _explain_nothing_fits(answer: SearchResult) -> str:
         )
     least = min(answer.too_large_candidates, key=lambda c: c.peak_bytes)
     words = (
-        f"nothing fits on {workers}: the leanest plan needs {printing.format_count(least.peak_bytes, 'B')} per worker, "
-        f"{printing.format_count(least.peak_bytes - least.memory_limit, 'B')} more than it may have"
+        f"nothing fits on {workers}: the leanest plan needs {format_size(least.peak_bytes)} per worker, "
+        f"{format_size(least.peak_bytes - least.memory_limit)} more than it may have"
     )
     # This repeats the search on larger clusters.
     found = devices_needed(answer, MOST)
@@ -212,7 +231,7 @@ def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:
             str(row["workers"]),
             printing.format_duration(row["step_seconds"]),
             f"{row['samples_per_second']:,.1f}",
-            bound + printing.format_count(row["memory"], "B"),
+            bound + format_size(row["memory"]),
             f"{row['utilization']:.0%}",
             f"{row['exposed_communication']:.0%}",
             f"{row['price']:.2g}" if row["price"] else "",

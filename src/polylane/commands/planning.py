@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from polylane.plan.fixed_keys import FixedKeys
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
+    from polylane.planner.memory_reserve import MemoryReserve
     from polylane.planner.problem import CapturedProblem
     from polylane.recipe import Recipe
 
@@ -175,6 +176,17 @@ def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:
     if fixed.precision is not None and request.dtype not in (None, fixed.precision):
         raise PolylaneError(f"--dtype {request.dtype}, but the plan says precision={fixed.precision}")
     return fixed.with_sync(**given)
+
+
+def reserve_of(request: PredictRequest) -> MemoryReserve:
+    """Return the memory that a search keeps free on every device, from the options of a command.
+
+    Raises:
+        PolylaneError: the option is neither a share of the memory nor a size.
+    """
+    from polylane.planner.memory_reserve import USUAL, parse_reserve
+
+    return USUAL if request.reserve is None else parse_reserve(request.reserve)
 
 
 def method_of(request: PredictRequest) -> TrainingOptions:

@@ -113,6 +113,8 @@ class PredictRequest(RecipeRequest):
             None: what the plan says, or what a search finds best.
         every: the plan's key: steps between two averages of the replicas' parameters; None: what the plan says.
         overlap: whether gradients are reduced during the backward pass.
+        reserve: memory that a search keeps free on every device, as text: a share ("5%") or a size ("2 GiB"); None: the
+            usual share.
         profile: use the times that ``polylane probe --profile`` measured of the recipe's operators.
     """
 
@@ -122,6 +124,7 @@ class PredictRequest(RecipeRequest):
     shard: str | None = None
     every: int | None = None
     overlap: bool = True
+    reserve: str | None = None
     profile: bool = False
 
 
@@ -132,7 +135,7 @@ class PlanRequest(PredictRequest):
     Attributes:
         workers: how many devices to use at most; None: all of the cluster's.
         plan: keys that the plan must have, as in "data=2,shard=parameters"; the others are searched. None: all are.
-        memory: bytes that a worker may use, as text with a unit ("30 GB"); None: all that a device has.
+        memory: bytes that a worker may use, as text with a unit ("30 GB"); None: all that a device has but the reserve.
         top: number of plans that are shown.
         output: the file that the best plan is written to; None: it is not written.
     """
@@ -194,6 +197,7 @@ class LanesRequest:
         microbatches: number of microbatches in a batch.
         batches: number of batches of a run of pipedream-2bw; None: two.
         vertical_sync: whether the stages of pipedream compute on the same version of the weights.
+        live: live microbatches that a worker of auto may hold at most; None: as many as there are.
         forward: ticks of one forward pass, or one number for each stage as in 1,2,1.
         backward: ticks of one backward pass, given like ``forward``.
         weight: the ticks of it that weight gradients take, given like ``forward``; None: half of them.
@@ -210,6 +214,7 @@ class LanesRequest:
     microbatches: int
     batches: int | None = None
     vertical_sync: bool = False
+    live: int | None = None
     forward: str = "1"
     backward: str = "2"
     weight: str | None = None

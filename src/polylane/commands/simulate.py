@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from polylane.cluster.figures import format_size
 from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
 from polylane.commands.plan import search_for
@@ -54,13 +55,15 @@ def run(request: SimulateRequest) -> None:
     if plan is None:
         fixed = planning.fixed_keys(str(wanted), request)
         method = method if fixed.precision is None else replace(method, dtype=fixed.precision)
-        plan = announce_best(search_for(captured, cluster, request.batch, method, fixed=fixed))
+        plan = announce_best(
+            search_for(captured, cluster, request.batch, method, fixed=fixed, reserve=planning.reserve_of(request))
+        )
     plan = divide_further(plan, request.chunks)
     check_plan(plan, cluster)
     method = method if request.dtype is not None else replace(method, dtype=plan.precision)
     basis = build_cost_model(captured, cluster, method)
     partition, fitted = fit_plan(basis, plan, request.batch)
-    basis = fit_to_meshes(basis, partition, fitted)
+    basis = fit_to_meshes(basis, partition, fitted, request.batch)
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn)
@@ -68,6 +71,8 @@ def run(request: SimulateRequest) -> None:
     if tokens := planning.tokens_per_sample(problem):
         found["tokens_per_second"] = prediction.samples_per_second * tokens
     found |= {"chunks": fitted.most_chunks, "every": prediction.period}
+    if prediction.served is not None:
+        found["apart"] = prediction.served.apart
     if request.breakdown:
         found["breakdown"] = break_down_stages(basis, partition, prediction)
     more = f" · the last of {prediction.period} steps" * (prediction.period > 1)
@@ -286,6 +291,8 @@ def print_prediction(found: dict[str, Any]) -> None:
         f"{found['mfu']:.1%} of the peak; workers compute {found['utilization']:.1%} of the time, wait in the pipeline "
         f"{found['bubble']:.1%}, for messages {found['exposed_communication']:.1%}."
     )
+    if found.get("apart"):
+        screen.print(f"Replicas are up to {printing.format_plural(found['apart'], 'step')} apart.")
     for row in found["bytes"]:
         where = "between sites" if row["level"] == "cluster" else f"within a {row['level']}"
         sent = printing.format_count(row["bytes"], "B")
@@ -308,7 +315,7 @@ def _show_stages(stages: Sequence[dict[str, Any]]) -> None:
         over = memory["total"] > row["limit"]
         sizes.add_row(
             str(row["stage"]),
-            *(printing.format_count(memory[name], "B") for name in parts),
+            *(format_size(memory[name]) for name in parts),
             style="red" if over else "",
         )
     printing.console().print(times)
@@ -316,9 +323,7 @@ def _show_stages(stages: Sequence[dict[str, Any]]) -> None:
     for row in stages:
         over = row["memory"]["total"] - row["limit"]
         if over > 0:
-            printing.console().print(
-                f"Stage {row['stage']} does not fit: {printing.format_count(over, 'B')} more than a device has."
-            )
+            printing.console().print(f"Stage {row['stage']} does not fit: {format_size(over)} more than a device has.")
 
 
 def _show_breakdown(rows: Sequence[dict[str, Any]]) -> None:

@@ -99,7 +99,7 @@ def read_plan(text: str) -> Spec | Plan:
     """
     if not text.endswith((".yaml", ".yml")) and not _file_exists(text):
         return specs.parse(text)
-    from polylane.plan import plan as plans
+    from polylane.plan import plan_file as plans
 
     return plans.load(text)
 

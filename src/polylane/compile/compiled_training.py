@@ -305,6 +305,32 @@ def _check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples
         )
     if plan.sync.has_servers:
         assign_parameters(partitions, plan)  # for its errors alone
+    if plan.is_asynchronous:
+        _check_asynchronous(plan, partitions)
+
+
+def _check_asynchronous(plan: Plan, partitions: Mapping[str, Partition]) -> None:
+    """Refuse a training that a pipeline cannot run without being emptied between steps.
+
+    Raises:
+        PolylaneError: there are several losses, the loss is no mean over samples, or stages share a weight.
+    """
+    what = f"{plan.title}: schedule: {plan.schedule}"
+    if len(partitions) > 1:
+        raise PolylaneError(f"{what} trains with one loss, and here are {len(partitions)}: take a schedule that waits")
+    (partition,) = partitions.values()
+    if not partition.graph.loss_is_mean:
+        raise PolylaneError(
+            f"{what} needs a loss that is a mean over samples: over what this one is a mean is known only when all "
+            "stages have seen the batch"
+        )
+    for name in partition.graph.parameters:
+        holders = [stage for stage in range(partition.stages) if name in partition.parameters(stage)]
+        if len(holders) > 1:
+            raise PolylaneError(
+                f"{what}: stages {' and '.join(map(str, holders))} share {name}, and would update it at different "
+                "times: cut so that one stage has it, or take a schedule that waits"
+            )
 
 
 def _shard_operators(

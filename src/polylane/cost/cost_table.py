@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.network.redistribution import redistribute
+from polylane.cost.weight_halves import weight_shares
 from polylane.graph.graph import Graph
 from polylane.placement import operator_view
 from polylane.placement.operator_view import OperatorNode, OperatorView, TensorKey
@@ -108,6 +109,7 @@ class CostTable:
         issued, backward_issued: seconds of the host to issue the operators; it runs ahead of the device, and delays it
             only where the device has less to do.
         stalled, backward_stalled: of the seconds of computation, those in which the device waits for the host.
+        backward_weight: of ``backward``, seconds of gradients of weights, the second half of a backward pass in two.
     """
 
     samples: int
@@ -120,6 +122,7 @@ class CostTable:
     backward_issued: Array
     stalled: Array
     backward_stalled: Array
+    backward_weight: Array
 
     def between(self, name: str, first: int, end: int) -> float:
         """Return the sum of the array called ``name`` over nodes first..end-1."""
@@ -185,6 +188,20 @@ class ShardedGraphCost:
     def busiest_shape(self, source: str) -> Shape:
         """Return the busiest rank's local shape of a parameter or buffer ("parameter:fc.weight")."""
         return busiest_local_shape(self.shape((source, 0), self.view.samples), self.placements((source, 0)))
+
+    def busiest_bytes_of(self, kind: str, name: str, whole: int) -> float:
+        """Return the bytes of a parameter or buffer on the busiest rank, in its own dtype.
+
+        Args:
+            kind: "parameter" or "buffer".
+            name: canonical name of it.
+            whole: bytes of all of it, which count where no operator of the graph reads it.
+        """
+        key = (f"{kind}:{name}", 0)
+        if key not in self._tensors:
+            return float(whole)
+        elements = math.prod(self._tensors[key].shape)
+        return whole * math.prod(self.busiest_shape(key[0])) / elements if elements else 0.0
 
     def itemsize(self, key: TensorKey) -> int:
         """Return bytes per element of a tensor as the passes compute with it."""
@@ -283,12 +300,13 @@ class ShardedGraphCost:
         size = len(self.graph.nodes)
         # Rows of the 2-row arrays: forward, backward.
         compute, waits, issued = np.zeros((2, size)), np.zeros((2, size)), np.zeros((2, size))
-        traffic = np.zeros(size)
+        traffic, weight, shares = np.zeros(size), np.zeros(size), weight_shares(self.graph, self.view, self.splits)
         for step, positions in self._distinct_operators:
             # SyncBatchNorm: an all-reduce over replicas in each direction that runs.
             sums = _statistics_bytes(step) if "data" in exchange else 0.0
             work = replace(self._operator_work(step, samples), shares_statistics=sums > 0)
             compute[:, positions] = np.array(clock(work))[:, None]
+            weight[positions] = compute[1, positions] * shares[positions]
             issued[:, positions] = np.array(clock.issued(work))[:, None]
             if sums:
                 shared = exchange["data"]("all_reduce", sums)
@@ -318,7 +336,7 @@ class ShardedGraphCost:
         return CostTable(
             # The stalled arrays stay zero here; limit_by_host fills them block by block.
             samples,
-            *(_running_sum(a) for a in (*compute, *waits, traffic, *issued, *np.zeros((2, size)))),
+            *(_running_sum(a) for a in (*compute, *waits, traffic, *issued, *np.zeros((2, size)), weight)),
         )
 
     def _operator_work(self, step: OperatorNode, samples: int) -> OperatorWork:

@@ -32,6 +32,7 @@ from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
 from polylane.program.server_assignment import server_rank
+from polylane.schedule.asynchronous import weight_delays
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -309,10 +310,11 @@ class PlanCost:
         shapes = {name: sheet.busiest_shape(f"parameter:{name}") for name in names}
         item = {name: graph.parameters[name].bytes // max(1, math.prod(graph.parameters[name].shape)) for name in names}
         sizes = {name: math.prod(shapes[name]) * item[name] for name in names}
-        # Frozen parameters, buffers and constants count in full, whatever the sharding.
+        # Frozen parameters and buffers are split by operator axes like others, but never shared out over replicas.
         frozen = [n for n in held if n not in sizes]
-        fixed = sum(graph.parameters[n].bytes for n in frozen)
-        fixed += sum(graph.buffers[n].bytes for n in {n for s in stages for n in self.partition.buffers(s)})
+        fixed = sum(sheet.busiest_bytes_of("parameter", n, graph.parameters[n].bytes) for n in frozen)
+        buffers = {n for s in stages for n in self.partition.buffers(s)}
+        fixed += sum(sheet.busiest_bytes_of("buffer", n, graph.buffers[n].bytes) for n in buffers)
         fixed += sum(constant.nbytes for constant in graph.code.constants.values())
         trained = sum(sizes.values())
         shared = self.plan.degree("data", stages[0]) > 1
@@ -322,13 +324,21 @@ class PlanCost:
         block = max((sum(sizes[name] for name in each) for each in blocks), default=0)
         kept = sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names)
         return peak.TrainedBytes(
-            fixed + trained,
+            fixed + trained * (1 + self._stashed_versions(stages[0])),
             trained,
             self._synchronized_states(stages[0], trained, kept),
             self.basis.optimizer.step_bytes(list(sizes.values())),
             copied,
             block,
         )
+
+    def _stashed_versions(self, stage: int) -> int:
+        """Return how many versions of the trained weights a stage keeps beside the newest: for batches under way."""
+        plan = self.plan
+        if not plan.is_asynchronous:
+            return 0
+        graph = StageGraph.of_partition(self.partition)
+        return weight_delays(plan.schedule, graph, plan.microbatches, plan.vertical_sync)[stage]
 
     def _synchronized_states(self, stage: int, trained: float, kept: float) -> float:
         """Return the bytes of states of a rank, with what synchronization keeps: residuals, anchors, servers' weights.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -58,6 +59,7 @@ class PassCosts:
         waits, backward_waits: seconds of collectives inside the passes, on top of the computation.
         sent: bytes sent in these collectives, forward and backward.
         stalled: the part of the computation's seconds in which the device waits for the host to issue operators.
+        backward_weight: the part of ``backward`` that computes gradients of weights, where it is in two halves.
     """
 
     forward: float
@@ -66,6 +68,12 @@ class PassCosts:
     backward_waits: float
     sent: float
     stalled: float = 0.0
+    backward_weight: float = 0.0
+
+    @property
+    def backward_input(self) -> float:
+        """Seconds of the first half of a backward pass in two: all but the gradients of weights."""
+        return self.backward - self.backward_weight
 
 
 class StageCosts:
@@ -278,22 +286,26 @@ def limit_by_host(table: CostTable, bounds: Sequence[int]) -> CostTable:
         each = np.diff(getattr(table, issued)) * (gap / np.where(host > 0, host, 1.0))[block]
         gaps.append(np.concatenate([[0.0], np.cumsum(each)]))
     forward, backward = gaps
+    # A node's gradients of weights wait for the host in proportion to their part of its backward pass.
+    plain = np.diff(table.backward)
+    slower = 1.0 + np.diff(backward) / np.where(plain > 0, plain, math.inf)
     return replace(
         table,
         forward=table.forward + forward,
         backward=table.backward + backward,
         stalled=forward,
         backward_stalled=backward,
+        backward_weight=np.concatenate([[0.0], np.cumsum(np.diff(table.backward_weight) * slower)]),
     )
 
 
 def sum_passes(table: CostTable, pieces: Sequence[Range]) -> PassCosts:
     """Return the costs of a stage made up of these ranges of nodes."""
-    names = ("forward", "backward", "waits", "backward_waits", "sent", "stalled", "backward_stalled")
-    forward, backward, waits, backward_waits, sent, there, back = (
+    names = ("forward", "backward", "waits", "backward_waits", "sent", "stalled", "backward_stalled", "backward_weight")
+    forward, backward, waits, backward_waits, sent, there, back, weight = (
         sum(table.between(name, first, end) for first, end in pieces) for name in names
     )
-    return PassCosts(forward, backward, waits, backward_waits, sent, there + back)
+    return PassCosts(forward, backward, waits, backward_waits, sent, there + back, weight)
 
 
 def add_recomputation(table: CostTable, repeated: Array) -> CostTable:

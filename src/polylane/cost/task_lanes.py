@@ -42,8 +42,8 @@ class TaskBuilder:
 
     def build_tasks(self, program: Program) -> list[Task]:
         """Return the tasks of a worker's program."""
-        # The last backward pass of a stage: reductions of its gradients can begin in the course of it.
-        last = {action.stage: action for action in program.actions if action.kind in WEIGHT_PASSES}
+        # The latest backward pass of a stage: reductions of its gradients can begin in the course of it.
+        last = dict[int, Action]()
         buckets = {bucket.name: bucket for bucket in program.buckets}
         travels = self._build_routes(program)
         found, codecs = list[Task](), defaultdict[Hashable, float](float)
@@ -55,12 +55,14 @@ class TaskBuilder:
             elif action.kind is ActionKind.REDUCE:
                 assert action.value is not None
                 bucket = buckets[action.value]
-                completing = last[self._completing_stage(program, bucket)]
-                found += self._reduction_tasks(program, action, bucket, completing)
-                for at, seconds in zip((completing, STEP), self._codec_seconds(program, bucket), strict=True):
+                ending = last[self._completing_stage(program, bucket)]
+                found += self._reduction_tasks(program, action, bucket, ending)
+                for at, seconds in zip((ending, STEP), self._codec_seconds(program, bucket), strict=True):
                     codecs[at] += seconds
             else:
                 found.append(self._compute_task(program, action))
+                if action.kind in WEIGHT_PASSES:
+                    last[action.stage] = action
         return self._with_codecs(found, codecs) if any(codecs.values()) else found
 
     @staticmethod
@@ -99,6 +101,13 @@ class TaskBuilder:
         if action.kind is ActionKind.BACKWARD:
             waits = took.backward_waits + sharing.backward_waits
             return Task(action, took.backward + waits + overhead, waits, int(took.sent / 2 + sharing.backward_sent))
+        # In two halves: collectives of operators are in the first, those that reduce gradients in the second.
+        if action.kind is ActionKind.BACKWARD_INPUT:
+            waits = took.backward_waits
+            return Task(action, took.backward_input + waits + overhead, waits, int(took.sent / 2))
+        if action.kind is ActionKind.BACKWARD_WEIGHT:
+            waits = sharing.backward_waits
+            return Task(action, took.backward_weight + waits + overhead, waits, int(sharing.backward_sent))
         waits, bytes_ = self._parameter_collective(program)
         return Task(action, self._scene.predict_stage(program.stage).update_seconds + waits, waits, bytes_)
 
@@ -170,9 +179,9 @@ class TaskBuilder:
         """Return the reduction of a bucket once the last backward pass completes it; none if the passes reduce it."""
         key = (program.stage, bucket.name, bucket.ranks)
         if key not in self._sums:
-            packed = self._compressed(program, bucket)
+            packed, overlap = self._compressed(program, bucket), self._scene.basis.method.overlap
             seconds, bytes_ = (packed.seconds, packed.bytes) if packed else self._gradient_collective(bucket)
-            fraction = self._ready_fraction(last.stage, bucket) if self._scene.basis.method.overlap else 1.0
+            fraction = self._ready_fraction(last.stage, bucket, last.kind) if overlap else 1.0
             transfer = TransferTime(seconds, cpu=self._transfer_cores(bucket.ranks))
             self._sums[key] = (int(bytes_), transfer, fraction) if seconds or bytes_ else None
         found = self._sums[key]
@@ -266,15 +275,16 @@ class TaskBuilder:
         """Names of the parameters that each stage reads."""
         return [set(self._scene.partition.parameters(stage)) for stage in range(self._scene.partition.stages)]
 
-    def _ready_fraction(self, stage: int, bucket: GradientBucket) -> float:
+    def _ready_fraction(self, stage: int, bucket: GradientBucket, kind: ActionKind) -> float:
         """Return the fraction of the last backward pass after which the gradients of a bucket are complete."""
         table, pieces = self._scene.table(stage), self._scene.node_ranges(stage)
-        whole = sum(table.between("backward", *piece) for piece in pieces)
+        way = "backward_weight" if kind is ActionKind.BACKWARD_WEIGHT else "backward"
+        whole = sum(table.between(way, *piece) for piece in pieces)
         uses = self._scene.basis.stages.first_uses
         # The backward pass runs from the last node to the first: a bucket is complete once the earliest
         # reader of its parameters has run.
         first = min(uses[name] for name in bucket.parameters)
-        done = sum(table.between("backward", max(a, first), b) for a, b in pieces if b > first)
+        done = sum(table.between(way, max(a, first), b) for a, b in pieces if b > first)
         return min(1.0, done / whole) if whole else 1.0
 
     def build_hosts(self) -> list[SharedCores]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from polylane.inspection.schedule_report import DrawnSchedule, ScheduleShape, draw_schedule, lanes_summary
+from polylane.inspection.schedule_report import AUTO, DrawnSchedule, ScheduleShape, draw_schedule, lanes_summary
 from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, NAMES
 from polylane.schedule.stage_graph import StageGraph
 
@@ -103,10 +103,18 @@ def _shapes(model: ComparedModel) -> Iterator[tuple[str, ScheduleShape]]:
                 schedule=name, stages=model.stages, microbatches=model.microbatches, vertical_sync=True
             )
             yield f"{name}, vertical sync", synced
+    # With the memory of 1F1B, and with as much as it likes.
+    for live in (_longest_way(model.stages), None):
+        shape = ScheduleShape(schedule=AUTO, stages=model.stages, microbatches=model.microbatches, live=live)
+        yield AUTO if live is None else f"{AUTO}, {live} live", shape
+
+
+def _longest_way(stages: int | StageGraph) -> int:
+    return stages if isinstance(stages, int) else max(stages.depth_to_end)
 
 
 def _order(shape: ScheduleShape) -> tuple[int, bool]:
-    return (*NAMES, *ASYNCHRONOUS).index(shape.schedule), shape.vertical_sync
+    return (*NAMES, AUTO, *ASYNCHRONOUS).index(shape.schedule), shape.vertical_sync or shape.live is None
 
 
 def _draw(shape: ScheduleShape, model: ComparedModel) -> DrawnSchedule:

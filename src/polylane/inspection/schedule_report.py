@@ -7,17 +7,21 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.cost.simulator.schedule_tasks import pass_ticks, simulate_schedule
 from polylane.observe.timeline import Timeline, union_intervals
 from polylane.schedule.action import ActionKind
 from polylane.schedule.asynchronous import AsynchronousRun, pipedream, pipedream_2bw
 from polylane.schedule.live import peak_live
+from polylane.schedule.problem import ScheduleProblem
 from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, assign_stages, schedule_lanes
+from polylane.schedule.search import find_schedule
 from polylane.schedule.stage_graph import StageGraph, as_stage_graph
 from polylane.schedule.synchronous import Lanes
 
 Ticks = float | Sequence[float]
 
+AUTO = "auto"  # the name under which a schedule is searched for
+MOST_SEARCHED = 2**11  # forward passes whose order is searched, which takes seconds
 BATCHES = 2  # batches of a run of pipedream-2bw, if none are asked for: the second one computes on old weights
 
 
@@ -26,13 +30,15 @@ class ScheduleShape:
     """What is drawn: a schedule of so many stages, chunks and microbatches.
 
     Attributes:
-        schedule: a name of :data:`polylane.schedule.schedules.NAMES` or ``ASYNCHRONOUS``.
+        schedule: a name of :data:`polylane.schedule.schedules.NAMES` or ``ASYNCHRONOUS``; or "auto", for the order
+            that `polylane.schedule.search.find_schedule` finds for the ticks that are drawn.
         stages: number of workers of a chain, each of which has ``chunks`` stages; or a graph of all stages, whose
             branches run at the same time.
         microbatches: number of microbatches in a batch, at least 1; of pipedream, in the whole run.
         chunks: stages of each worker; None: one, or as many as the schedule has.
         batches: batches of the run, of pipedream-2bw only; None: :data:`BATCHES`.
         vertical_sync: whether a microbatch sees the same weights on all stages, of pipedream only.
+        live: live microbatches that a worker may hold at most, of auto only; None: as many as there are.
     """
 
     schedule: str
@@ -41,6 +47,7 @@ class ScheduleShape:
     chunks: int | None = None
     batches: int | None = None
     vertical_sync: bool = False
+    live: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,6 +58,7 @@ class DrawnSchedule:
         shape: what was asked for.
         timeline: one step, or the run of an asynchronous schedule, in ticks; a lane for each worker.
         chunks: stages of each worker.
+        origin: for a schedule that was found, what the search started from, and whether no order ends earlier; else "".
         messages: values and gradients that went from one worker to another.
         peak_live: for each worker, the most microbatches that are live; a chunk counts as its part of one.
         weight_versions: for each worker, the most versions of its weights that are kept.
@@ -60,6 +68,7 @@ class DrawnSchedule:
     shape: ScheduleShape
     timeline: Timeline
     chunks: int
+    origin: str
     messages: int
     peak_live: tuple[Fraction, ...]
     weight_versions: tuple[int, ...]
@@ -83,20 +92,25 @@ def draw_schedule(
             that the stages do not divide into, options of another schedule, or durations that do not fit the stages.
     """
     _check_options(shape)
+    origin = ""
     run = _asynchronous_run(shape)
     if run is not None:
         graph = as_stage_graph(shape.stages)
         lanes, chunks, owners = run.lanes, 1, tuple(range(graph.stages))
         versions, staleness = run.peak_versions(), run.staleness()
     else:
-        graph, chunks, owners = _stages_of_workers(shape)
-        lanes = schedule_lanes(shape.schedule, graph, shape.microbatches, owners)
+        if shape.schedule == AUTO:
+            graph, chunks, owners, lanes, origin = _search_lanes(shape, forward, backward, weight, hop)
+        else:
+            graph, chunks, owners = _stages_of_workers(shape, shape.schedule)
+            lanes = schedule_lanes(shape.schedule, graph, shape.microbatches, owners)
         versions, staleness = (1,) * len(lanes), (0,) * len(lanes)
     played = simulate_schedule(lanes, forward, backward, hop, graph, weight)
     return DrawnSchedule(
         shape=shape,
         timeline=replace(played, title=_title(shape, len(lanes), chunks), notes=_notes(shape, len(lanes), chunks)),
         chunks=chunks,
+        origin=origin,
         messages=_count_messages(lanes, graph, owners),
         peak_live=tuple(Fraction(peak, chunks) for peak in peak_live(lanes)),
         weight_versions=versions,
@@ -132,6 +146,7 @@ def lanes_summary(drawn: DrawnSchedule) -> dict[str, Any]:
     timeline = drawn.timeline
     return {
         "schedule": drawn.shape.schedule,
+        **({"origin": drawn.origin} if drawn.origin else {}),
         "stages": timeline.ranks,
         "chunks": drawn.chunks,
         "microbatches": drawn.shape.microbatches,
@@ -179,6 +194,8 @@ def _check_options(shape: ScheduleShape) -> None:
         raise ValueError(f"vertical sync is an option of pipedream, not of {shape.schedule}")
     if shape.batches is not None and shape.schedule != "pipedream-2bw":
         raise ValueError(f"several batches are drawn of pipedream-2bw, not of {shape.schedule}")
+    if shape.live is not None and shape.schedule != AUTO:
+        raise ValueError(f"a bound on live microbatches is for auto: {shape.schedule} holds what its order says")
     if shape.schedule in ASYNCHRONOUS and shape.chunks not in (None, 1):
         raise ValueError(f"the schedule {shape.schedule} has one stage on a worker, not {shape.chunks} chunks")
 
@@ -193,22 +210,59 @@ def _asynchronous_run(shape: ScheduleShape) -> AsynchronousRun | None:
     return None
 
 
-def _stages_of_workers(shape: ScheduleShape) -> tuple[StageGraph, int, tuple[int, ...]]:
-    """Return the graph of all stages, the chunks of a worker, and the worker of each stage.
+def _search_lanes(
+    shape: ScheduleShape, forward: Ticks, backward: Ticks, weight: Ticks | None, hop: float
+) -> tuple[StageGraph, int, tuple[int, ...], Lanes, str]:
+    """Return what a search finds: the stages, chunks and workers, the lanes, and where these come from.
+
+    Chunks are dealt round-robin, two of them also as a V; what ends first is taken, or what holds less.
+
+    Raises:
+        ValueError: chunks that the stages do not divide into, too many passes to search, or a bound below what one
+            microbatch takes.
+    """
+    found: list[tuple[tuple[float, float], StageGraph, int, tuple[int, ...], Lanes, str]] = []
+    chunks = 1 if shape.chunks is None else shape.chunks
+    for layout in {1: ("1f1b",), 2: ("interleaved", "zb-v")}.get(chunks, ("interleaved",)):
+        graph, _, owners = _stages_of_workers(replace(shape, chunks=chunks), layout)
+        if (passes := graph.stages * shape.microbatches) > MOST_SEARCHED:
+            raise ValueError(f"auto searches orders of at most {MOST_SEARCHED:,} forward passes, not {passes:,}")
+        ticks = pass_ticks(graph.stages, forward, backward, weight)
+        live = shape.microbatches if shape.live is None else shape.live
+        best = find_schedule(
+            ScheduleProblem(
+                graph=graph,
+                workers=owners,
+                microbatches=shape.microbatches,
+                forward=tuple(ticks[ActionKind.FORWARD]),
+                input_gradient=tuple(ticks[ActionKind.BACKWARD_INPUT]),
+                weight_gradient=tuple(ticks[ActionKind.BACKWARD_WEIGHT]),
+                hop=hop,
+                memory=(live * chunks,) * (1 + max(owners)),
+            )
+        )
+        layout_of = f"{best.origin}, stages as a V" if layout == "zb-v" and best.origin != layout else best.origin
+        said = f"{layout_of}{'; no order ends earlier' if best.optimal else ''}"
+        found.append(((best.makespan, sum(best.peak_bytes)), graph, chunks, owners, best.lanes, said))
+    return min(found, key=lambda each: each[0])[1:]
+
+
+def _stages_of_workers(shape: ScheduleShape, schedule: str) -> tuple[StageGraph, int, tuple[int, ...]]:
+    """Return the graph of all stages, the chunks of a worker, and the worker of each stage, as a schedule has them.
 
     Raises:
         ValueError: an unknown schedule, or chunks that it does not have or that the stages do not divide into.
     """
-    chunks = DEFAULT_CHUNKS.get(shape.schedule, 1) if shape.chunks is None else shape.chunks
+    chunks = DEFAULT_CHUNKS.get(schedule, 1) if shape.chunks is None else shape.chunks
     # One worker first: it refuses the name and the chunks before they are multiplied.
-    assign_stages(shape.schedule, 1, chunks)
+    assign_stages(schedule, 1, chunks)
     graph = shape.stages
     if not isinstance(graph, StageGraph):
         graph = StageGraph.chain(StageGraph.chain(graph).stages * chunks)
     workers, left = divmod(graph.stages, chunks)
     if left:
         raise ValueError(f"{graph.stages} stages cannot be dealt to workers in chunks of {chunks}")
-    return graph, chunks, assign_stages(shape.schedule, workers, chunks)
+    return graph, chunks, assign_stages(schedule, workers, chunks)
 
 
 def _count_messages(lanes: Lanes, graph: StageGraph, owners: Sequence[int]) -> int:
@@ -227,6 +281,7 @@ def _notes(shape: ScheduleShape, workers: int, chunks: int) -> dict[str, str]:
     said = {"schedule": shape.schedule, "stages": str(workers)}
     said |= {"chunks": str(chunks)} if chunks > 1 else {}
     said |= {"microbatches": str(shape.microbatches)}
+    said |= {"live": str(shape.live)} if shape.live is not None else {}
     said |= {"batches": str(shape.batches or BATCHES)} if shape.schedule == "pipedream-2bw" else {}
     return said | ({"vertical sync": "yes"} if shape.vertical_sync else {})
 

@@ -48,6 +48,7 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
         graph=fingerprint(partition.graph),
         stages=stages,
         schedule=spec.schedule,  # type: ignore[arg-type]
+        vertical_sync=spec.vertical_sync,
         microbatches=microbatches,
         precision=spec.precision,  # type: ignore[arg-type]
         sync=spec.sync,

@@ -43,6 +43,11 @@ class FixedKeys:
             return ()
         return ("optimizer", "gradients", "parameters")
 
+    @property
+    def degrees(self) -> Mapping[str, int]:
+        """The fixed degrees of the meshes of stages, by axis."""
+        return {key: number for key, number in self.counts.items() if key not in ("pipeline", "microbatches")}
+
     def allows(self, meshes: Sequence[Degrees], microbatches: int) -> bool:
         """Return whether stages with these meshes have the degrees and microbatches that are fixed."""
         for key, number in self.counts.items():
@@ -72,6 +77,9 @@ class FixedKeys:
         words = [f"{key}={number}" for key, number in self.counts.items()]
         words += [f"precision={self.precision}"] if self.precision else []
         return ",".join([*words, *self.sync.to_words()])
+
+
+NOTHING_FIXED = FixedKeys()
 
 
 def parse_fixed(text: str) -> FixedKeys:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import pydantic
-import yaml
 
 from polylane.errors import PolylaneError
 from polylane.plan.pinned_placements import check_axes
@@ -18,8 +16,8 @@ from polylane.plan.spec import Degrees, check_workers, format_degrees
 from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.schedules import DEFAULT_CHUNKS, assign_stages, splits_backward
-from polylane.yaml_file import Count, FileForm, StrictMapping, error_sentence, first_error, read
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, assign_stages, splits_backward
+from polylane.yaml_file import Count, StrictMapping
 
 _OPERATOR_AXES = ("sequence", "tensor")
 
@@ -33,6 +31,7 @@ class Plan(StrictMapping):
             parameters that the model does not have are refused either way.
         stages: the pipeline stages, in the order of their numbers.
         schedule: name of a pipeline schedule (:data:`polylane.schedule.schedules.NAMES`).
+        vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
         microbatches: number of microbatches of a step.
         sync: how replicas synchronize gradients or weights.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
@@ -45,7 +44,10 @@ class Plan(StrictMapping):
     polylane: Literal[1] = 1
     graph: Fingerprint | None = None
     stages: tuple[Stage, ...]
-    schedule: Literal["naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v"] = "1f1b"
+    schedule: Literal[
+        "naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw"
+    ] = "1f1b"
+    vertical_sync: bool = False
     microbatches: Count = 1
     sync: SyncOptions = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
@@ -106,6 +108,11 @@ class Plan(StrictMapping):
         """For every stage, the number of the group of workers that has it; groups are in the order of first stages."""
         numbers = {first: number for number, first in enumerate(self.first_chunks)}
         return tuple(numbers[self.first_chunk(stage)] for stage in range(self.pipeline))
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether the pipeline is not emptied between steps: weights are updated while batches are under way."""
+        return self.schedule in ASYNCHRONOUS
 
     @property
     def most_chunks(self) -> int:
@@ -258,51 +265,12 @@ class Plan(StrictMapping):
         """The plan in one line, as :func:`.spec.parse` reads it; bounds and placements of the stages are left out."""
         words = [*format_degrees(self.group_meshes), f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
         words += [f"chunks={self.most_chunks}"] if self.most_chunks > 1 else []
+        words += ["vertical_sync=yes"] if self.vertical_sync else []
         words += [] if self.precision == "float32" else [f"precision={self.precision}"]
         words += [] if self.recompute == NONE else [f"recompute={self.recompute}"]
         words += [*self.sync.to_words(), *straggler_words(self.slow)]
         words += [f"per_sample={'+'.join(self.per_sample)}"] if self.per_sample else []
         return ",".join(words)
-
-
-def dump(plan: Plan) -> str:
-    """Format a plan as YAML; keys that most plans have no use for are left out at their defaults."""
-    unsaid = (key for key in ("graph", "per_sample", "recompute") if getattr(plan, key) in (None, (), NONE))
-    data = plan.model_dump(mode="json", exclude={"slow", *unsaid})
-    if plan.slow:
-        data["slow"] = {rank: slow.model_dump() for rank, slow in plan.slow.items()}
-    for stage in data["stages"]:
-        for key in {"placements", "recompute"} - {key for key, value in stage.items() if value}:
-            del stage[key]
-    said = plan.sync.model_dump(mode="json", exclude_defaults=True)
-    data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.has_servers else {"every": plan.sync.every}), **said}
-    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
-
-
-def load(path: str | Path) -> Plan:
-    """Read a plan file.
-
-    Raises:
-        PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names it.
-    """
-    data = read(path, "plan")
-    try:
-        return Plan.model_validate(data, context={"file": str(path)})
-    except pydantic.ValidationError as error:
-        first = first_error(error)
-        if first["loc"][0] == "polylane":
-            said = f"polylane: {first['input']!r} is a form that this version cannot read"
-            raise PolylaneError(f"plan {path}: {said}") from error
-        raise PolylaneError(f"plan {path}: {error_sentence(first, _FORM, data)}") from error
-
-
-def _keys(place: Sequence[int | str]) -> list[str]:
-    """Return the keys that a mapping at a place of a plan file may have, for suggestions in errors."""
-    models: dict[str, type[StrictMapping]] = {"graph": Fingerprint, "stages": Stage, "sync": SyncOptions}
-    return list((models[str(place[0])] if place else Plan).model_fields)
-
-
-_FORM = FileForm("a plan", _keys)
 
 
 def check(plan: Plan) -> None:
@@ -395,6 +363,25 @@ def _check_sync(plan: Plan) -> None:
             f"{plan.title}: schedule: {plan.schedule} and shard: parameters exclude each other, since weights are "
             "released between the two halves of a backward pass: take shard: gradients, or another schedule"
         )
+    _check_asynchronous(plan)
     for rank in plan.slow:
         if not 0 <= rank < plan.workers:
             raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {plan.workers} workers")
+
+
+def _check_asynchronous(plan: Plan) -> None:
+    """Refuse what an asynchronous pipeline cannot have, and what only it can have."""
+    if plan.vertical_sync and plan.schedule != "pipedream":
+        raise PolylaneError(f"{plan.title}: vertical_sync is for schedule: pipedream, not {plan.schedule}")
+    if not plan.is_asynchronous:
+        return
+    if not plan.sync.is_plain_sum:
+        raise PolylaneError(
+            f"{plan.title}: sync ({','.join(plan.sync.to_words())}): under schedule: {plan.schedule} replicas sum the "
+            "gradients of every update: leave sync out"
+        )
+    if plan.schedule == "pipedream-2bw" and plan.microbatches < plan.pipeline - 1:
+        raise PolylaneError(
+            f"{plan.title}: microbatches: {plan.microbatches}: schedule: pipedream-2bw of {plan.pipeline} stages needs "
+            f"at least {plan.pipeline - 1}, so that an update is there when the next batch but one begins"
+        )

@@ -12,7 +12,7 @@ from polylane.plan import sync as syncs
 from polylane.plan.recompute import MODES, NONE, WANTED, budget_bytes
 from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.schedules import DEFAULT_CHUNKS, NAMES, assign_stages
+from polylane.schedule.schedules import DEFAULT_CHUNKS, RUNNABLE, assign_stages
 from polylane.settings import split_pairs
 
 # Written in place of a plan, it asks for the best one that the planner finds.
@@ -21,7 +21,7 @@ AUTO = "auto"
 PRECISIONS = ("float32", "bfloat16")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches", "chunks")
-_KEYS = (*_COUNTS, "schedule", "precision", "recompute", *syncs.KEYS, "slow", "per_sample")
+_KEYS = (*_COUNTS, "schedule", "vertical_sync", "precision", "recompute", *syncs.KEYS, "slow", "per_sample")
 
 # Most workers that a plan may have, and most microbatches: ten times the largest machines.
 MOST = 2**20
@@ -56,7 +56,7 @@ class Spec:
     Attributes:
         data: number of replicas of every stage.
         pipeline: number of groups of workers in the pipeline, at least 1; each has ``chunks`` stages.
-        schedule: a name of :data:`polylane.schedule.schedules.NAMES`.
+        schedule: a name of :data:`polylane.schedule.schedules.RUNNABLE`.
         microbatches: number of microbatches of a step; None leaves the choice to the planner.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
         tensor: ranks that shard the operators of a stage, so that each holds a shard of the parameters.
@@ -70,6 +70,7 @@ class Spec:
             itself; "model" for all of it.
         recompute: what backward passes recompute instead of saving it, as in a :class:`polylane.plan.plan.Plan`.
         chunks: number of stages of every worker.
+        vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
 
     Raises:
         PolylaneError: degrees are given beside stages that have others, there are too many workers, or the schedule
@@ -89,6 +90,7 @@ class Spec:
     per_sample: tuple[str, ...] = ()
     recompute: str = NONE
     chunks: int = 1
+    vertical_sync: bool = False
 
     def __post_init__(self) -> None:
         if self.stages:
@@ -186,9 +188,14 @@ def check_workers(workers: int, degrees: Sequence[str]) -> None:
 
 
 def default_microbatches(spec: Spec, batch: int) -> int:
-    """Return the spec's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples."""
+    """Return the spec's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples.
+
+    One under ``pipedream``, which fills the pipeline with the batches of further steps.
+    """
     if spec.microbatches is not None:
         return spec.microbatches
+    if spec.schedule == "pipedream":
+        return 1
     return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
 
 
@@ -215,8 +222,8 @@ def _parse_line(text: str) -> Spec:
     if not given and not opened:
         raise PolylaneError("nothing is said: give degrees, as in data=2,pipeline=2, or data=1 for one worker")
     schedule, precision = given.get("schedule"), given.get("precision", "float32")
-    if schedule is not None and schedule not in NAMES:
-        raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(NAMES)}")
+    if schedule is not None and schedule not in RUNNABLE:
+        raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(RUNNABLE)}")
     if precision not in PRECISIONS:
         raise PolylaneError(f"precision={_shorten(precision)} is not known, known are {', '.join(PRECISIONS)}")
     recompute = given.get("recompute", NONE)
@@ -236,6 +243,7 @@ def _parse_line(text: str) -> Spec:
         **counts,
         chunks=chunks,
         schedule=schedule,
+        vertical_sync=_parse_switch("vertical_sync", given.get("vertical_sync", "no")),
         microbatches=microbatches,
         precision=precision,
         stages=tuple(stages),
@@ -244,6 +252,12 @@ def _parse_line(text: str) -> Spec:
         per_sample=per_sample,
         recompute=recompute,
     )
+
+
+def _parse_switch(key: str, text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise PolylaneError(f"{key}={_shorten(text)} must be yes or no")
+    return text == "yes"
 
 
 def _parse_paths(text: str) -> tuple[str, ...]:

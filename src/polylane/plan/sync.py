@@ -127,6 +127,11 @@ class SyncOptions(StrictMapping):
         return self == SUM
 
     @property
+    def is_summed_or_sharded(self) -> bool:
+        """Whether replicas sum their gradients in every step as they are, or each its shard of them (ZeRO)."""
+        return not self.has_servers and self.every == 1 and self.wire == "same" and self.compress is None
+
+    @property
     def is_exact(self) -> bool:
         """Whether the training computes the same numbers as one device, up to rounding."""
         return not self.is_replica_local and self.wire == "same" and self.compress is None

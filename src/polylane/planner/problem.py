@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ from polylane.sharding.stage_layouts import SHARED_BY, tensors_on_unequal_meshes
 # Passes over a parameter's bytes in an optimizer's step, besides reading and writing its states once: the parameter is
 # read and written, the gradient read, and set to zero for the next step.
 PASSES = 4
+# Fewest samples that placements are chosen for: a dimension of one sample offers no shards.
+LEAST_SAMPLES = 2
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,17 @@ def build_cost_model(
     states = probe_optimizer_state(graph, problem.optimizer, kind)
     # Layouts are chosen for the speed of two neighbouring ranks: operator axes fill a host first.
     rates = network.fit_rank_speed(cluster, range(min(cluster.count, 2)), method.dtype)
-    offer = LayoutOffer(graph, graph.samples)
+    offers = cache(partial(LayoutOffer, graph))
 
-    def chosen(mesh: Degrees, shared: Collection[str] = (), plain: Collection[str] = ()) -> Layout:
+    def chosen(
+        mesh: Degrees, shared: Collection[str] = (), plain: Collection[str] = (), microbatch: int | None = None
+    ) -> Layout:
         degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
         whole = {**dict.fromkeys(shared, SHARED_BY), **problem.whole}
+        # Where the plan is known, for its samples, as its training chooses (`polylane.sharding.stage_layouts`).
+        samples = graph.samples if microbatch is None else max(LEAST_SAMPLES, -(-microbatch // mesh.data))
         return choose_layout(
-            graph, degrees, graph.samples, pins=problem.pins, whole=whole, plain=plain, rates=rates, offer=offer
+            graph, degrees, samples, pins=problem.pins, whole=whole, plain=plain, rates=rates, offer=offers(samples)
         )
 
     setting = BackendSetting(graph.samples, device=kind, **_precision_setting(method))
@@ -94,7 +101,7 @@ def build_cost_model(
     )
 
 
-def fit_to_meshes(found: CostModel, partition: Partition, plan: Plan) -> CostModel:
+def fit_to_meshes(found: CostModel, partition: Partition, plan: Plan, batch: int | None = None) -> CostModel:
     """Return the cost model with the placements that a plan's meshes allow, as its training has them.
 
     Where meshes differ, tensors that several stages hold are whole on all of them, and values that cross are no sums.
@@ -102,12 +109,16 @@ def fit_to_meshes(found: CostModel, partition: Partition, plan: Plan) -> CostMod
     Args:
         found: the cost model, with its placements chosen for meshes alone.
         partition: the graph, divided into the plan's stages.
-        plan: the meshes of the stages.
+        plan: the meshes of the stages, and the number of microbatches.
+        batch: samples of a step, for whose local samples placements are chosen; None: for those of the capture.
     """
-    if plan.is_uniform:
-        return found
-    shared, plain = tensors_on_unequal_meshes([partition], plan), values_between_meshes(partition, plan)
-    return replace(found, stages=found.stages.with_placements(shared=shared, plain=plain))
+    known: dict[str, Any] = {}
+    if not plan.is_uniform:
+        known["shared"] = tensors_on_unequal_meshes([partition], plan)
+        known["plain"] = values_between_meshes(partition, plan)
+    if batch is not None and plan.axes:
+        known["microbatch"] = -(-batch // plan.microbatches)
+    return replace(found, stages=found.stages.with_placements(**known)) if known else found
 
 
 def _with_measured_contention(cluster: Cluster, profile: Profile | None) -> Cluster:

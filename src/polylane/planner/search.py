@@ -11,14 +11,19 @@ from polylane.cost.predict import Prediction, predict
 from polylane.cost.state_sharding import Sharding
 from polylane.graph.partition import Partition
 from polylane.plan import fit_to_graph as fit
+from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.plan.plan import Plan
 from polylane.plan.spec import PRECISIONS, Spec
 from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
+from polylane.planner.problem import fit_to_meshes
+from polylane.planner.search_progress import Told, tell_nobody
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.stage_meshes import search_unequal_meshes
 from polylane.planner.uniform_plans import RatedPlan, UniformPlan
 
+# Share of the memory within which a plan that is estimated to fit will fit.
+SURE = 0.85
 # How many of the best estimates are predicted exactly; fewer once their schedules add up to this many passes.
 FINALISTS = 12
 PASSES = 15_000
@@ -41,6 +46,7 @@ class SearchRequest:
         plan_count: number of plans to return.
         shardings: kinds of sharding that are tried beside the estimates' own, those that share out less first; each is
             rated only as far as those before it do not fit, for it sends as much or more.
+        fixed: keys that a plan must have.
         batch_is_indivisible: whether the loss couples the samples of a batch, which then must not be divided over
             replicas or into microbatches.
     """
@@ -51,6 +57,7 @@ class SearchRequest:
     plan_count: int = 5
     batch_is_indivisible: bool = False
     shardings: tuple[Sharding, ...] = ()
+    fixed: FixedKeys = NOTHING_FIXED
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,7 @@ def search(
     wish: SearchRequest,
     finalists: int = FINALISTS,
     keep: Callable[[RatedPlan], bool] = lambda candidate: True,
+    told: Told = tell_nobody,
 ) -> SearchResult:
     """Return the fastest plans that fit in memory.
 
@@ -112,12 +120,13 @@ def search(
         wish: constraints of the search.
         finalists: about how many are predicted exactly; 0: none, estimates only.
         keep: filter of the candidates that may be chosen.
+        told: progress callback, called with every plan that is compared or simulated.
     """
     # First pass with skipping; it may be repeated without.
-    answer = _search(estimates, wish, finalists, keep, FAR)
+    answer = _search(estimates, wish, finalists, keep, FAR, told)
     # Where only plans that do not fit were kept, the skipped ones may fit.
     if finalists and answer.skipped_count and not answer.ranked_plans:
-        answer = _search(estimates, wish, finalists, keep, math.inf)
+        answer = _search(estimates, wish, finalists, keep, math.inf, told)
     return answer
 
 
@@ -127,23 +136,25 @@ def _search(
     finalists: int,
     keep: Callable[[RatedPlan], bool],
     far: float,
+    told: Told,
 ) -> SearchResult:
     """Search once, skipping plans whose lower bound is more than ``far`` times the best time."""
     every, passed = list[RatedPlan](), 0
     for workers in wish.workers:
-        looking = _UniformSearch(estimates, wish, keep, far if finalists else 1.0, finalists > 0)
+        looking = _UniformSearch(estimates, wish, keep, far if finalists else 1.0, finalists > 0, told)
         every += looking.rate(workers)
         passed += looking.skipped_count
     # Both searches divide the batch over replicas or microbatches.
     if not wish.batch_is_indivisible:
         most = max(wish.workers)
         every += _search_unequal(estimates, wish, most)
-        every += plan_branches(estimates, most, wish.memory_limit)
-    every = [candidate for candidate in every if keep(candidate)]
+        if not wish.fixed.degrees:
+            every += plan_branches(estimates, most, wish.memory_limit)
+    every = [c for c in every if wish.fixed.allows(c.meshes, c.microbatches) and keep(c)]
     fitting = sorted((c for c in every if c.fits), key=_weighted_estimate)
     excluded = [c for c in every if not c.fits]
     exact, too_big = (
-        _exact(estimates, _drop_near_duplicates(fitting), wish.plan_count, finalists) if finalists else ([], {})
+        _exact(estimates, _drop_near_duplicates(fitting), wish.plan_count, finalists, told) if finalists else ([], {})
     )
     exact.sort(key=lambda f: weighted_seconds(f.prediction.seconds, f.plan.workers, f.plan.sync.shard != "none"))
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
@@ -152,7 +163,7 @@ def _search(
 
 
 def _exact(
-    estimates: CurveCache, candidates: Sequence[RatedPlan], top: int, finalists: int
+    estimates: CurveCache, candidates: Sequence[RatedPlan], top: int, finalists: int, told: Told = tell_nobody
 ) -> tuple[list[RankedPlan], dict[int, RatedPlan]]:
     """Predict the best candidates exactly; return them, and by id() those that turn out not to fit.
 
@@ -163,6 +174,7 @@ def _exact(
         enough = passes > PASSES or len(found) >= max(finalists, 2 * top)
         if len(found) >= top and (enough or len(too_big) >= finalists):
             break
+        told("simulated", len(found) + len(too_big))
         one = realize_plan(estimates, candidate)
         passes += one.plan.pipeline * one.plan.microbatches
         # The estimate's memory is a bound of the search; only the prediction's peak decides.
@@ -207,6 +219,7 @@ class _UniformSearch:
         keep: filter of the candidates that may be chosen.
         far: skip plans whose lower bound exceeds the best time by this factor.
         families: whether to find the best plan of every family, not only the best of all.
+        told: progress callback, called with every plan that is rated.
 
     Attributes:
         skipped_count: number of plans skipped so far.
@@ -219,8 +232,10 @@ class _UniformSearch:
         keep: Callable[[RatedPlan], bool],
         far: float,
         families: bool,
+        told: Told = tell_nobody,
     ) -> None:
         self._estimates, self._wish, self._keep, self._far, self._families = estimates, wish, keep, far, families
+        self._told, self._rated = told, 0
         self._variants = sharding_variants(estimates, wish)
         self._best: dict[object, float] = {}  # best seconds that fit, by family (axes in use)
         self.skipped_count = 0
@@ -235,6 +250,8 @@ class _UniformSearch:
         for uniform in uniform_plans.enumerate_uniform_plans(
             workers, wish.max_operator_ranks, estimates.batch, estimates.max_stages
         ):
+            if not wish.fixed.allows((uniform.mesh,) * uniform.stages, uniform.microbatches):
+                continue
             if not wish.batch_is_indivisible or uniform.data == uniform.microbatches == 1:
                 (double if uniform.sequence > 1 and uniform.tensor > 1 else single).append(uniform)
         found = self._rate_best_first(single)
@@ -255,6 +272,8 @@ class _UniformSearch:
                 self.skipped_count += 1
                 continue
             for candidate in self._rate_variants(uniform):
+                self._rated += 1
+                self._told("compared", self._rated + self.skipped_count)
                 found.append((uniform, candidate))
                 if candidate.fits and self._keep(candidate):
                     self._best[axes] = min(candidate.seconds, self._best.get(axes, math.inf))
@@ -268,8 +287,9 @@ class _UniformSearch:
                 return
             yield candidate
             # The first kind beside plain replicas may be faster than they are, since each updates its share only. What
-            # shares out more sends more: it is worth it only where the kind before it does not fit.
-            if number and candidate.fits:
+            # shares out more sends more: it is worth it only where the kind before it does not fit, or may turn out not
+            # to, when its memory is traced and not estimated.
+            if number and candidate.peak_bytes <= SURE * candidate.memory_limit:
                 return
 
     def _is_hopeless(self, least: float, axes: object) -> bool:
@@ -285,8 +305,9 @@ def sharding_variants(estimates: CurveCache, wish: SearchRequest) -> list[CurveC
 
 def _search_unequal(estimates: CurveCache, wish: SearchRequest, workers: int) -> list[RatedPlan]:
     """Return the best plans with unequal meshes, of the first kind of sharding with which some fit."""
-    # Replicas with steps of their own, or that servers count, must be replicas of the whole model.
-    if estimates.sync.is_replica_local or estimates.sync.has_servers:
+    # Replicas with steps of their own, or that servers count, must be replicas of the whole model; and a fixed degree
+    # is that of every stage.
+    if estimates.sync.is_replica_local or estimates.sync.has_servers or wish.fixed.degrees:
         return []
     found = (search_unequal_meshes(each, workers, wish.memory_limit) for each in sharding_variants(estimates, wish))
     return next((plans for plans in found if plans), [])
@@ -296,7 +317,9 @@ def realize_plan(estimates: CurveCache, candidate: RatedPlan) -> RankedPlan:
     """Return a candidate as a full plan with its exact prediction."""
     partition = Partition(estimates.basis.stages.graph, candidate.cuts, candidate.stage_of_piece)
     plan = make_plan(partition, candidate, estimates.basis.method)
-    prediction = predict(estimates.basis, partition, plan, estimates.batch, exact=False)
+    # Placements that unequal meshes allow: looser ones would flatter these plans beside uniform ones.
+    basis = fit_to_meshes(estimates.basis, partition, plan)
+    prediction = predict(basis, partition, plan, estimates.batch, exact=False)
     return RankedPlan(candidate, plan, partition, prediction)
 
 

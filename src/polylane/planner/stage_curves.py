@@ -18,6 +18,8 @@ from polylane.cluster.rank_span import Ranks
 from polylane.cost.cost_table import CostTable
 from polylane.cost.memory.peak import MemoryMargin, TrainedBytes, shard_trained_bytes
 from polylane.cost.network import collectives as network
+from polylane.cost.network.compressed_reduction import price_compressed
+from polylane.cost.network.sync_volume import TrainedTensor
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import CostModel
 from polylane.cost.shard_traffic import EXPOSED
@@ -43,6 +45,7 @@ class StageCurves:
         forward, backward: seconds of a pass, collectives included.
         activation_bytes: bytes that a microbatch holds between its passes.
         elements: trained elements of a rank, counted at the first use of each parameter.
+        frozen_bytes: bytes of a rank's parameters that are not trained, counted likewise.
         cut_bytes: bytes that a rank receives if the graph is cut at each position, in one direction (no running sum).
         gather_seconds, scatter_seconds: seconds of overlapped collectives, lower bounds of a pass: parameter gathers of
             each pass, gradient scatters of the backward pass. Their exposed part is in the passes already.
@@ -53,6 +56,7 @@ class StageCurves:
     backward: Array
     activation_bytes: Array
     elements: Array
+    frozen_bytes: Array
     cut_bytes: Array
     gather_seconds: Array
     scatter_seconds: Array
@@ -235,6 +239,7 @@ class CurveCache:
             backward[at],
             held[at],
             self._elements(mesh)[at],
+            self._frozen_bytes(mesh)[at],
             stages.cut_bytes(mesh)[at] * samples,
             np.broadcast_to(gathers, forward.shape)[at],
             np.broadcast_to(scatters, forward.shape)[at],
@@ -266,13 +271,43 @@ class CurveCache:
             self._counts_cache[key] = sizes
         return self._counts_cache[key]
 
+    def gathered_bytes(self, mesh: Degrees) -> float:
+        """Return the bytes of whole parameters and gradients that a rank has for a time, of those that it shards."""
+        sharding = self.sharding(mesh.data)
+        if sharding.kind not in ("gradients", "parameters"):
+            return 0.0
+        sizes = self._first_use_bytes(mesh)
+        block = float(np.add.reduceat(sizes, np.array(self.basis.stages.block_positions)[:-1]).max())
+        # Gradients of the block that was computed last; parameters of this block and of the next one.
+        return block * (3 if sharding.gathers_parameters else 1)
+
     def closing_seconds(self, elements: float, replicas: Ranks, microbatches: int = 1) -> tuple[float, float]:
-        """Return the seconds of the gradient and of the parameter collective over replicas, for trained elements."""
+        """Return the seconds of the gradient and of the parameter collective over replicas, for trained elements.
+
+        Where replicas synchronize otherwise, it is in the second figure, which no pass hides.
+        """
         size, cluster = elements * min(4, self.basis.method.float_itemsize), self.basis.cluster
+        if len(replicas) > 1 and not self.sync.is_summed_or_sharded:
+            return 0.0, self._other_sync_seconds(elements, replicas)
         sharding = self.sharding(len(replicas), microbatches)
         group = sharding.group(replicas)
         summed = network.collective_seconds(cluster, sharding.gradient_collective, size, group, None)
         return summed, network.collective_seconds(cluster, sharding.parameter_collective, size, group, None)
+
+    def _other_sync_seconds(self, elements: float, replicas: Ranks) -> float:
+        """Return the seconds of averages, compressed reductions or servers, as an estimate: all elements as one."""
+        cluster, item, sync = self.basis.cluster, self.footprint.itemsize, self.sync
+        ranks, size = tuple(replicas), elements * item
+        if sync.has_servers:
+            # Each server's link takes in and gives out its share once for every replica.
+            share = size * len(ranks) / sync.server_count
+            return 2 * network.message_seconds(cluster, share, ranks[0], ranks[-1])
+        if sync.every > 1:
+            return network.collective_seconds(cluster, "all_reduce", size, ranks, None) / sync.every
+        side = max(1, math.isqrt(int(elements)))
+        tensors = [TrainedTensor((side, max(1, int(elements) // side)), item, len(ranks))]
+        found = price_compressed(sync, tensors, ranks, cluster, cluster.device(0))
+        return found.seconds + found.packing + found.unpacking
 
     def _activation_bytes(self, mesh: Degrees, again: bool) -> Array:
         """Return the activation bytes per sample of the nodes before each cut position."""
@@ -294,7 +329,20 @@ class CurveCache:
         if key not in self._counts_cache:
             sheet, counts = self.basis.stages.sharded_graph(mesh), np.zeros(len(self.basis.stages.graph.nodes) + 1)
             for name, position in self.basis.stages.first_uses.items():
+                if not self.basis.stages.graph.parameters[name].trainable:
+                    continue
                 place = (f"parameter:{name}", 0)
                 counts[position + 1] += sheet.busiest_bytes(place, sheet.view.samples) / sheet.itemsize(place)
             self._counts_cache[key] = np.cumsum(counts)
+        return self._counts_cache[key]
+
+    def _frozen_bytes(self, mesh: Degrees) -> Array:
+        key = (mesh.sequence, mesh.tensor, "frozen")
+        if key not in self._counts_cache:
+            graph, sheet = self.basis.stages.graph, self.basis.stages.sharded_graph(mesh)
+            sizes = np.zeros(len(graph.nodes) + 1)
+            for name, position in self.basis.stages.first_uses.items():
+                if not graph.parameters[name].trainable:
+                    sizes[position + 1] += sheet.busiest_bytes((f"parameter:{name}", 0), sheet.view.samples)
+            self._counts_cache[key] = np.cumsum(sizes)
         return self._counts_cache[key]

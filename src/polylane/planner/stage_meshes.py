@@ -42,6 +42,7 @@ class MeshOption:
         closing_seconds: seconds of a step after the last backward pass.
         elements: trained elements of one rank.
         activation_bytes: bytes that a microbatch holds between its passes.
+        frozen_bytes: bytes of a rank's parameters that are not trained.
     """
 
     mesh: Degrees
@@ -49,6 +50,7 @@ class MeshOption:
     closing_seconds: Array
     elements: Array
     activation_bytes: Array
+    frozen_bytes: Array
 
 
 # Stages: first position, end position and mesh of each, as indices into the chosen positions.
@@ -138,15 +140,15 @@ class StageMeshSearch:
         # About 70% of the gradient reduction overlaps with the last backward pass.
         ending = ending + own / SAMPLE * (summed * (0.3 if basis.method.overlap else 1.0) + handed)
         seconds = forward + backward + 2 * inward[:, None]
-        return MeshOption(mesh, seconds, ending, own, held[None, :] - held[:, None])
+        frozen = curves.frozen_bytes[at]
+        return MeshOption(mesh, seconds, ending, own, held[None, :] - held[:, None], frozen[None, :] - frozen[:, None])
 
     def stage_bytes(self, number: int, live: int) -> Array:
         """Return the bytes of a rank of every stage on one option, with ``live`` microbatches in flight."""
         if (number, live) not in self._bytes:
             option = self.options[number]
-            self._bytes[number, live] = self.estimates.footprint(
-                option.elements, option.activation_bytes * live, option.mesh.data
-            )
+            held = option.activation_bytes * live + option.frozen_bytes + self.estimates.gathered_bytes(option.mesh)
+            self._bytes[number, live] = self.estimates.footprint(option.elements, held, option.mesh.data)
         return self._bytes[number, live]
 
     def choose_stages(self, bound: float) -> Chosen | None:

@@ -127,9 +127,9 @@ def _stage_bounds(estimates: CurveCache, uniform: UniformPlan, curves: StageCurv
 
     def memory(last: int) -> Array:
         live = min(uniform.microbatches, last)
-        return curves.elements * weight + curves.activation_bytes * live
+        return curves.elements * weight + curves.frozen_bytes + curves.activation_bytes * live
 
-    room = estimates.footprint.available_bytes(limit)
+    room = estimates.footprint.available_bytes(limit) - estimates.gathered_bytes(uniform.mesh)
     # The cache keeps the curves alive, so that their id() is not reused.
     key = (id(curves), weight, room, None if filled else uniform.microbatches)
     found = estimates.cuts_cache.get(key)
@@ -142,7 +142,8 @@ def _max_stage_bytes(estimates: CurveCache, uniform: UniformPlan, curves: StageC
     """Return the bytes of a rank of the stage that needs the most memory."""
     elements, held = (np.diff(curve[list(ends)]) for curve in (curves.elements, curves.activation_bytes))
     live = np.minimum(uniform.microbatches, uniform.stages - np.arange(uniform.stages))
-    return float(estimates.footprint(elements, held * live, uniform.data).max())
+    held = held * live + np.diff(curves.frozen_bytes[list(ends)]) + estimates.gathered_bytes(uniform.mesh)
+    return float(estimates.footprint(elements, held, uniform.data).max())
 
 
 def _step_seconds(estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]) -> float:

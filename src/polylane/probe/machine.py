@@ -12,6 +12,7 @@ import torch
 from polylane.cluster.catalogue import device_presets, link_presets, usual_links
 from polylane.cluster.cluster import Cluster, Hosts
 from polylane.cluster.device import Device
+from polylane.cluster.figures import format_size
 from polylane.cluster.link import Link
 from polylane.errors import PolylaneError
 from polylane.runtime.workers.fork import threads_per_worker
@@ -114,8 +115,8 @@ def check_workers(workers: int) -> None:
     memory = available_memory()
     if workers * LEAST_MEMORY > memory:
         raise PolylaneError(
-            f"--workers {workers} would need {workers * LEAST_MEMORY / 1e9:.1f} GB of memory to start, "
-            f"and {memory / 1e9:.1f} GB is free"
+            f"--workers {workers} would need {format_size(workers * LEAST_MEMORY)} of memory to start, "
+            f"and {format_size(memory)} is free"
         )
 
 

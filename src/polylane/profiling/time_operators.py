@@ -17,6 +17,7 @@ from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
 from polylane.graph.graph import Graph
+from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.sample_slice import SampleSlice
 
 REPEATS = 3
@@ -113,13 +114,18 @@ def _kind(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
     """Return what a node's time depends on; every call of the user's own Python is of its own kind."""
     if node.meta["op"] in ("leaf", "function"):
         return node
+    # Sizes that are computed are arguments like others: of a slice they say where it begins and ends.
     shapes = tuple(
-        (tuple(v.shape), v.stride(), v.dtype, v.requires_grad) if isinstance(v, Tensor) else None
+        (tuple(v.shape), v.stride(), v.dtype, v.requires_grad)
+        if isinstance(v, Tensor)
+        else v
+        if isinstance(v, (bool, int, float))
+        else None
         for v in (values[used] for used in node.all_input_nodes)
     )
     constants = fx.map_arg((node.args, dict(node.kwargs)), lambda used: None)
     # Keyed random operators begin with sample slice, salt and sample dimension, which do not change the time.
-    keyless = constants[0][3:] if len(constants[0]) > 3 and constants[0][0] is None else constants[0]
+    keyless = constants[0][3:] if node.target in KEYED.values() else constants[0]
     return node.meta["op"], shapes, repr((keyless, constants[1]))
 
 

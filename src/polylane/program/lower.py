@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from polylane.graph.graph import Graph, TensorInfo
@@ -11,6 +11,7 @@ from polylane.graph.partition import Partition, StageCrossing
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.asynchronous import steady_step, steps_in_flight
 from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -44,13 +45,19 @@ def lower(
             gradient.
         only: ranks whose programs are wanted; default: all. One of each stage is enough to know a plan's time.
     """
-    lanes = schedule_lanes(
-        plan.schedule, StageGraph.of_partition(partition), plan.microbatches, workers=plan.stage_groups
-    )
+    lanes = _lanes_of_step(plan, StageGraph.of_partition(partition))
     wanted = frozenset(range(plan.workers) if only is None else only)
     summed = build_buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
     programs = tuple(_assemble_program(partition, plan, lanes, summed, rank) for rank in sorted(wanted))
-    return order_receives(programs) if only is None else programs
+    # Workers with one stage need messages in the order in which they are sent.
+    return order_receives(programs) if only is None and plan.most_chunks > 1 else programs
+
+
+def _lanes_of_step(plan: Plan, graph: StageGraph) -> Lanes:
+    """Return what each group of workers does in a step: its passes, and in asynchronous pipelines its updates."""
+    if plan.is_asynchronous:
+        return steady_step(graph, plan.microbatches)
+    return schedule_lanes(plan.schedule, graph, plan.microbatches, workers=plan.stage_groups)
 
 
 def _assemble_program(
@@ -63,7 +70,7 @@ def _assemble_program(
         plan: what runs where, for meshes and ranks.
         lanes: for every group of workers, its passes in order.
         summed: gradient buckets of all ranks, in the order of reduction.
-        rank: the worker's rank.
+        rank: rank of the worker whose program it is.
     """
     first, replica = plan.stage_and_replica(rank)
     own_stages = plan.chunks(first)
@@ -74,21 +81,26 @@ def _assemble_program(
     }
     sent = [each for c in partition.crossings if c.producer in own_stages and (each := crossing_as_sent(c, plan))]
     sends = {s: [c for c in sent if c.producer == s] for s in own_stages}
-    passes = [
-        each
-        for action in lanes[plan.stage_groups[first]]
-        for each in _with_communication(action, peers, receives[action.stage], sends[action.stage])
-    ]
     own = tuple(bucket for bucket in summed if rank in bucket.ranks)
     # All reduces come behind the passes here. The runtime starts each one as soon as its gradients are complete,
-    # during the last backward pass; a REDUCE action waits for the result.
-    reduces = [Action(ActionKind.REDUCE, first, value=bucket.name) for bucket in own if len(bucket.ranks) > 1]
+    # during the last backward pass; a REDUCE action waits for the result. In an asynchronous pipeline every update
+    # comes with its reduces behind the batch's last backward pass.
+    update = [
+        *(Action(ActionKind.REDUCE, first, value=bucket.name) for bucket in own if len(bucket.ranks) > 1),
+        Action(ActionKind.STEP, first),
+    ]
+    actions = list[Action]()
+    for action in lanes[plan.stage_groups[first]]:
+        if action.kind is ActionKind.STEP:
+            actions += [replace(each, steps_back=action.steps_back) for each in update]
+        else:
+            actions += _with_communication(action, peers, receives[action.stage], sends[action.stage])
     return Program(
         rank=rank,
         stage=first,
         replica=replica,
         replicas=plan.group(rank, ("data",)),
-        actions=(*passes, *reduces, Action(ActionKind.STEP, first)),
+        actions=tuple(actions if plan.is_asynchronous else [*actions, *update]),
         stages=own_stages,
         local_sources=sources,
         buckets=own,
@@ -120,6 +132,26 @@ def crossing_as_sent(crossing: StageCrossing, plan: Plan) -> StageCrossing | Non
         first.setdefault(plan.first_chunk(consumer), consumer)
     first.pop(plan.first_chunk(crossing.producer), None)
     return replace(crossing, consumers=tuple(first.values())) if first else None
+
+
+def unroll(programs: Sequence[Program], plan: Plan, steps: int = 2) -> tuple[Program, ...]:
+    """Return the programs of an asynchronous pipeline over several steps, from an empty pipeline to an empty one.
+
+    Microbatches are numbered through. After the last step come as many more as its batch is under way.
+    """
+    count = plan.microbatches
+    after = steps_in_flight(StageGraph.of_partition(programs[0].partition), count)
+    steps += after
+
+    def actions(program: Program) -> Iterator[Action]:
+        for step in range(steps + after):
+            for action in program.actions:
+                batch = step - action.steps_back
+                if 0 <= batch < steps:
+                    number = batch * count + (action.microbatch or 0)
+                    yield replace(action, microbatch=number, steps_back=0)
+
+    return tuple(replace(program, actions=tuple(actions(program))) for program in programs)
 
 
 def order_receives(programs: Sequence[Program]) -> tuple[Program, ...]:
@@ -194,7 +226,9 @@ def _with_communication(
         return [action]
 
     def travel(kind: ActionKind, crossing: StageCrossing, stages: Sequence[int], gradient: bool) -> list[Action]:
-        return [Action(kind, stage, microbatch, crossing.value, p, gradient) for other in stages for p in peers[other]]
+        back = action.steps_back
+        ranks = (p for other in stages for p in peers[other])
+        return [Action(kind, stage, microbatch, crossing.value, p, gradient, back) for p in ranks]
 
     if action.kind is ActionKind.FORWARD:
         before = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]

@@ -18,12 +18,17 @@ from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.shared_buffers import stages_of_buffers
 from polylane.runtime.parameters.update import ObjectiveUpdate
+from polylane.runtime.parameters.weight_versions import WeightVersions
+from polylane.runtime.pipeline.asynchronous import AsynchronousPipeline
 from polylane.runtime.pipeline.bind_program import bind_program, lower_programs
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.samples.batch_division import refuse_coupled_samples
 from polylane.samples.batch_layout import hash_crossing_layouts
+from polylane.schedule.action import ActionKind
+from polylane.schedule.asynchronous import steps_in_flight, weight_delays
+from polylane.schedule.stage_graph import StageGraph
 
 
 class CacheKey(NamedTuple):
@@ -77,6 +82,9 @@ class ProgramBinder:
         programs: by objective, all workers' programs of the graph that was compiled ahead for training.
         replica_local: the same for steps without gradient sums between replicas; empty where there are none.
         trainers: by objective, its update; the compressor of its gradients is shared by all forms of batches.
+
+    Attributes:
+        pipeline: the batches under way, where the plan's schedule is asynchronous; else None.
     """
 
     def __init__(
@@ -90,6 +98,15 @@ class ProgramBinder:
         self._local_model, self._connections, self._trainers = holding, connections, trainers
         self._ahead = {False: programs, True: replica_local}
         self._prepared, self._plan = holding.prepared, holding.prepared.plan
+        self.pipeline = self._open_pipeline() if self._plan.is_asynchronous else None
+
+    def _open_pipeline(self) -> AsynchronousPipeline:
+        """Return an empty pipeline, with versions of this worker's weights."""
+        graph, plan = StageGraph.of_partition(self._prepared.main_partition), self._plan
+        delays = weight_delays(plan.schedule, graph, plan.microbatches, plan.vertical_sync)
+        (trainer,) = self._trainers.values()
+        versions = WeightVersions(trainer.full_parameters, delays[self._local_model.stage])
+        return AsynchronousPipeline(versions, steps_in_flight(graph, plan.microbatches))
 
     def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
         prepared = self._prepared
@@ -116,6 +133,11 @@ class ProgramBinder:
         if microbatches < self._plan.microbatches:
             programs = tuple(truncate_program(program, microbatches) for program in programs)
         codec = self._trainers[key.objective].compressor if key.training and not replica_local else None
+        if key.training and microbatches < self._plan.microbatches and self.pipeline is not None:
+            raise PolylaneError(
+                f"schedule={self._plan.schedule} divides every batch into {self._plan.microbatches} microbatches, and "
+                f"this one only into {microbatches}: leave it out, with drop_last=True of batches()"
+            )
         return self.bind_graph(graph, programs, replica_local, codec)
 
     def fit_to_samples(self, bound: BoundProgram, samples: int) -> BoundProgram:
@@ -156,7 +178,9 @@ class ProgramBinder:
                 "and library versions the same? Stages with the same data do not divide samples anew"
             )
         own = programs[self._local_model.world.rank]
-        executor = bind_program(own, graph, self._local_model, self._connections, replica_local, codec)
+        trains = any(action.kind is ActionKind.STEP for action in own.actions)
+        pipeline = self.pipeline if trains else None
+        executor = bind_program(own, graph, self._local_model, self._connections, replica_local, codec, pipeline)
         # Several stages on the same workers have a buffer once: they are known by the first.
         used = stages_of_buffers(partition).items()
         buffers = {name: frozenset(map(self._plan.first_chunk, stages)) for name, stages in used}

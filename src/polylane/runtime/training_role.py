@@ -19,6 +19,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span
+from polylane.plan.plan import Plan
 from polylane.program.program import Program
 from polylane.runtime.compile_cache import CompileCache
 from polylane.runtime.data import loader as data
@@ -81,6 +82,7 @@ class TrainingRole:
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
         self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
+        _refuse_whole_norms(self.plan, clip_norm)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
         self._cache = CompileCache(prepared, self._binding, example)
@@ -99,7 +101,11 @@ class TrainingRole:
             return ParameterServerSync(self._holding, host, self._trainers, self._connections.mesh.waits)
         if self.plan.sync.every > 1:
             return LocalSgd(self._holding, self._trainers)
-        return GradientSync(self._transport)
+        rule = GradientSync(self._transport)
+        if self._binding.pipeline is not None:
+            # The loss of a batch is known when the last stage has seen it: no other stage waits for that.
+            rule.max_steps_in_flight = 2 + self._binding.pipeline.delay
+        return rule
 
     @property
     def slack(self) -> int:
@@ -113,6 +119,12 @@ class TrainingRole:
             samples: number of samples of the batches that they are for.
         """
         return self._binding.fit_to_samples(self._binding.bind_graph(self._prepared.main, programs), samples)
+
+    def empty_pipeline(self) -> None:
+        """Finish the batches that are under way in an asynchronous pipeline; collective, and nothing elsewhere."""
+        if self._binding.pipeline is not None:
+            with allow_own_calls():
+                self._binding.pipeline.empty()
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -197,6 +209,7 @@ class TrainingRole:
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
+        self.empty_pipeline()
         own = self._own(batch)
         with allow_own_calls():
             lane = self._cache.compiled_for(name, own, training=False)
@@ -246,6 +259,7 @@ class TrainingRole:
         return {name: parameter.grad for name, parameter in held.items()}
 
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
+        self.empty_pipeline()
         self._rule.load_summed_gradients(name)
         gradients = self._full_tensors.gradients(self._trainers[name].parameter_order)
         self._rule.broadcast_result(CollectiveCall.WHOLE_GRADIENTS, gradients)
@@ -261,12 +275,14 @@ class TrainingRole:
         return self._holding.shards.local_part(name, tensor)
 
     def state_dict(self) -> dict[str, Tensor]:
+        self.empty_pipeline()
         with self._rule.averaged_weights():
             state = self._full_tensors.state_dict()
             self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
         return state
 
     def save(self, path: Path) -> None:
+        self.empty_pipeline()
         try:
             with self._rule.averaged_weights():
                 self._full_tensors.save(path)
@@ -278,6 +294,7 @@ class TrainingRole:
 
     def gather(self, make: Callable[[], Any]) -> list[Any]:
         """Gather every worker's plain value by rank, dedicated servers last; ``make`` returns this worker's."""
+        self.empty_pipeline()
         return self._rule.all_gather_object(make())
 
     def sent_bytes(self) -> dict[str, float]:
@@ -309,8 +326,18 @@ class TrainingRole:
 
     def close(self) -> None:
         """Wait for all messages of this worker, end its connections, and leave the other workers."""
+        self.empty_pipeline()
         self._stale.close()
         self._limit_in_flight(1)
         self._rule.close()
         self._connections.close()
         self.world.leave()
+
+
+def _refuse_whole_norms(plan: Plan, clip_norm: float | None) -> None:
+    """Refuse a bound on the norm of all gradients where stages never have those of one batch at the same time."""
+    if plan.is_asynchronous and clip_norm is not None and plan.pipeline > 1:
+        raise PolylaneError(
+            f"clip_norm bounds the norm of all stages' gradients of a batch, and under schedule={plan.schedule} stages "
+            "update at different times: leave it out, or take a schedule that waits"
+        )

@@ -38,6 +38,8 @@ class Action:
         value: name of the node whose value is sent or received, or of the bucket that is reduced.
         peer: the rank at the other end of a send or a receive.
         gradient: whether the gradient of ``value`` is sent rather than the value itself.
+        steps_back: how many steps before the running one its batch was begun; more than 0 only in asynchronous
+            pipelines, whose batches are under way through several steps.
     """
 
     kind: ActionKind
@@ -46,3 +48,4 @@ class Action:
     value: str | None = None
     peer: int | None = None
     gradient: bool = False
+    steps_back: int = 0

@@ -2,7 +2,8 @@
 
 A run is drawn from its first microbatch to its last one. A stage's weights have as many versions as updates that other
 microbatches still need the weights of before; an update is a step action with the number of the microbatch whose
-gradient completes it. Version v of a stage's weights has v updates in it. No plan runs these schedules.
+gradient completes it. Version v of a stage's weights has v updates in it. What a plan runs is one step of the steady
+state, over and over (:func:`steady_step`).
 
 Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, and
 "Memory-Efficient Pipeline-Parallel DNN Training" (PipeDream-2BW), ICML 2021.
@@ -108,14 +109,77 @@ def pipedream_2bw(stages: int | StageGraph, microbatches: int, batches: int) -> 
     graph = checked_stage_graph(stages, microbatches)
     if not isinstance(batches, int) or batches < 1:
         raise ValueError(f"batches must be a whole number of at least 1, not {batches!r}")
+    _check_accumulation(graph, microbatches)
+    whole = microbatches * batches
+    versions = (tuple(max(0, m // microbatches - 1) for m in range(whole)),) * graph.stages
+    return AsynchronousRun(_with_updates(one_forward_one_backward(graph, whole), microbatches), versions, microbatches)
+
+
+def steady_step(stages: int | StageGraph, microbatches: int) -> Lanes:
+    """Build one step of the steady state: the forwards of a batch, with the backwards of earlier ones between them.
+
+    In the w-th place before its own forward every stage runs a backward, where w is the number of stages behind it on
+    the longest path: of microbatch m - w, which began in an earlier step (``steps_back``) where that is negative. An
+    update follows the last backward of each batch. Repeated, it is 1F1B without a flush.
+
+    Args:
+        stages: number of stages of a chain, or the graph of the stages.
+        microbatches: number of microbatches of a batch; an update is made of the whole batch.
+
+    Raises:
+        ValueError: fewer than one stage or microbatch.
+    """
+    graph = checked_stage_graph(stages, microbatches)
+
+    def actions(stage: int, behind: int) -> Iterator[Action]:
+        for microbatch in range(microbatches):
+            yield Action(ActionKind.FORWARD, stage, microbatch)
+            back, own = -((microbatch - behind) // microbatches), (microbatch - behind) % microbatches
+            yield Action(ActionKind.BACKWARD, stage, own, steps_back=back)
+            if own == microbatches - 1:
+                yield Action(ActionKind.STEP, stage, steps_back=back)
+
+    return tuple(tuple(actions(stage, ahead - 1)) for stage, ahead in enumerate(graph.depth_to_end))
+
+
+def steps_in_flight(stages: int | StageGraph, microbatches: int) -> int:
+    """Return how many steps after a batch's own its last backward runs: so many more empty a pipeline."""
+    return -(-(max(checked_stage_graph(stages, microbatches).depth_to_end) - 1) // microbatches)
+
+
+def weight_delays(
+    schedule: str, stages: int | StageGraph, microbatches: int, vertical_sync: bool = False
+) -> tuple[int, ...]:
+    """Return for every stage how many updates the weights lack on which it computes a batch, in the steady state.
+
+    With one microbatch of a batch, stage s of k lacks k - 1 - s under ``pipedream``, and k - 1 with vertical sync. A
+    batch of m microbatches is under way for m passes, so that it is the m-th part of that, rounded up. All stages lack
+    one under ``pipedream-2bw``.
+
+    Args:
+        schedule: name of the schedule, "pipedream" or "pipedream-2bw".
+        stages: number of stages of a chain, k, or the graph of the stages.
+        microbatches: number of microbatches of a batch.
+        vertical_sync: whether a batch sees the same version on all stages.
+
+    Raises:
+        ValueError: fewer than one stage or microbatch, or too few microbatches for ``pipedream-2bw``.
+    """
+    graph = checked_stage_graph(stages, microbatches)
+    if schedule == "pipedream-2bw":
+        _check_accumulation(graph, microbatches)
+        return (1,) * graph.stages
+    behind = [max(graph.depth_to_end) if vertical_sync else ahead for ahead in graph.depth_to_end]
+    return tuple(-(-(ahead - 1) // microbatches) for ahead in behind)
+
+
+def _check_accumulation(graph: StageGraph, microbatches: int) -> None:
+    """Refuse fewer microbatches than PipeDream-2BW needs: an update would come after a forward that needs it."""
     least = max(graph.depth_to_end) - 1
     if microbatches < least:
         raise ValueError(
             f"pipedream-2bw needs at least {least} microbatches in a batch for {least + 1} stages, not {microbatches}"
         )
-    whole = microbatches * batches
-    versions = (tuple(max(0, m // microbatches - 1) for m in range(whole)),) * graph.stages
-    return AsynchronousRun(_with_updates(one_forward_one_backward(graph, whole), microbatches), versions, microbatches)
 
 
 def _with_updates(lanes: Lanes, every: int) -> Lanes:

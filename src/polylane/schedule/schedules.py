@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from polylane.schedule.asynchronous import steps_in_flight
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.live import peak_live
 from polylane.schedule.stage_graph import StageGraph
@@ -70,8 +71,11 @@ DEFAULT_CHUNKS = {name: schedule.default for name, schedule in _CHUNKED.items()}
 # All names, in the order in which they are shown.
 NAMES = (*SCHEDULES, "interleaved", *_SPLIT, "zb-v")
 
-# Schedules that `polylane.schedule.asynchronous` has the lanes of, and that no plan runs.
+# Schedules without a flush between steps, of `polylane.schedule.asynchronous`: a batch is under way in several steps.
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
+
+# All names that a plan may have.
+RUNNABLE = (*NAMES, *ASYNCHRONOUS)
 
 
 def splits_backward(schedule: str) -> bool:
@@ -122,6 +126,9 @@ def schedule_lanes(
         microbatches: number of microbatches of a step.
         workers: the worker that has each stage, from 0; default: every stage has a worker of its own.
 
+    Returns:
+        For an asynchronous schedule, whose passes never pause, those of as many batches as are under way at once.
+
     Raises:
         ValueError: an unknown name, fewer than one stage or microbatch, or stages that are not on the workers that the
             schedule gives them to (:func:`assign_stages`).
@@ -133,6 +140,8 @@ def schedule_lanes(
     chunks, left = divmod(graph.stages, count)
     if left or workers != assign_stages(schedule, count, chunks):
         raise ValueError(f"the schedule {schedule} needs other stages on its workers than {workers}")
+    if schedule in ASYNCHRONOUS:
+        return one_forward_one_backward(graph, microbatches * (1 + steps_in_flight(graph, microbatches)))
     if schedule not in _CHUNKED:
         return (SCHEDULES | _SPLIT)[schedule](graph, microbatches)
     # What a chain's order waits for is all that any graph with ascending edges can wait for.
@@ -161,7 +170,5 @@ def live_bound(
 
 
 def _check_name(schedule: str) -> None:
-    if schedule in ASYNCHRONOUS:
-        raise ValueError(f"the schedule {schedule} is asynchronous: polylane lanes draws it, but no plan runs it")
-    if schedule not in NAMES:
-        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(NAMES)}")
+    if schedule not in RUNNABLE:
+        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(RUNNABLE)}")

@@ -9,6 +9,8 @@ Every schedule here runs backwards in ascending order of microbatch, so gradient
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.stage_graph import StageGraph, as_stage_graph
 
@@ -71,6 +73,18 @@ def one_forward_one_backward(stages: int | StageGraph, microbatches: int) -> Lan
     # 2   ·  ·  0 <0  1 <1  2 <2  3 <3  ·  ·
     depth = checked_stage_graph(stages, microbatches).depth_to_end
     return tuple(_alternate(s, min(ahead - 1, microbatches), microbatches) for s, ahead in enumerate(depth))
+
+
+def warmed_up(stages: int | StageGraph, microbatches: int, warm_up: Sequence[int]) -> Lanes:
+    """Build 1F1B with other warm-ups: ``warm_up[s]`` forwards on stage s, then one forward and one backward in turn.
+
+    The lanes wait for each other in a circle unless every stage warms up with more than those that it feeds.
+
+    Raises:
+        ValueError: fewer than one stage or microbatch.
+    """
+    checked_stage_graph(stages, microbatches)
+    return tuple(_alternate(s, min(each, microbatches), microbatches) for s, each in enumerate(warm_up))
 
 
 def _alternate(stage: int, warm_up: int, microbatches: int) -> tuple[Action, ...]:

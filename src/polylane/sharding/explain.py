@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from polylane.cost.network import alpha_beta as communicate
 from polylane.cost.network.redistribution import redistribute
+from polylane.observe.swimlane.layout import format_bytes
 from polylane.placement.enumerate_strategies import StrategyOptions
 from polylane.placement.operator_view import GraphInput, OperatorNode, TensorKey
 from polylane.placement.placement import (
@@ -142,12 +143,12 @@ def format_explanation(explanation: Explanation) -> list[str]:
     found = [_format_module(module) for module in explanation.modules]
     share = 100 * explanation.parameters / max(explanation.whole, 1)
     found.append(
-        f"parameters: {_format_bytes(explanation.parameters)} on each of {explanation.degree} ranks,"
-        f" {share:.0f} % of {_format_bytes(explanation.whole)}"
+        f"parameters: {format_bytes(explanation.parameters)} on each of {explanation.degree} ranks,"
+        f" {share:.0f} % of {format_bytes(explanation.whole)}"
     )
     if explanation.summed:
-        found.append(f"gradients of {_format_bytes(explanation.summed)} of parameters are summed once a step")
-    found += [f"whole on every rank: {k.parameter} ({_format_bytes(k.bytes)}): {k.reason}" for k in explanation.kept]
+        found.append(f"gradients of {format_bytes(explanation.summed)} of parameters are summed once a step")
+    found += [f"whole on every rank: {k.parameter} ({format_bytes(k.bytes)}): {k.reason}" for k in explanation.kept]
     if explanation.report is not None and explanation.report.status != OPTIMAL:
         found.append(_describe_gap(explanation.report))
     return found
@@ -189,15 +190,7 @@ _WHOLE = {
 
 def _describe_collective(collective: ExplainedCollective) -> str:
     of = f" of {collective.what}" if collective.what else ""
-    return f"{collective.name.replace('_', '-')}{of} ({_format_bytes(collective.sent)})"
-
-
-def _format_bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 999.5:
-            return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
+    return f"{collective.name.replace('_', '-')}{of} ({format_bytes(collective.sent)})"
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------

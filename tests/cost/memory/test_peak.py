@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -48,7 +49,7 @@ from polylane.runtime.transport.protocol import PendingTransfer
 from polylane.runtime.transport.shared_memory import transport as shared_memory
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
-from polylane.schedule.action import PASSES
+from polylane.schedule.action import PASSES, Action, ActionKind
 from polylane.sharding.layout import choose_layout
 from training import classify
 
@@ -468,3 +469,16 @@ def test_everything_that_a_rank_runs_is_tried() -> None:
     whole = LiveRanges(graph, trace_saved_tensors(graph, BackendSetting(4))).microbatch_memory([(0, len(graph.nodes))])
     # A half of everything, with a row of the neighbour's around what is convolved; the normalized values are its own.
     assert 0.5 * whole.saved <= halves.saved <= 0.6 * whole.saved
+
+
+def test_microbatches_between_two_halves_hold_what_their_weight_gradients_need() -> None:
+    """Two wait for their second half while a third runs its first one."""
+    need = replace(NEED, between_halves=70.0, input_half_peak=160.0, weight_half_peak=90.0)
+    kinds = [ActionKind.FORWARD] * 3 + [ActionKind.BACKWARD_INPUT] * 3 + [ActionKind.BACKWARD_WEIGHT] * 3
+    lane = [Action(kind, 0, i % 3) for i, kind in enumerate(kinds)]
+    alone = TrainedBytes(0.0, 0.0, 0.0)
+    found = peak_memory(lane, {0: need}, {0: 0.0}, alone)
+    # Before the first of the first halves three are live; before the last one two wait.
+    assert found.activations == 3 + max(2 * need.live_bytes + 160, need.live_bytes + 70 + 160, 2 * 70 + 160)
+    short = [lane[0], lane[3], lane[6], *lane[1:3], lane[4], lane[7], lane[5], lane[8]]
+    assert peak_memory(short, {0: need}, {0: 0.0}, alone).activations == 3 + need.live_bytes + 160

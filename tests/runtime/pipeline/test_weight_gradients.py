@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from eager_and_captured import captured
-from halves import Pipeline, interleavings, pipeline, take_gradients
+from split_checks import on_rank
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+from whole_graphs import execute, on_mesh, random_split, run_split, subject
 
 import models
+from halves import Pipeline, interleavings, pipeline, take_gradients
 from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
 from polylane.graph.batch import cast_leaves, flatten
+from polylane.graph.precision import unwrap_settings
 from polylane.graph.sample_slice import SampleSlice
-from polylane.runtime.pipeline.weight_gradients import DeferredGradients
+from polylane.placement.placement import REPLICATE
+from polylane.runtime.pipeline.defer_weights import defer_weight_gradients
+from polylane.runtime.pipeline.weight_gradients import DEFERRED, DeferredCall, DeferredGradients
+from polylane.sharding.layout import local_part
 
 MICROBATCHES, SAMPLES = 3, 5
-QUICK = (*models.CASES, "gpt", "digits", "unet")
+QUICK = ("gpt", "in_place", "separable", "moe")
+SLOW_T5 = pytest.param("t5", marks=pytest.mark.slow)
+OTHERS = tuple(name for name in (*models.CASES, "digits", "unet") if name not in QUICK)
 
 
 def parts_of(case: models.Case) -> list[tuple[list[Any], SampleSlice]]:
@@ -40,7 +49,7 @@ def run_at_once(pipe: Pipeline, parts: list[Any]) -> tuple[list[dict[str, Tensor
     return crossing, take_gradients(pipe.model)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_two_halves_are_the_whole(name: str) -> None:
     graph, model, case = captured(name, in_float64=True)
     parts = parts_of(case)
@@ -96,7 +105,7 @@ def count_flops(work: Callable[[], Any]) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", ["gpt", "digits", "t5"])
+@pytest.mark.parametrize("name", ["gpt", "digits", SLOW_T5])
 def test_weight_gradients_are_in_the_second_half(name: str) -> None:
     """At least 90 % of their multiply-adds; all together are those of the whole backward pass, none more."""
     graph, model, case = captured(name, in_float64=True)
@@ -118,7 +127,7 @@ def test_weight_gradients_are_in_the_second_half(name: str) -> None:
     take_gradients(model)
 
 
-@pytest.mark.parametrize("name", ["gpt", "digits", "unet", "t5"])
+@pytest.mark.parametrize("name", ["gpt", "digits", pytest.param("unet", marks=pytest.mark.slow), SLOW_T5])
 def test_only_inputs_and_result_gradients_live_between_the_halves(name: str) -> None:
     """Of all that was allocated for a microbatch; and nothing after them but the parameters' gradients."""
     graph, model, case = captured(name, in_float64=True)
@@ -205,3 +214,45 @@ def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad():
         losses = [pipe.runners[0].forward(0, {}, leaves, part).loss[0] for pipe in (whole, split)]
     assert torch.equal(*losses) and not split.runners[0].live_microbatches and split.runners[0].recording is None
+
+
+# ---- on a rank of a mesh ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"), [("gpt", 0), ("gpt", 3), ("digits", 0), pytest.param("t5", 0, marks=pytest.mark.slow)]
+)
+def test_halves_of_a_rewritten_stage_are_the_whole(name: str, seed: int) -> None:
+    """With operators split in any way over two ranks: collectives, held weights, partial gradients."""
+    case = subject(name)
+    shown, offered = case.at(2)
+    splits = {"tensor": random_split(shown, offered, 2, random.Random(seed))}
+    whole = run_split(case, splits)
+    calls = {step.name: step.call for step in shown.operators}
+
+    def work(axes: dict[str, Any]) -> tuple[int, dict[Any, Tensor]]:
+        at = {axis: ring.index for axis, ring in axes.items()}
+        code = on_rank(case.graph.code.fx, calls, splits, 4, at, shown.aliases)
+        deferred = DeferredGradients(defer_weight_gradients(code, lambda n: case.graph.parameters[n].trainable))
+        deferred.is_recording = True
+
+        def given(role: tuple[str, Any]) -> Any:
+            if role == DEFERRED:
+                return deferred
+            value = case.table[role]
+            placed = splits["tensor"].source_placements.get((f"{role[0]}:{role[1]}", 0), REPLICATE)
+            return local_part(value.detach(), {"tensor": placed}, at) if isinstance(value, Tensor) else value
+
+        run = execute(case.graph, code, given, axes)
+        assert len(deferred._records) == sum(isinstance(unwrap_settings(n.target), DeferredCall) for n in code.nodes)
+        deferred.accumulate()
+        return len(deferred.groups), dict(run.sources)
+
+    ranks = on_mesh({"tensor": 2}, work)
+    assert all(count for count, _ in ranks.values())
+    for at, (_, sources) in ranks.items():
+        for key, value in whole[at].sources.items():
+            assert (value.grad is None) == (sources[key].grad is None), key
+            if value.grad is not None:
+                atol = 1e-13 * max(1.0, float(value.grad.abs().max()))
+                torch.testing.assert_close(sources[key].grad, value.grad, rtol=1e-12, atol=atol, msg=str(key))

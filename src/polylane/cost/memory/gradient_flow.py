@@ -15,12 +15,14 @@ class GradientFlow:
         sizes: bytes of every piece of memory that holds gradients.
         is_parameter_gradient: whether the piece is a parameter's gradient, which no node reads.
         touched_pieces: node position -> pieces that its backward pass reads or writes.
+        result_pieces: node position -> pieces of the gradients of its results, which its backward pass reads.
     """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.is_parameter_gradient: list[bool] = []
         self.touched_pieces: dict[int, list[int]] = {}
+        self.result_pieces: dict[int, list[int]] = {}
         # Piece of each tensor's gradient, and how many tensors' gradients share a piece.
         self._of: dict[Key, int] = {}
         self._users: dict[int, int] = {}
@@ -36,6 +38,7 @@ class GradientFlow:
             return
         touched = self.touched_pieces.setdefault(saved.at, [])
         touched += given.values()
+        self.result_pieces.setdefault(saved.at, []).extend(given.values())
         for key in saved.output_keys:
             self._drop_gradient(key)
         for key, spec in zip(saved.input_keys, saved.trial.gradient_origins, strict=False):

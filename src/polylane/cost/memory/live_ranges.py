@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from polylane.cost.memory import intervals
+from polylane.cost.memory.deferred_memory import find_deferred_memory
 from polylane.cost.memory.gradient_flow import GradientFlow
 from polylane.cost.memory.intervals import Floats, Intervals, Ints, Range
 from polylane.cost.memory.recompute_choice import RepeatedPiece
@@ -37,6 +38,10 @@ class PeakMemory:
             while they are made.
         first_backward_peak: the same in the first backward pass of a step, where parameters' gradients stay.
         batch_bytes: bytes of the microbatch's input samples.
+        between_halves: bytes held between the halves of a backward pass in two: the inputs of the calls whose weight
+            gradients are computed later, and the gradients of their results.
+        input_half_peak: most bytes alive in the first of these halves.
+        weight_half_peak: most bytes alive in the second; gradients of parameters count only while they are made.
     """
 
     saved: float
@@ -48,6 +53,9 @@ class PeakMemory:
     backward_peak: float
     first_backward_peak: float
     batch_bytes: float
+    between_halves: float = 0.0
+    input_half_peak: float = 0.0
+    weight_half_peak: float = 0.0
 
     def scaled(self, factor: float) -> PeakMemory:
         """Return the memory for ``factor`` times the samples: all figures are proportional."""
@@ -118,7 +126,7 @@ class LiveRanges:
         held = intervals.alive_bytes(
             saved[stays], np.full(int(stays.sum()), count - 1), size[stays], count
         ) + np.cumsum(keeps)
-        found, workspace = self._recomputed_bytes(pieces, ids[~own | leaves], count)
+        found, workspace, made_again = self._recomputed_bytes(pieces, ids[~own | leaves], count)
         gradients, made = self._live_gradient_bytes(pieces, local, count)
         # Where a piece runs again, that comes before the node's own backward pass and the gradients that it makes.
         work = intervals.slice_ranges(self._backward, pieces)
@@ -127,6 +135,9 @@ class LiveRanges:
         finished = self._finished_gradient_bytes(pieces, count)
         # Values of the stage's boundary and their received gradients stay for all of the backward pass.
         constant = received + sent + asked
+        between, later = self._halves.bytes_between(pieces, self._bytes, self._gradient_bytes)
+        freed = {**dict(zip(ids[stays], saved[stays], strict=True)), **made_again}
+        kept = self._halves.bytes_kept_longer(pieces, freed, self._bytes, self._gradient_bytes, count)
         return PeakMemory(
             saved=float(size[stays].sum() + keeps.sum()),
             values_received=received,
@@ -137,10 +148,17 @@ class LiveRanges:
             backward_peak=float(held.max(initial=0.0)) + constant,
             first_backward_peak=float((held + finished).max(initial=0.0)) + constant,
             batch_bytes=self._batch_bytes,
+            between_halves=between,
+            input_half_peak=float((held + kept).max(initial=0.0)) + constant,
+            weight_half_peak=between + later,
         )
 
-    def _recomputed_bytes(self, pieces: Sequence[Range], elsewhere: Ints, count: int) -> tuple[Floats, Floats]:
+    def _recomputed_bytes(
+        self, pieces: Sequence[Range], elsewhere: Ints, count: int
+    ) -> tuple[Floats, Floats, dict[int, int]]:
         """Return the bytes of recomputed tensors at every node of a backward pass, and those of making them.
+
+        Beside them the pieces of memory that are made again, each with the first node that saves it.
 
         A piece runs again when the pass comes to the last node that saves something of it; what it makes is freed
         after the first node that saves it.
@@ -153,7 +171,7 @@ class LiveRanges:
         workspace: Floats = np.zeros(count)
         touched, at = self._asked.in_ranges(pieces)
         if not len(touched):
-            return workspace, workspace
+            return workspace, workspace, {}
         size = self._bytes.copy()
         size[elsewhere] = 0.0
         begins = np.full(len(self._again), -1, dtype=np.int64)
@@ -163,7 +181,8 @@ class LiveRanges:
         found = intervals.alive_bytes(first[made], begins[self._piece_of[made]], size[made], count)
         runs = begins >= 0
         np.maximum.at(workspace, begins[runs], self._workspace[runs])
-        return found, workspace
+        crossing = set(elsewhere.tolist())
+        return found, workspace, {int(p): int(first[p]) for p in made if int(p) not in crossing}
 
     def _live_gradient_bytes(self, pieces: Sequence[Range], local: Ints, count: int) -> tuple[Floats, Floats]:
         """Return the bytes of the stage's gradients alive at every node of its backward pass, and those made there."""
@@ -239,8 +258,9 @@ class LiveRanges:
         self._maker: Ints = np.array(self._made, dtype=np.int64)
         self._flowing, self._is_free = np.array(self._flows, dtype=bool), np.array(self._free, dtype=bool)
         self._times = np.bincount(self._values.piece, minlength=len(self._bytes))
-        self._build_gradients(saved)
+        flow_of_results = self._build_gradients(saved)
         self._build_parameters()
+        self._halves = find_deferred_memory(self._graph, self._keeping, self._memory_piece, flow_of_results)
         forms = self._keeping.forms
         self._batch_bytes = float(sum(form.bytes for key, form in forms.items() if key[0].startswith("input:")))
 
@@ -308,8 +328,12 @@ class LiveRanges:
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
-    def _build_gradients(self, saved: Sequence[SavedByOperator]) -> None:
-        """Play a backward pass over the whole graph and record which gradient memory every node touches."""
+    def _build_gradients(self, saved: Sequence[SavedByOperator]) -> Mapping[int, Sequence[int]]:
+        """Play a backward pass over the whole graph and record which gradient memory every node touches.
+
+        Returns:
+            For every node the gradient pieces of its results.
+        """
         flow = GradientFlow()
         if self._keeping.loss_key is not None:
             flow.start_from_loss(self._keeping.loss_key)
@@ -320,6 +344,7 @@ class LiveRanges:
         self._gradient_ends = np.array(flow.is_parameter_gradient, dtype=bool)
         piece, node_at = self._gradients.piece, self._gradients.node
         self._gradient_lowest, self._gradient_highest = intervals.first_and_last(piece, node_at, len(flow.sizes))
+        return flow.result_pieces
 
     def _build_parameters(self) -> None:
         names = {name: i for i, name in enumerate(self._graph.parameters)}

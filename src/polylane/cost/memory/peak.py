@@ -123,36 +123,63 @@ def peak_memory(
             moment=moment,
         )
 
-    # live: microbatches in flight by stage; begun: stages that have run a backward pass, so that their gradients exist.
-    # gone: gradients sent by the last two backward passes, the older of which has arrived by the next pass.
-    live, begun, gone = dict.fromkeys(needs, 0), set[int](), [0.0, 0.0]
-    moments = list[MemoryBreakdown]()
-    for index, action in enumerate(lane):
-        stage, need = action.stage, needs[action.stage]
-        forward = action.kind is ActionKind.FORWARD
-        live[stage] -= not forward
-        held = sum(count * needs[other].live_bytes for other, count in live.items())
-        made = own.trained_share(sum(trained[other] for other in begun))
-        coming = sum(_received_bytes(needs[a.stage], a.kind) for a in lane[index + 1 : index + 1 + AHEAD])
-        travels = gone[-1] + coming
-        if forward:
-            moments.append(at("forward", held + need.forward_peak, made, travels))
-            live[stage] += 1
-            continue
-        if stage not in begun:  # its gradients are being created in this pass
-            made += own.trained_share(max(need.first_backward_peak - need.backward_peak, 0.0))
-            begun.add(stage)
-        moments.append(at("backward", held + need.backward_peak, own.scattering(made), travels))
-        gone = [gone[-1], need.gradients_sent]
+    passes, left = _play_passes(lane, needs, trained, own)
+    moments = [at(*each) for each in passes]
     # After the last pass: reductions with their bucket copies, then the step with its temporaries.
-    moments.append(at("reduction", 0.0, own.gradients, sum(gone) + own.copied))
-    moments.append(at("step", 0.0, own.gradients, sum(gone), own.working))
+    moments.append(at("reduction", 0.0, own.gradients, left + own.copied))
+    moments.append(at("step", 0.0, own.gradients, left, own.working))
     most = max(moments, key=lambda each: each.total)
     return most if margin is None else replace(most, margin=math.ceil(most.total * margin.share) + margin.fixed_bytes)
 
 
+def _play_passes(
+    lane: Sequence[Action], needs: Mapping[int, PeakMemory], trained: Mapping[int, float], own: ShardedLoad
+) -> tuple[list[tuple[str, float, float, float]], float]:
+    """Return the name of every pass, with its bytes of activations, gradients and messages; and those still on the way.
+
+    Args:
+        lane, needs, trained: as for :func:`peak_memory`.
+        own: the worker's load in the precision and sharding of its training.
+    """
+    # live: microbatches in flight by stage; waiting: those between the halves of a backward pass in two.
+    # begun: stages that have run a backward pass, so that their gradients exist.
+    # gone: gradients sent by the last two backward passes, the older of which has arrived by the next pass.
+    live, waiting, begun, gone = dict.fromkeys(needs, 0), dict.fromkeys(needs, 0), set[int](), [0.0, 0.0]
+    moments = list[tuple[str, float, float, float]]()
+    for index, action in enumerate(lane):
+        stage, need = action.stage, needs[action.stage]
+        kind = action.kind
+        live[stage] -= kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+        waiting[stage] -= kind is ActionKind.BACKWARD_WEIGHT
+        held = sum(
+            live[other] * each.live_bytes + waiting[other] * each.between_halves for other, each in needs.items()
+        )
+        made = own.trained_share(sum(trained[other] for other in begun))
+        coming = sum(_received_bytes(needs[a.stage], a.kind) for a in lane[index + 1 : index + 1 + AHEAD])
+        travels = gone[-1] + coming
+        if kind is ActionKind.FORWARD:
+            moments.append(("forward", held + need.forward_peak, made, travels))
+            live[stage] += 1
+            continue
+        if kind is ActionKind.BACKWARD_INPUT:  # the gradients of weights are made in the second half
+            moments.append(("backward", held + need.input_half_peak, made, travels))
+            waiting[stage] += 1
+            gone = [gone[-1], need.gradients_sent]
+            continue
+        if stage not in begun:  # its gradients are being created in this pass
+            made += own.trained_share(max(need.first_backward_peak - need.backward_peak, 0.0))
+            begun.add(stage)
+        whole = kind is ActionKind.BACKWARD
+        peak = need.backward_peak if whole else need.weight_half_peak
+        moments.append(("backward", held + peak, own.scattering(made), travels))
+        gone = [gone[-1], need.gradients_sent if whole else 0.0]
+    return moments, sum(gone)
+
+
 def _received_bytes(need: PeakMemory, kind: ActionKind) -> float:
     """Return the bytes that a pass receives from other stages."""
+    if kind is ActionKind.BACKWARD_WEIGHT:
+        return 0.0
     return need.values_received if kind is ActionKind.FORWARD else need.gradients_received
 
 

@@ -211,7 +211,8 @@ def drop_on_stage(
     Args:
         values: what the graph makes and saves on a rank of the stage.
         partition, stage: the graph's cuts into stages, and the number of the stage.
-        mode, scale: as for :func:`dropped_on_stages`.
+        mode: what the stage recomputes, as in a plan.
+        scale: factor of a budget, where elements are wider than in the training that it was said for.
 
     Raises:
         PolylaneError: a budget that nothing meets; with the least that would do.

@@ -43,7 +43,7 @@ class SavedValues:
     """The values of a graph as pieces of memory: who makes, views, reads and saves them.
 
     Args:
-        graph: the captured graph.
+        graph: the captured graph, before any sharding.
         keeping: what its operators save, on one rank.
     """
 
@@ -140,7 +140,7 @@ class SavedValues:
         """Return the pieces that run again, in the order of the graph.
 
         Args:
-            dropped: what is dropped.
+            dropped: what forward passes drop, by names of nodes.
             where: names of a stage's nodes; default: all.
         """
         own = self.graph.positions if where is None else where

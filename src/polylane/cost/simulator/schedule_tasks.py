@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from polylane.cost.simulator.longest_path import longest_path
 from polylane.cost.simulator.matching import Role, ScheduledTask, Transmission
@@ -17,7 +17,7 @@ def simulate_schedule(
     lanes: Sequence[Sequence[Action]],
     forward: float | Sequence[float],
     backward: float | Sequence[float],
-    hop: float = 0,
+    hop: float | Mapping[tuple[int, int], float] = 0,
     graph: StageGraph | None = None,
     weight: float | Sequence[float] | None = None,
 ) -> Timeline:
@@ -29,7 +29,8 @@ def simulate_schedule(
             there are lanes, a lane has those of all the virtual stages of one rank, in any order.
         forward: duration of one forward pass, one number for all stages or one for each.
         backward: duration of one whole backward pass, one number for all stages or one for each.
-        hop: latency in ticks of a value between two lanes, overlapped with computation.
+        hop: latency in ticks of a value, or its gradient, between two lanes, overlapped with computation: one number
+            for all, or one for each pair (producer, consumer) of stages.
         graph: which stages feed which; default: a chain of one stage per lane.
         weight: the part of ``backward`` that its weight half takes where a schedule has it in two halves; default: one
             half of it. The input half takes the rest.
@@ -60,7 +61,7 @@ class _SchedulePasses:
         graph: which stages feed which.
         lane_of: the lane of each stage.
         ticks: duration of each kind of pass on every stage, as of :func:`pass_ticks`.
-        hop: latency in ticks of a value between two lanes.
+        hop: latency in ticks of a value between two lanes, as of :func:`simulate_schedule`.
     """
 
     def __init__(
@@ -68,10 +69,14 @@ class _SchedulePasses:
         graph: StageGraph,
         lane_of: dict[int, int],
         ticks: dict[ActionKind, list[float]],
-        hop: float,
+        hop: float | Mapping[tuple[int, int], float],
     ) -> None:
         self._graph, self._lane_of, self._ticks = graph, lane_of, ticks
-        self._hop = TransferTime(latency=_per_stage("hop", [hop], 1)[0])
+        edges = [(before, stage) for stage, others in enumerate(graph.predecessors) for before in others]
+        ticks_of = [hop[edge] for edge in edges] if isinstance(hop, Mapping) else [hop] * len(edges)
+        # One more, so that a wrong number is refused where there is no edge, too.
+        _per_stage("hop", [*ticks_of, 0 if isinstance(hop, Mapping) else hop], len(edges) + 1)
+        self._hops = {edge: TransferTime(latency=ticks) for edge, ticks in zip(edges, ticks_of, strict=True)}
         # Messages that so far only one of their two passes has asked for, by what sends them and the stage they go to.
         self._open: dict[tuple[bool, int, int | None, int], Transmission] = {}
 
@@ -98,7 +103,9 @@ class _SchedulePasses:
     def _message(self, key: tuple[bool, int, int | None, int], action: Action, lane: int) -> Transmission:
         found = self._open.pop(key, None)
         if found is None:
-            found = self._open[key] = Transmission(action, self._hop, (lane,), key, missing_count=1)
+            back, source, _, target = key
+            hop = self._hops[(target, source) if back else (source, target)]
+            found = self._open[key] = Transmission(action, hop, (lane,), key, missing_count=1)
         return found
 
 

@@ -6,6 +6,7 @@ large values are.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,12 @@ from polylane.compile.sample_shares import SampleShare
 from polylane.graph.batch import split_bounds
 from polylane.program.boxes import IndexBox, box_shape
 from polylane.program.program import Program
-from polylane.schedule.action import WEIGHT_PASSES, Action, ActionKind
+from polylane.schedule.action import PASSES, WEIGHT_PASSES, Action, ActionKind
+
+# Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
+LOOKAHEAD = 2
+
+_SEND_OR_RECEIVE = (ActionKind.SEND, ActionKind.RECEIVE)
 
 
 @dataclass(frozen=True)
@@ -97,3 +103,20 @@ def build_tables(
 def count_microbatches(program: Program) -> int:
     """Return the number of microbatches that a program divides a batch into."""
     return 1 + max((a.microbatch for a in program.actions if a.microbatch is not None), default=0)
+
+
+def runs(action: Action, tables: BatchTables) -> bool:
+    """Return whether an action has anything to do for a batch."""
+    if action.microbatch is not None and action.microbatch not in tables.shares:
+        return False  # a microbatch without samples, skipped by every worker alike
+    if action.kind is ActionKind.REDUCE and not tables.shares:
+        return False  # a replica-local step without samples of its own: there is nothing to sum
+    # An empty box: the peer skips its half of the message, too.
+    return action.kind not in _SEND_OR_RECEIVE or action in tables.routes
+
+
+def receive_horizons(actions: tuple[Action, ...]) -> list[int]:
+    """Return, for every action, the position up to which receives are posted before it runs."""
+    compute = [i for i, a in enumerate(actions) if a.kind in PASSES]
+    ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
+    return [compute[i] if i < len(compute) else len(actions) for i in ahead]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -12,16 +12,15 @@ from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.reshard import Resharder, value_specs
-from polylane.graph.graph import Graph
-from polylane.graph.partition import Partition
 from polylane.graph.precision import dtypes_under_autocast
 from polylane.graph.repeatable import DroppedTensors
 from polylane.plan.plan import Plan
 from polylane.program.check import check
-from polylane.program.lower import lower, lower_evaluation, without_replica_sync
+from polylane.program.lower import lower, lower_evaluation, unroll, without_replica_sync
 from polylane.program.program import GradientBucket, Program
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
+from polylane.runtime.pipeline.asynchronous import AsynchronousExecutor, AsynchronousPipeline
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.pipeline.stage_code import OWN_PYTHON, LocalStageCode, StageHooks, extract_stage
@@ -34,7 +33,6 @@ from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
 from polylane.schedule.action import WEIGHT_PASSES
 from polylane.schedule.schedules import splits_backward
-from polylane.sharding.stage_layouts import StageLayouts
 
 
 def lower_programs(
@@ -56,7 +54,7 @@ def lower_programs(
     )
     if replica_local or (training and plan.sync.has_servers):  # parameter servers sum the replicas' gradients
         programs = tuple(without_replica_sync(program, plan) for program in programs)
-    check(programs)
+    check(unroll(programs, plan) if training and plan.is_asynchronous else programs)
     return programs
 
 
@@ -77,6 +75,7 @@ def bind_program(
     connections: Connections,
     replica_local: bool = False,
     codec: GradientCompressor | None = None,
+    pipeline: AsynchronousPipeline | None = None,
 ) -> Executor:
     """Bind one worker's program to its tensors, which are moved to its device.
 
@@ -86,44 +85,27 @@ def bind_program(
         holding: this worker's part of the model.
         connections: transports and mesh of this worker.
         replica_local: whether the replica takes steps of its own, without the others' statistics.
-        codec: gradient compressor of the objective; its error feedback is shared by all bound programs. None: none.
+        codec: gradient compressor of the objective; its error feedback is shared by all bound programs. Default:
+            gradients are summed uncompressed.
+        pipeline: batches under way, for a program of an asynchronous schedule; None for any other.
     """
     plan, tensors, shards = holding.prepared.plan, holding.tensors, holding.shards
-    transport, mesh, partition = connections.transport, connections.mesh, program.partition
-    graph = partition.graph
+    transport, mesh = connections.transport, connections.mesh
+    partition, graph = program.partition, program.partition.graph
     counts = BatchStatistics(graph.code.fx, {node.name for s in program.stages for node in partition.nodes(s)})
     tensors.move_to_device({*_used_names(program), *counts.buffers})
-    autocast, dtypes = _autocast_of(plan, graph, tensors.device)
-    parameters, optional = tensors.parameters(), _optional_parameters(graph)
-    held = {name: parameters[name] for bucket in program.buckets for name in bucket.parameters}
-    binder = StageBinder(
-        partition=partition,
-        layouts=compiled.layouts,
-        coordinates=mesh.coordinates,
-        arguments=_bind_tensors(program, tensors, mesh, shards, counts),
-        device=tensors.device,
-        autocast=autocast,
-        dtypes=dtypes,
-        in_halves=splits_backward(plan.schedule),
-        dropped=_find_dropped(program, compiled, holding),
-    )
-    runners, reducers = dict[int, StageRunner](), dict[int, AllReducer]()
-    for stage, buckets in _buckets_by_stage(program, plan, codec).items():
-        own, hooks = replace(program, buckets=buckets), StageHooks()
-        if shards.flat_buffers:
-            hooks = cut = build_sharded_program(own, plan, shards, held, optional, transport, mesh.waits)
-            reducers[stage] = cut.reducer
-        elif buckets:
-            reducers[stage] = AllReducer(buckets, held, optional, transport, codec, program.replicas)
-        runners[stage] = binder.bind_stage(stage, hooks)
-    travelling = value_specs(partition, dtypes, compiled.layouts[program.stage], mesh.coordinates)
-    return Executor(
+    arguments = _bind_tensors(program, tensors, mesh, shards, counts)
+    binder = StageBinder(program, compiled, holding, connections, codec, arguments)
+    bound = {stage: binder.bind_stage(stage, own) for stage, own in _buckets_by_stage(program, plan, codec).items()}
+    travelling = value_specs(partition, binder.dtypes, compiled.layouts[program.stage], mesh.coordinates)
+    make = Executor if pipeline is None else partial(AsynchronousExecutor, pipeline=pipeline)
+    return make(
         program=program,
-        runners=runners,
+        runners={stage: runner for stage, (runner, _) in bound.items()},
         resharder=Resharder(program.rank, plan, partition, compiled.layouts, travelling, compiled.orders),
         transport=transport,
         sum_statistics=None if replica_local else connections.sum_replicas,
-        reducers=reducers,
+        reducers={stage: reducer for stage, (_, reducer) in bound.items() if reducer is not None},
         mesh=mesh,
         is_replica_local=replica_local,
         straggler=plan.slow.get(program.rank),
@@ -132,51 +114,78 @@ def bind_program(
     )
 
 
-class StageBinder(NamedTuple):
-    """What the stages of a worker have in common when their code is bound to its tensors.
+@dataclass
+class StageBinder:
+    """Binds the stages of one worker, one by one, to its tensors.
 
     Attributes:
-        partition: the graph and its cuts into stages.
-        layouts: how the operators of every stage are sharded.
-        coordinates: this worker's index on each axis of its mesh.
+        program, compiled, holding, connections, codec: arguments of :func:`bind_program`.
         arguments: what the placeholders of the stages' code stand for, by role.
-        device: device of the worker's tensors.
-        autocast: dtype of autocast, or None without it.
-        dtypes: results of operators whose dtype autocast changes, by name.
-        in_halves: whether backward passes are in two halves.
-        dropped: what the forward passes of every stage drop, to recompute it.
     """
 
-    partition: Partition
-    layouts: StageLayouts
-    coordinates: Mapping[str, int]
+    program: Program
+    compiled: CompiledGraph
+    holding: LocalModel
+    connections: Connections
+    codec: GradientCompressor | None
     arguments: dict[tuple[str, Any], Any]
-    device: torch.device
-    autocast: torch.dtype | None
-    dtypes: Mapping[str, torch.dtype]
-    in_halves: bool
-    dropped: tuple[DroppedTensors, ...]
 
-    def bind_stage(self, stage: int, hooks: StageHooks) -> StageRunner:
-        """Return the runner of one stage, whose code gets the gates of ``hooks``."""
-        partition, layout, local_code = self.partition, self.layouts[stage], None
-        dropped = self.dropped[stage]
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes of results that autocast changes, by name."""
+        autocast, device = self._autocast, self.holding.tensors.device.type
+        return {} if autocast is None else dtypes_under_autocast(self.program.partition.graph, device, autocast)
+
+    @cached_property
+    def dropped(self) -> tuple[DroppedTensors, ...]:
+        """What every stage drops, to recompute it in the backward passes of the program, if it has any."""
+        prepared, trains = self.holding.prepared, any(a.kind in WEIGHT_PASSES for a in self.program.actions)
+        layouts, partition = self.compiled.layouts, self.program.partition
+        return find_dropped_tensors(partition, prepared.plan, layouts, prepared.in_float64, trains)
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.holding.prepared.plan.precision == "bfloat16" else None
+
+    def bind_stage(self, stage: int, buckets: tuple[GradientBucket, ...]) -> tuple[StageRunner, AllReducer | None]:
+        """Return a stage's runner, and what reduces the gradients of ``buckets``; None: there are none to reduce."""
+        hooks, reducer = self._bind_reduction(buckets)
+        partition, layout, local_code = self.program.partition, self.compiled.layouts[stage], None
+        in_halves, device = splits_backward(self.holding.prepared.plan.schedule), self.holding.tensors.device
         # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
-        code = extract_stage(partition, stage, self.device, hooks, self.in_halves and layout is None, dropped)
+        dropped = self.dropped[stage]
+        code = extract_stage(partition, stage, device, hooks, in_halves and layout is None, dropped)
         if layout is not None:
-            at, dtypes = self.coordinates, self.dtypes
-            local_code = LocalStageCode(code, partition, layout, at, dtypes, hooks, self.in_halves, dropped)
-        return StageRunner(
+            at = self.connections.mesh.coordinates
+            local_code = LocalStageCode(code, partition, layout, at, self.dtypes, hooks, in_halves, dropped)
+        runner = StageRunner(
             code=code,
             tensors=self.arguments,
-            differentiable_inputs=frozenset(
-                c.value for c in partition.crossings if stage in c.consumers and c.requires_grad
-            ),
-            device=self.device,
-            autocast=self.autocast,
+            differentiable_inputs=frozenset(c.value for c in self.program.inputs(stage) if c.requires_grad),
+            device=device,
+            autocast=self._autocast,
             local_code=local_code,
             hooks=hooks,
         )
+        return runner, reducer
+
+    def _bind_reduction(self, buckets: tuple[GradientBucket, ...]) -> tuple[StageHooks, AllReducer | None]:
+        program, shards, transport = self.program, self.holding.shards, self.connections.transport
+        parameters, graph = self.holding.tensors.parameters(), program.partition.graph
+        held = {name: parameters[name] for bucket in buckets for name in bucket.parameters}
+        # The user's own Python may leave a parameter without a gradient.
+        optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+        if shards.flat_buffers:
+            own, plan, waits = (
+                replace(program, buckets=buckets),
+                self.holding.prepared.plan,
+                self.connections.mesh.waits,
+            )
+            cut = build_sharded_program(own, plan, shards, held, optional, transport, waits)
+            return cut, cut.reducer
+        if not buckets:
+            return StageHooks(), None
+        return StageHooks(), AllReducer(buckets, held, optional, transport, self.codec, program.replicas)
 
 
 def _buckets_by_stage(
@@ -201,28 +210,10 @@ def _buckets_by_stage(
     return {stage: tuple(buckets) for stage, buckets in found.items()}
 
 
-def _find_dropped(program: Program, compiled: CompiledGraph, holding: LocalModel) -> tuple[DroppedTensors, ...]:
-    """Return what every stage drops, to recompute it in the backward passes of the program, if it has any."""
-    prepared, trains = holding.prepared, any(action.kind in WEIGHT_PASSES for action in program.actions)
-    return find_dropped_tensors(program.partition, prepared.plan, compiled.layouts, prepared.in_float64, trains)
-
-
 def _used_names(program: Program) -> set[str]:
     """Return names of the parameters and buffers that the worker's stages read or write."""
     partition = program.partition
     return {name for s in program.stages for name in (*partition.parameters(s), *partition.buffers(s))}
-
-
-def _optional_parameters(graph: Graph) -> set[str]:
-    """Return names of the parameters that the user's own Python reads, and so may leave without a gradient."""
-    return {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
-
-
-def _autocast_of(plan: Plan, graph: Graph, device: torch.device) -> tuple[torch.dtype | None, dict[str, torch.dtype]]:
-    """Return the dtype of autocast, None without it; and the results whose dtype it changes, by name."""
-    if plan.precision != "bfloat16":
-        return None, {}
-    return torch.bfloat16, dtypes_under_autocast(graph, device.type, torch.bfloat16)
 
 
 def _bind_tensors(

@@ -1,23 +1,18 @@
-"""Stage code for backward passes in two halves: calls that are linear in a weight read it detached.
-
-A weight value is a parameter, or what is computed from parameters alone (a transpose, a cast, a weight norm). The calls
-to rewrite are found by their ATen operators and by what they read, never by the layers that they came from.
-"""
+"""Stage code for backward passes in two halves: calls that are linear in a weight read it detached."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from polylane.graph.precision import unwrap_settings
 from polylane.placement.kernels.joint_gradients import wrap_like
 from polylane.placement.overlap import hold, linear
-from polylane.placement.redistribute import Redistribute, collective_name, gradient_ends
-from polylane.runtime.pipeline.weight_formulas import WeightFormula, find_formula, operand_at
+from polylane.placement.weight_calls import find_weight_calls, positional_arguments
+from polylane.placement.weight_formulas import WeightFormula, operand_at
 from polylane.runtime.pipeline.weight_gradients import DEFERRED, DeferredCall, WeightBoundary
 
 
@@ -33,11 +28,7 @@ def defer_weight_gradients(graph: fx.Graph, is_trained: Callable[[str], bool]) -
         values whose gradients go back to a common parameter. Empty where nothing can be deferred.
     """
     _release_held_weights(graph)
-    sources = _find_weight_values(graph, is_trained)
-    calls: dict[fx.Node, WeightFormula] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node not in sources and (found := _match_call(node, sources)) is not None:
-            calls[node] = found
+    sources, calls = find_weight_calls(graph, is_trained)
     if not calls:
         return ()
     group_of = _group_parameters(sources, calls)
@@ -55,96 +46,13 @@ def _release_held_weights(graph: fx.Graph) -> None:
                 graph.erase_node(held)
 
 
-def _find_weight_values(graph: fx.Graph, is_trained: Callable[[str], bool]) -> dict[fx.Node, frozenset[fx.Node]]:
-    """Return the values that depend on trained parameters alone (and on constants), with these parameters."""
-    written = _find_written(graph)
-    found: dict[fx.Node, frozenset[fx.Node]] = {}
-    constant: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node in written:
-            continue
-        if node.op == "placeholder":
-            kind, name = node.meta["role"]
-            if kind == "parameter" and is_trained(name):
-                found[node] = frozenset([node])
-            elif kind in ("parameter", "constant", "axis"):
-                constant.add(node)
-        elif node.op == "call_function" and _may_wait(node.target):
-            reads = node.all_input_nodes
-            if all(each in found or each in constant for each in reads):
-                parameters = frozenset[fx.Node]().union(*(found[each] for each in reads if each in found))
-                if parameters:
-                    found[node] = parameters
-                else:
-                    constant.add(node)
-    return found
-
-
-def _find_written(graph: fx.Graph) -> set[fx.Node]:
-    """Return the values that operators write to, and those that they may be views of."""
-    written: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        target = unwrap_settings(node.target)
-        if target is operator.getitem and node in written:
-            written.update(node.all_input_nodes)
-        if not isinstance(target, torch._ops.OpOverload):
-            continue
-        for argument, value in zip(target._schema.arguments, node.args, strict=False):
-            alias = argument.alias_info
-            if isinstance(value, fx.Node) and alias is not None and (alias.is_write or node in written):
-                written.add(value)
-    return written
-
-
-def _may_wait(target: Any) -> bool:
-    """Return whether the backward pass of a call on weights alone may run at any time, on each rank by itself.
-
-    Collectives may not: a rank whose part of the samples is empty runs other operators, and defers fewer gradients.
-    """
-    target = unwrap_settings(target)
-    if isinstance(target, Redistribute):
-        return not collective_name(*gradient_ends(target.source, target.target))
-    return isinstance(target, torch._ops.OpOverload) or target is operator.getitem
-
-
-def _match_call(node: fx.Node, sources: Mapping[fx.Node, frozenset[fx.Node]]) -> WeightFormula | None:
-    """Return the formula of a call's weight gradient, if it is to be deferred."""
-    target = unwrap_settings(node.target)
-    if not isinstance(target, torch._ops.OpOverload):
-        return None
-
-    def is_weight(value: Any) -> bool:
-        return isinstance(value, fx.Node) and value in sources and not _is_complex(value)
-
-    return find_formula(str(target), _bind(target, node), is_weight)
-
-
-def _bind(target: torch._ops.OpOverload, node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a call by the names of torch's schema, in its order."""
-    schema = target._schema.arguments
-    given = {**dict(zip([a.name for a in schema], node.args, strict=False)), **node.kwargs}
-    return {a.name: given.get(a.name, a.default_value) for a in schema}
-
-
-def _positional(node: fx.Node) -> list[Any]:
-    """Return all positional arguments of a call of a torch operator, with their defaults."""
-    target = unwrap_settings(node.target)
-    bound = _bind(target, node)
-    return [bound[a.name] for a in target._schema.arguments if not a.kwarg_only]
-
-
 def _keyword_only(node: fx.Node) -> set[str]:
     return {a.name for a in unwrap_settings(node.target)._schema.arguments if a.kwarg_only}
 
 
-def _is_complex(node: fx.Node) -> bool:
-    val = node.meta.get("val")
-    return isinstance(val, Tensor) and val.is_complex()
-
-
 def _find_operands(formula: WeightFormula, node: fx.Node) -> Iterator[fx.Node]:
     """Yield the weight of a call, then the bias if its gradient is deferred too."""
-    args = _positional(node)
+    args = positional_arguments(node)
     yield operand_at(args, formula.weight)
     if formula.bias is not None:
         yield operand_at(args, formula.bias)
@@ -203,7 +111,7 @@ def _write_boundaries(
     for node, formula in calls.items():
         own = tuple(slot_of[weight] for weight in operands[node])
         call = DeferredCall(unwrap_settings(node.target), formula, own, str(node.meta.get("name", node.name)))
-        node.args = (deferred, *_positional(node))
+        node.args = (deferred, *positional_arguments(node))
         node.kwargs = {k: v for k, v in node.kwargs.items() if k in _keyword_only(node)}
         node.target = wrap_like(node.target, call)
     return tuple(slots)

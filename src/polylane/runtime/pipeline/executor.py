@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +19,7 @@ from polylane.observe.timeline import Span
 from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
-from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, count_microbatches
+from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, count_microbatches, receive_horizons, runs
 from polylane.runtime.pipeline.sample_witness import check_calls, is_witnessed_step
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
 from polylane.runtime.pipeline.step_result import StepState
@@ -29,9 +28,6 @@ from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
 from polylane.schedule.action import PASSES, Action, ActionKind
-
-# Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
-LOOKAHEAD = 2
 
 
 @dataclass
@@ -68,7 +64,7 @@ class Executor:
 
     def __post_init__(self) -> None:
         self._slowness = 1.0
-        self._receive_horizon = _receive_horizons(self.program.actions)
+        self._receive_horizon = receive_horizons(self.program.actions)
         self.microbatches = count_microbatches(self.program)
         self._reducer_of = {bucket: reducer for reducer in self.reducers.values() for bucket in reducer.bucket_names}
         self._inputs = {stage: self.program.inputs(stage) for stage in self.program.stages}
@@ -101,6 +97,24 @@ class Executor:
         Raises:
             ActionFailed: an action raised; it says which one, with the original error as cause.
         """
+        state = self._begin(batch, step, seed)
+        posted = 0
+        for index, action in enumerate(self.program.actions):
+            if not runs(action, state.tables):
+                continue
+            while posted < self._receive_horizon[index]:
+                self._post_receive(self.program.actions[posted], state)
+                posted += 1
+            reducer = None
+            if index == state.tables.last_backwards.get(action.stage):
+                reducer = self.reducers.get(action.stage)
+            self._run_action(action, batch, state, finish, reducer)
+        for key in list(state.pending_sends):
+            state.wait_sent(key)
+        return state
+
+    def _begin(self, batch: Batch, step: int, seed: int) -> StepState:
+        """Return the state of a step before its first action; collective where operators need counts of the batch."""
         tables = self._tables
         assert tables is not None and tables.samples == batch.samples, "a worker runs batches of the size it is fit for"
         own = tables.shares
@@ -108,39 +122,10 @@ class Executor:
         slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in own.items()}
         parts = self._add_batch_counts(batch, own, slices)
         self._slowness = 1.0 if self.straggler is None else self.straggler.factor_at(step, self.program.rank)
-        state = StepState(parts, tables, averaged)
         witnessed = self._has_witness(step, len(own))
         for runner in self.runners.values():
             runner.code.watch.records = [] if witnessed else None
-        posted = 0
-        for index, action in enumerate(self.program.actions):
-            if action.microbatch is not None and action.microbatch not in own:
-                continue  # a microbatch without samples, skipped by every worker alike
-            if action.kind is ActionKind.REDUCE and not own:
-                continue  # a replica-local step without samples of its own: there is nothing to sum
-            if action.kind in _SEND_OR_RECEIVE and action not in tables.routes:
-                continue  # an empty box: the peer skips its half of the message, too
-            try:
-                while posted < self._receive_horizon[index]:
-                    self._post_receive(self.program.actions[posted], state)
-                    posted += 1
-                reducer = self.reducers.get(action.stage) if index == tables.last_backwards.get(action.stage) else None
-                if reducer is not None:
-                    reducer.begin_last_backward()
-                self._run_action(action, batch, state, finish)
-                if reducer is not None:
-                    reducer.launch_remaining()
-            except (ActionFailed, PeerLost):
-                raise
-            except Exception as error:
-                node = find_failing_node(self.runners[action.stage], error)
-                module = None if node is None else (node.module or "the model's own forward")
-                raise ActionFailed(
-                    self.program.rank, action.stage, action.microbatch, module, node.source if node else None
-                ) from error
-        for key in list(state.pending_sends):
-            state.wait_sent(key)
-        return state
+        return StepState(parts, tables, averaged)
 
     def _add_batch_counts(
         self, batch: Batch, own: Mapping[int, SampleShare], parts: dict[int, SampleSlice]
@@ -239,7 +224,35 @@ class Executor:
         self.mesh.waits.bytes += tensor.nbytes if len(self.program.replicas) > 1 else 0
         return result
 
-    def _run_action(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
+    def _run_action(
+        self,
+        action: Action,
+        batch: Batch,
+        state: StepState,
+        finish: Callable[[StepState], None],
+        reducer: AllReducer | None = None,
+    ) -> None:
+        """Run one action, with the reductions of the gradients that it completes, if ``reducer`` is given.
+
+        Raises:
+            ActionFailed: the action raised; it says which one, with the original error as cause.
+        """
+        try:
+            if reducer is not None:
+                reducer.begin_last_backward()
+            self._run(action, batch, state, finish)
+            if reducer is not None:
+                reducer.launch_remaining()
+        except (ActionFailed, PeerLost):
+            raise
+        except Exception as error:
+            node = find_failing_node(self.runners[action.stage], error)
+            module = None if node is None else (node.module or "the model's own forward")
+            raise ActionFailed(
+                self.program.rank, action.stage, action.microbatch, module, node.source if node else None
+            ) from error
+
+    def _run(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
         waits = self.mesh.waits
         start, waits.seconds, waits.bytes = time.perf_counter(), 0.0, 0
         if action.kind is ActionKind.FORWARD:
@@ -281,7 +294,7 @@ class Executor:
         for crossing in self._inputs[action.stage]:
             if crossing.value not in values:  # this worker's shard is empty, so no message came
                 values[crossing.value] = self._zero_value(crossing.value, part.samples, state)
-        live = runner.forward(i, values, leaves, part)
+        live = runner.forward(state.first_pass + i, values, leaves, part)
         if self.anomalies is not None and share.weight and torch.is_grad_enabled():
             self.anomalies.check_forward(runner, self.program, values, leaves, part, live)
         state.output_values[here] = live.outputs
@@ -302,11 +315,11 @@ class Executor:
         assert i is not None
         here, runner, seed = (action.stage, i), self.runners[action.stage], None
         if action.kind is ActionKind.BACKWARD_WEIGHT:
-            runner.backward_weight(i)
+            runner.backward_weight(state.first_pass + i)
             return
         if runner.code.has_loss:
             part = state.sample_slices[i]
-            mean = len(runner.live_microbatches[i].loss) == 1
+            mean = len(runner.live_microbatches[state.first_pass + i].loss) == 1
             seed = torch.tensor(
                 part.weight * (part.samples if mean else 1) / state.samples_in_mean,
                 device=runner.device,
@@ -328,7 +341,7 @@ class Executor:
                     else self._zero_value(crossing.value, state.sample_slices[i].samples, state)  # none came back
                 )
         backward = runner.backward if action.kind is ActionKind.BACKWARD else runner.backward_input
-        found = backward(i, outgoing, seed)
+        found = backward(state.first_pass + i, outgoing, seed)
         # What is left came from further stages of this worker that read the same incoming values.
         for name, gradient in gradients.items():
             found[name] = found[name] + gradient
@@ -378,13 +391,3 @@ class Executor:
     def _zero_value(self, name: str, samples: int, state: StepState) -> Tensor:
         shape = state.tables.shapes[name, samples]
         return torch.zeros(shape, dtype=self.resharder.value_specs[name].dtype, device=self.any_runner.device)
-
-
-_SEND_OR_RECEIVE = (ActionKind.SEND, ActionKind.RECEIVE)
-
-
-def _receive_horizons(actions: tuple[Action, ...]) -> list[int]:
-    """Return, for every action, the position up to which receives are posted before it runs."""
-    compute = [i for i, a in enumerate(actions) if a.kind in PASSES]
-    ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
-    return [compute[i] if i < len(compute) else len(actions) for i in ahead]

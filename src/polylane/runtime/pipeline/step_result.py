@@ -49,6 +49,7 @@ class StepState:
         sample_slices: description of this worker's samples of each microbatch for the operators, by microbatch.
         tables: shares, message boxes and shapes for batches of this size.
         samples_in_mean: number of samples over which gradients are means.
+        first_pass: number of this batch's first microbatch among all whose passes may be under way at the same time.
         values: values from other stages, until their forward pass.
         gradients: gradients of outgoing values from the stages that read them, until their backward pass; and those of
             incoming values from further stages of this worker that read them too.
@@ -64,6 +65,7 @@ class StepState:
     sample_slices: dict[int, SampleSlice]
     tables: BatchTables
     samples_in_mean: int
+    first_pass: int = 0
     values: dict[Pass, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[Pass, dict[str, Tensor]] = field(default_factory=dict)
     input_gradients: dict[Pass, dict[str, Tensor]] = field(default_factory=dict)

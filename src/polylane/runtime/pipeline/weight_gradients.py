@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polylane.runtime.pipeline.weight_formulas import Position, WeightFormula, operand_at
+from polylane.placement.weight_formulas import Position, WeightFormula, operand_at
 
 # The role of the placeholder by which a stage's code gets the :class:`DeferredGradients` of its pass.
 DEFERRED = ("deferred", "gradients")
@@ -53,10 +53,10 @@ class DeferredGradients:
         groups: for each weight value its group, see :func:`defer_weight_gradients`.
     """
 
-    __slots__ = ("_cuts", "_groups", "_records", "hold_dropped", "is_recording", "values")
+    __slots__ = ("_cuts", "_records", "groups", "hold_dropped", "is_recording", "values")
 
     def __init__(self, groups: Sequence[int]) -> None:
-        self._groups = groups
+        self.groups = groups
         self.values: list[Tensor | None] = [None] * len(groups)  # those that need a gradient, as autograd knows them
         self._records: deque[_WeightRecord] = deque()
         self._cuts: list[tuple[int, Tensor]] = []
@@ -93,9 +93,9 @@ class DeferredGradients:
         """
         cuts = [(slot, leaf.grad) for slot, leaf in self._cuts if leaf.grad is not None]
         self._cuts.clear()
-        pending = Counter(self._groups[slot] for slot, _ in cuts)
+        pending = Counter(self.groups[slot] for slot, _ in cuts)
         for record in self._records:
-            pending.update(self._groups[slot] for slot in record.call.slots)
+            pending.update(self.groups[slot] for slot in record.call.slots)
         sums: dict[int, dict[int, Tensor]] = {group: {} for group in pending}
         while cuts:
             slot, gradient = cuts.pop()
@@ -111,7 +111,7 @@ class DeferredGradients:
 
         The last one of a group sends the group's on; nobody else may refer to it then, or autograd would copy it.
         """
-        group, value, gradient = self._groups[slot], self.values[slot], found.pop(0)
+        group, value, gradient = self.groups[slot], self.values[slot], found.pop(0)
         if value is not None:  # else it is frozen
             gradient = gradient.sum_to_size(value.shape).to(value.dtype)
             own = sums[group]

@@ -1,0 +1,63 @@
+"""Plan files: a plan as YAML, written and read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pydantic
+import yaml
+
+from polylane.errors import PolylaneError
+from polylane.plan.plan import Plan
+from polylane.plan.recompute import NONE
+from polylane.plan.stage import Fingerprint, Stage
+from polylane.plan.sync import SyncOptions
+from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error, read
+
+
+def dump(plan: Plan) -> str:
+    """Format a plan as YAML."""
+    # Keys at their defaults are left out where most plans have no use for them; sync always shows its kind.
+    data = plan.model_dump(mode="json", exclude={"slow"} | ({"graph"} if plan.graph is None else set()))
+    for key in ("per_sample", "vertical_sync"):
+        if not data[key]:
+            del data[key]
+    if plan.slow:
+        data["slow"] = {rank: slow.model_dump() for rank, slow in plan.slow.items()}
+    if plan.recompute == NONE:
+        del data["recompute"]
+    for stage in data["stages"]:
+        for key in ("placements", "recompute"):
+            if not stage[key]:
+                del stage[key]
+    said = plan.sync.model_dump(mode="json", exclude_defaults=True)
+    data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.has_servers else {"every": plan.sync.every}), **said}
+    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
+
+
+def load(path: str | Path) -> Plan:
+    """Read a plan file.
+
+    Raises:
+        PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names it.
+    """
+    data = read(path, "plan")
+    try:
+        return Plan.model_validate(data, context={"file": str(path)})
+    except pydantic.ValidationError as error:
+        first = first_error(error)
+        if first["loc"][0] == "polylane":
+            raise PolylaneError(
+                f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
+            ) from error
+        raise PolylaneError(f"plan {path}: {error_sentence(first, _FORM, data)}") from error
+
+
+def _keys(place: Sequence[int | str]) -> list[str]:
+    """Return the keys that a mapping at a place of a plan file may have, for suggestions in errors."""
+    models: dict[str, type[StrictMapping]] = {"graph": Fingerprint, "stages": Stage, "sync": SyncOptions}
+    return list((models[str(place[0])] if place else Plan).model_fields)
+
+
+_FORM = FileForm("a plan", _keys)

@@ -1,0 +1,147 @@
+"""Asynchronous pipeline: 1F1B that is not emptied between steps, with weights updated while batches are under way.
+
+A step runs the forward passes of its own batch, and the backward passes and updates of those that come through
+(:func:`polylane.schedule.asynchronous.steady_step`). Its actions name the batch by how many steps ago it began. A batch
+computes on one version of the weights (:mod:`polylane.runtime.parameters.weight_versions`).
+
+Source: Narayanan et al., "PipeDream", SOSP 2019; "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from polylane.compile.sample_shares import Batch
+from polylane.observe.timeline import Span
+from polylane.runtime.parameters.weight_versions import WeightVersions
+from polylane.runtime.pipeline.batch_tables import runs
+from polylane.runtime.pipeline.executor import Executor
+from polylane.runtime.pipeline.step_result import StepState
+from polylane.schedule.action import Action, ActionKind
+
+
+@dataclass
+class _BatchUnderWay:
+    """A batch between its first forward pass and its update, with what runs it.
+
+    Attributes:
+        executor: fitted to the batch's size.
+        batch: the batch, as this worker has it.
+        state: the state of its passes on this worker.
+        finish: updates the weights, called with the state.
+    """
+
+    executor: AsynchronousExecutor
+    batch: Batch
+    state: StepState
+    finish: Callable[[StepState], None]
+
+
+@dataclass
+class AsynchronousPipeline:
+    """The batches under way on one worker, over all sizes and forms of batches.
+
+    Attributes:
+        versions: versions of this worker's weights.
+        delay: steps after a batch's own in which its last backward pass runs on some stage.
+        begun: number of steps so far.
+        batches: batches under way, by the number of their step.
+    """
+
+    versions: WeightVersions
+    delay: int
+    begun: int = 0
+    batches: dict[int, _BatchUnderWay] = field(default_factory=dict)
+    # Batches whose update is made, until their last messages have been received.
+    _ended: list[StepState] = field(default_factory=list)
+
+    def empty(self) -> None:
+        """Run the backward passes and updates that are left; every worker calls it at the same time."""
+        if self.batches:
+            executor = next(reversed(self.batches.values())).executor
+            for _ in range(self.delay):
+                executor.run_step(self.begun, [])
+                self.begun += 1
+            assert not self.batches
+        self.release(0)
+        self.begun = self.versions.newest
+        self.versions.restart()
+
+    def end(self, number: int) -> None:
+        """Record that a batch's update is made."""
+        self._ended.append(self.batches.pop(number).state)
+        self.versions.end(number)
+
+    def release(self, kept: int) -> None:
+        """Wait for the messages of all but the last ``kept`` batches that have ended, and free their buffers."""
+        while len(self._ended) > kept:
+            state = self._ended.pop(0)
+            for key in list(state.pending_sends):
+                state.wait_sent(key)
+
+
+@dataclass
+class AsynchronousExecutor(Executor):
+    """Runs a program whose batches are under way through several steps.
+
+    Attributes:
+        pipeline: the batches under way, shared by the executors of all sizes and forms of batches.
+    """
+
+    pipeline: AsynchronousPipeline = field(kw_only=True)
+
+    def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
+        """Run one step; ``finish`` is called for the update of this batch, in this step or a later one."""
+        pipeline = self.pipeline
+        # Batches of another form have other values to send: the pipeline is emptied between them.
+        if any(other.executor.program is not self.program for other in pipeline.batches.values()):
+            pipeline.empty()
+        state = self._begin(batch, step, seed)
+        state.first_pass = pipeline.begun * self.microbatches
+        weights = pipeline.versions.begin(pipeline.begun)
+        arguments = {("parameter", name): leaf for name, leaf in weights.items()}
+        for runner in self.runners.values():
+            runner.tensors = {**runner.tensors, **{role: t for role, t in arguments.items() if role in runner.tensors}}
+        pipeline.batches[pipeline.begun] = _BatchUnderWay(self, batch, state, finish)
+        number, pipeline.begun = pipeline.begun, pipeline.begun + 1
+        spans = list[Span]()
+        self.run_step(number, spans)
+        super()._check_witnessed_calls()
+        # Two steps later the receivers have come by their messages: nobody waits for them any more.
+        pipeline.release(2 + pipeline.delay)
+        state.spans = spans
+        return state
+
+    def _check_witnessed_calls(self) -> None:
+        """Do nothing at an update, which is of another batch than the calls of the step: they are checked behind it."""
+
+    def run_step(self, number: int, spans: list[Span]) -> None:
+        """Run the actions of a step for the batches that are under way, and append what was measured to ``spans``."""
+        posted = 0
+        for index, action in enumerate(self.program.actions):
+            while posted < self._receive_horizon[index]:
+                ahead = self.program.actions[posted]
+                other = self.pipeline.batches.get(number - ahead.steps_back)
+                if other is not None:
+                    other.executor._post_receive(ahead, other.state)
+                posted += 1
+            own = self.pipeline.batches.get(number - action.steps_back)
+            if own is not None and runs(action, own.state.tables):
+                own.executor._run_of(own, action, number - action.steps_back)
+                spans += own.state.spans
+                own.state.spans = []
+
+    def _run_of(self, own: _BatchUnderWay, action: Action, number: int) -> None:
+        """Run one action of a batch, by its number."""
+        versions = self.pipeline.versions
+        if action.kind is ActionKind.STEP:
+            versions.begin_update()
+        self._run_action(action, own.batch, own.state, own.finish)
+        if action.kind is ActionKind.BACKWARD and action.microbatch == max(own.state.tables.shares):
+            versions.load_gradients(number)
+            for reducer in self.reducers.values():
+                reducer.begin_last_backward()
+                reducer.launch_remaining()
+        if action.kind is ActionKind.STEP:
+            self.pipeline.end(number)

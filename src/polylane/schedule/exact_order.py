@@ -1,0 +1,167 @@
+"""Exact optimum of a small scheduling problem: an integer program over which of two passes of a worker comes first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from polylane.schedule.problem import SLACK, Orders, ScheduleProblem, must_precede, play_orders
+
+MOST_PAIRS = 60  # pairs of passes whose order is open, above which the program is not tried
+TOLERANCE = 1e-5  # by which the solver may miss a bound: a tighter one makes it repair its own solutions
+NODES = 20_000  # of its branch and bound, so that the answer does not depend on how fast the machine is
+
+_Pair = tuple[int, int]
+
+
+def optimal_orders(
+    problem: ScheduleProblem, within: float, most_pairs: int = MOST_PAIRS
+) -> tuple[float, Orders] | None:
+    """Return the least makespan and its orders; None where the problem is too large, or nothing is proven.
+
+    Binary variables say which of two tasks on one worker comes first; starts are continuous. Passes of a stage are in
+    ascending order of microbatch, kind after kind, as in all schedules here.
+
+    Args:
+        problem: the tasks, their seconds and the memory there is.
+        within: a makespan that is known to be reached, with which pairs are ordered in advance.
+        most_pairs: pairs whose order may be open at most.
+    """
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]
+
+    fixed, pairs = _open_pairs(problem, within)
+    if len(pairs) > most_pairs:
+        return None
+    rows = _Rows(problem, within, fixed, pairs)
+    count = problem.tasks + 1 + len(pairs)
+    matrix = csr_array((rows.values, (rows.rows, rows.columns)), shape=(len(rows.least), count))
+    objective = np.zeros(count)
+    objective[problem.tasks] = 1
+    upper = np.concatenate([np.full(problem.tasks + 1, within * (1 + TOLERANCE)), np.ones(len(pairs))])
+    lower = np.zeros(count)
+    lower[problem.tasks] = min(problem.lower_bound, within)
+    kinds = np.concatenate([np.zeros(problem.tasks + 1), np.ones(len(pairs))])
+    solved = milp(
+        objective,
+        constraints=LinearConstraint(matrix, np.array(rows.least), np.inf),
+        bounds=Bounds(lower, upper),
+        integrality=kinds,
+        options={"node_limit": NODES, "mip_rel_gap": 1e-6},
+    )
+    if solved.status != 0 or solved.x is None:
+        return None
+    chosen = {pair for pair, first in zip(pairs, solved.x[problem.tasks + 1 :], strict=True) if first > 0.5}
+    chosen |= {(after, before) for before, after in pairs if (before, after) not in chosen}
+    orders = _sort_orders(problem, fixed | chosen)
+    played = play_orders(problem, orders)
+    # A solver's tolerance is no proof of an order: what it found is played, like any other.
+    return None if played is None else (played.makespan, orders)
+
+
+def _open_pairs(problem: ScheduleProblem, within: float) -> tuple[set[_Pair], list[_Pair]]:
+    """Return the pairs of tasks on one worker whose order is known, as (first, second), and those that are open."""
+    free = play_orders(problem, _stage_orders(problem))
+    assert free is not None  # each stage by itself waits in no circle
+    fixed, pairs = set[_Pair](), list[_Pair]()
+    for worker in range(problem.count):
+        own = [t for t in range(problem.tasks) if problem.workers[problem.split_task(t)[0]] == worker]
+        for one, other in combinations(own, 2):
+            # The second cannot start late enough for the first to come before it, and still end within the time.
+            latest = {t: within - free.tails[t] - problem.seconds[t] for t in (one, other)}
+            after = free.heads[one] + problem.seconds[one] > latest[other] * (1 + SLACK)
+            before = free.heads[other] + problem.seconds[other] > latest[one] * (1 + SLACK)
+            if must_precede(problem, one, other) or (before and not after):
+                fixed.add((one, other))
+            elif must_precede(problem, other, one) or (after and not before):
+                fixed.add((other, one))
+            else:
+                pairs.append((one, other))
+    return fixed, pairs
+
+
+def _stage_orders(problem: ScheduleProblem) -> list[list[int]]:
+    """Return for each stage and kind its tasks in ascending order of microbatch: no order says less than these."""
+    return [
+        [problem.task(stage, m, kind) for m in range(problem.microbatches)]
+        for stage in range(problem.graph.stages)
+        for kind in range(len(problem.kinds))
+    ]
+
+
+def _sort_orders(problem: ScheduleProblem, before: set[_Pair]) -> Orders:
+    """Return the orders in which each task comes behind all that are known to come before it."""
+    behind = [0] * problem.tasks
+    for _, after in before:
+        behind[after] += 1
+    return [
+        sorted(
+            (t for t in range(problem.tasks) if problem.workers[problem.split_task(t)[0]] == worker),
+            key=lambda task: behind[task],
+        )
+        for worker in range(problem.count)
+    ]
+
+
+class _Rows:
+    """The constraints of the integer program: each row's sum is at least its ``least``.
+
+    Columns are the starts of all tasks, the makespan, and one for each open pair, 1 if its first task comes first.
+
+    Args:
+        problem: the tasks, their seconds and the memory there is.
+        within: a makespan that is known to be reached.
+        fixed: pairs of tasks on one worker whose order is known.
+        pairs: those whose order is open.
+    """
+
+    def __init__(self, problem: ScheduleProblem, within: float, fixed: set[_Pair], pairs: list[_Pair]) -> None:
+        self.values: list[float] = []
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.least: list[float] = []
+        self._problem, self._fixed = problem, fixed
+        self._column = {pair: problem.tasks + 1 + number for number, pair in enumerate(pairs)}
+        for task in range(problem.tasks):
+            self._add({problem.tasks: 1, task: -1}, problem.seconds[task])
+            for reader, hop in problem.successors[task]:
+                self._add({reader: 1, task: -1}, problem.seconds[task] + hop)
+        for one, other in fixed:
+            self._add({other: 1, one: -1}, problem.seconds[one])
+        for (one, other), column in self._column.items():
+            # Whichever is false asks for no more than that both lie within the time.
+            self._add({other: 1, one: -1, column: -within}, problem.seconds[one] - within)
+            self._add({one: 1, other: -1, column: within}, problem.seconds[other])
+        for worker, bound in enumerate(problem.memory):
+            for sums, least in self._memory_rows(worker, bound):
+                self._add(sums, least)
+
+    def _memory_rows(self, worker: int, bound: float) -> Iterator[tuple[dict[int, float], float]]:
+        """Yield for each forward of a worker: what came before it and itself hold no more than the bound."""
+        problem = self._problem
+        own = [t for t in range(problem.tasks) if problem.workers[problem.split_task(t)[0]] == worker]
+        for task in own:
+            if problem.live_change[task] <= 0:
+                continue
+            sums: dict[int, float] = {}
+            held = problem.live_change[task]
+            for other in own:
+                change = problem.live_change[other]
+                if other == task or not change:
+                    continue
+                if (other, task) in self._fixed:
+                    held += change
+                elif (column := self._column.get((other, task))) is not None:
+                    sums[column] = sums.get(column, 0) - change
+                elif (column := self._column.get((task, other))) is not None:
+                    # Its column is 1 where the other one comes behind.
+                    held += change
+                    sums[column] = sums.get(column, 0) + change
+            yield sums, held - bound * (1 + SLACK)
+
+    def _add(self, sums: dict[int, float], least: float) -> None:
+        self.values += sums.values()
+        self.columns += sums.keys()
+        self.rows += [len(self.least)] * len(sums)
+        self.least.append(least)

@@ -1,0 +1,302 @@
+"""Scheduling problem: stages with their times and memory, for which an order of passes is to be found.
+
+The passes of a problem are numbered tasks. An order is a list of tasks for each worker; it is played by longest paths,
+each task as early as those before it on its worker and those that it reads from allow, which is what
+`polylane.cost.simulator.schedule_tasks.simulate_schedule` computes for the same lanes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.stage_graph import StageGraph
+from polylane.schedule.synchronous import Lanes
+
+Orders = list[list[int]]
+Hops = float | Mapping[tuple[int, int], float]
+
+SLACK = 1e-9  # relative difference of times that rounding makes
+
+
+class NoScheduleFits(ValueError):
+    """A memory bound is below what one microbatch takes.
+
+    Attributes:
+        worker: the worker whose bound is too low.
+        least: bytes that it needs at least.
+    """
+
+    def __init__(self, worker: int, bound: float, least: float) -> None:
+        self.worker, self.least = worker, least
+        super().__init__(
+            f"no order of passes fits on worker {worker}: one microbatch takes {least:g} bytes of activations there, "
+            f"{bound:g} are allowed"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleProblem:
+    """What an order of passes is sought for.
+
+    Attributes:
+        graph: which stages feed which.
+        workers: the worker that has each stage, from 0.
+        microbatches: number of microbatches of a step.
+        forward: seconds of the forward pass of each stage.
+        input_gradient: seconds of the first half of its backward pass, which other stages wait for.
+        weight_gradient: seconds of the second half of its backward pass.
+        hop: seconds from the end of a pass until its value, or its gradient, is on the worker that reads it: one number
+            for all, or one for each pair (producer, consumer) of stages. Between stages of one worker it takes none.
+        activation_bytes: what each stage keeps of a live microbatch; empty: 1 of each, so that bounds count them.
+        memory: bytes of live activations that each worker may hold; empty: no bound.
+        split: whether the halves of a backward pass may be apart; else they are one pass, whose end other stages wait
+            for.
+
+    Raises:
+        ValueError: figures that are negative or not one for each stage or worker.
+        NoScheduleFits: a bound below what one microbatch takes on its worker.
+    """
+
+    graph: StageGraph
+    workers: tuple[int, ...]
+    microbatches: int
+    forward: tuple[float, ...]
+    input_gradient: tuple[float, ...]
+    weight_gradient: tuple[float, ...]
+    hop: Hops = 0
+    activation_bytes: tuple[float, ...] = ()
+    memory: tuple[float, ...] = ()
+    split: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            raise ValueError(f"microbatches must be a whole number of at least 1, not {self.microbatches!r}")
+        per_stage = {
+            "workers": self.workers,
+            "forward": self.forward,
+            "input_gradient": self.input_gradient,
+            "weight_gradient": self.weight_gradient,
+            "activation_bytes": self.activation_bytes or self.workers,
+        }
+        for name, values in per_stage.items():
+            if len(values) != self.graph.stages:
+                raise ValueError(f"{name} has {len(values)} figures for {self.graph.stages} stages")
+            if not all(0 <= value < math.inf for value in values):
+                raise ValueError(f"{name} must be at least 0 for every stage, not {values}")
+        if set(self.workers) != set(range(self.count)):
+            raise ValueError(f"every worker from 0 to {self.count - 1} must have a stage, not only {self.workers}")
+        if self.memory and len(self.memory) != self.count:
+            raise ValueError(f"memory has {len(self.memory)} bounds for {self.count} workers")
+        for worker, bound in enumerate(self.memory):
+            # Every forward of a microbatch comes before its first backward: all chunks of a worker are live at once.
+            least = sum(self.bytes_of(s) for s, owner in enumerate(self.workers) if owner == worker)
+            if least > bound * (1 + SLACK):
+                raise NoScheduleFits(worker, bound, least)
+
+    @property
+    def count(self) -> int:
+        """Number of workers."""
+        return 1 + max(self.workers)
+
+    def bytes_of(self, stage: int) -> float:
+        """Return the bytes of one live microbatch on a stage."""
+        return self.activation_bytes[stage] if self.activation_bytes else 1.0
+
+    def bound_of(self, worker: int) -> float:
+        """Return the bytes of live activations that a worker may hold."""
+        return self.memory[worker] if self.memory else math.inf
+
+    def hop_of(self, producer: int, consumer: int) -> float:
+        """Return the seconds of a value from one stage to another."""
+        if self.workers[producer] == self.workers[consumer]:
+            return 0
+        return self.hop[producer, consumer] if isinstance(self.hop, Mapping) else self.hop
+
+    # Tasks: (stage * microbatches + microbatch) * kinds + kind, where a kind is a place in `kinds`.
+
+    @cached_property
+    def kinds(self) -> tuple[ActionKind, ...]:
+        """The kinds of pass of a stage, in the order in which a microbatch goes through them."""
+        if self.split:
+            return (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+        return (ActionKind.FORWARD, ActionKind.BACKWARD)
+
+    @property
+    def tasks(self) -> int:
+        """Number of tasks."""
+        return self.graph.stages * self.microbatches * len(self.kinds)
+
+    def task(self, stage: int, microbatch: int, kind: int) -> int:
+        """Return the number of a task."""
+        return (stage * self.microbatches + microbatch) * len(self.kinds) + kind
+
+    def split_task(self, task: int) -> tuple[int, int, int]:
+        """Return stage, microbatch and kind of a task."""
+        place, kind = divmod(task, len(self.kinds))
+        return (*divmod(place, self.microbatches), kind)
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Duration of every task."""
+        found: list[float] = []
+        for forward, first, second in zip(self.forward, self.input_gradient, self.weight_gradient, strict=True):
+            each = [forward, first, second] if self.split else [forward, first + second]
+            found += each * self.microbatches
+        return found
+
+    @cached_property
+    def successors(self) -> list[list[tuple[int, float]]]:
+        """For every task, those that read from it, with the seconds that its value takes to them."""
+        found: list[list[tuple[int, float]]] = [[] for _ in range(self.tasks)]
+        for stage in range(self.graph.stages):
+            for m in range(self.microbatches):
+                for reader in self.graph.successors[stage]:
+                    hop = self.hop_of(stage, reader)
+                    found[self.task(stage, m, 0)].append((self.task(reader, m, 0), hop))
+                    found[self.task(reader, m, 1)].append((self.task(stage, m, 1), hop))
+                for kind in range(len(self.kinds) - 1):
+                    found[self.task(stage, m, kind)].append((self.task(stage, m, kind + 1), 0))
+        return found
+
+    @cached_property
+    def predecessors(self) -> list[list[tuple[int, float]]]:
+        """For every task, those that it reads from, with the seconds that their values take."""
+        found: list[list[tuple[int, float]]] = [[] for _ in range(self.tasks)]
+        for task, readers in enumerate(self.successors):
+            for reader, hop in readers:
+                found[reader].append((task, hop))
+        return found
+
+    @cached_property
+    def live_change(self) -> list[float]:
+        """Bytes by which every task changes what its worker holds: from its start (more) or from its end on (less)."""
+        last = len(self.kinds) - 1
+        found: list[float] = []
+        for stage in range(self.graph.stages):
+            size = self.bytes_of(stage)
+            found += [size if kind == 0 else -size if kind == last else 0.0 for kind in range(last + 1)] * (
+                self.microbatches
+            )
+        return found
+
+    @cached_property
+    def lower_bound(self) -> float:
+        """No order ends earlier: each worker's own work behind its first input, and the longest way of a microbatch."""
+        chain = play_orders(self, [])
+        assert chain is not None  # without orders there is no circle
+        most = chain.makespan
+        for worker in range(self.count):
+            own = [task for task in range(self.tasks) if self.workers[self.split_task(task)[0]] == worker]
+            work = sum(self.seconds[task] for task in own)
+            most = max(most, min(chain.heads[t] for t in own) + work + min(chain.tails[t] for t in own))
+        return most
+
+
+@dataclass(frozen=True, slots=True)
+class PlayedOrders:
+    """When each task runs.
+
+    Attributes:
+        makespan: seconds from 0 to the last task's end.
+        heads: the start of every task.
+        tails: for every task, the least seconds from its end to the end of the whole.
+    """
+
+    makespan: float
+    heads: list[float]
+    tails: list[float]
+
+
+def play_orders(problem: ScheduleProblem, orders: Sequence[Sequence[int]]) -> PlayedOrders | None:
+    """Return when each task runs; None where tasks wait for each other in a circle.
+
+    Args:
+        problem: the tasks, their seconds, and what they read.
+        orders: the tasks of every worker, first to last; tasks that are in none wait only for what they read.
+    """
+    seconds, successors = problem.seconds, problem.successors
+    following = [-1] * problem.tasks
+    missing = [len(read) for read in problem.predecessors]
+    for order in orders:
+        for one, after in pairwise(order):
+            following[one] = after
+            missing[after] += 1
+    heads: list[float] = [0] * problem.tasks
+    ready = [task for task, count in enumerate(missing) if not count]
+    done: list[int] = []
+    while ready:
+        task = ready.pop()
+        done.append(task)
+        end = heads[task] + seconds[task]
+        after = following[task]
+        if after >= 0:
+            if heads[after] < end:
+                heads[after] = end
+            missing[after] -= 1
+            if not missing[after]:
+                ready.append(after)
+        for reader, hop in successors[task]:
+            if heads[reader] < end + hop:
+                heads[reader] = end + hop
+            missing[reader] -= 1
+            if not missing[reader]:
+                ready.append(reader)
+    if len(done) < problem.tasks:
+        return None
+    tails: list[float] = [0] * problem.tasks
+    for task in reversed(done):
+        after = following[task]
+        tail = seconds[after] + tails[after] if after >= 0 else 0
+        for reader, hop in successors[task]:
+            tail = max(tail, hop + seconds[reader] + tails[reader])
+        tails[task] = tail
+    return PlayedOrders(max(heads[task] + seconds[task] for task in done), heads, tails)
+
+
+def must_precede(problem: ScheduleProblem, one: int, other: int) -> bool:
+    """Return whether a task must come before another of its own stage: microbatches ascend, kinds follow each other."""
+    stage, microbatch, kind = problem.split_task(one)
+    other_stage, other_microbatch, other_kind = problem.split_task(other)
+    return stage == other_stage and microbatch <= other_microbatch and kind <= other_kind
+
+
+def peak_bytes(problem: ScheduleProblem, order: Sequence[int]) -> float:
+    """Return the most bytes of live activations that a worker holds with its tasks in this order."""
+    alive = most = 0.0
+    for task in order:
+        alive += problem.live_change[task]
+        most = max(most, alive)
+    return most
+
+
+def fits_memory(problem: ScheduleProblem, orders: Sequence[Sequence[int]]) -> bool:
+    """Return whether no worker holds more than it may."""
+    return all(
+        peak_bytes(problem, order) <= problem.bound_of(worker) * (1 + SLACK) for worker, order in enumerate(orders)
+    )
+
+
+def orders_to_lanes(problem: ScheduleProblem, orders: Sequence[Sequence[int]]) -> Lanes:
+    """Return the lanes of orders."""
+    places = [[problem.split_task(task) for task in order] for order in orders]
+    return tuple(tuple(Action(problem.kinds[kind], stage, m) for stage, m, kind in lane) for lane in places)
+
+
+def lanes_to_orders(problem: ScheduleProblem, lanes: Lanes) -> Orders:
+    """Return the orders of lanes of the same stages; a whole backward pass counts as its two halves where they split.
+
+    That is never slower: other stages get their gradients earlier.
+    """
+    last = len(problem.kinds) - 1
+    kinds = {
+        ActionKind.FORWARD: (0,),
+        ActionKind.BACKWARD: tuple(range(1, last + 1)),
+        ActionKind.BACKWARD_INPUT: (1,),
+        ActionKind.BACKWARD_WEIGHT: (last,) if problem.split else (),
+    }
+    return [[problem.task(a.stage, a.microbatch or 0, kind) for a in lane for kind in kinds[a.kind]] for lane in lanes]

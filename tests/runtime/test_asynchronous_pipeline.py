@@ -1,0 +1,100 @@
+"""Asynchronous pipelines against a plain loop in one process that computes each gradient on delayed weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from polylane.errors import PolylaneError
+from polylane.runtime.job import Job
+from polylane.schedule.asynchronous import weight_delays
+from training import batch_of, mlp, sgd, workers
+
+BATCHES = [batch_of(8, seed=number) for number in range(9)]
+WIDTHS = (6, 8, 8, 8, 4)
+
+
+def step_all(job: Job) -> dict[str, Any]:
+    results = [job.step(batch) for batch in BATCHES]
+    state = job.state_dict()
+    pipeline = job._role._binding.pipeline
+    stages = {name: stages[0] for name, stages in job._role._holding.owning_stages.items()}
+    return {
+        "losses": [result.loss for result in results],
+        "state": state,
+        "versions": pipeline.versions.most,
+        "stages": stages,
+    }
+
+
+def replay(delays: tuple[int, ...], stages: dict[str, int]) -> tuple[list[float], dict[str, Tensor]]:
+    """Each batch's gradient at the weights of ``max(0, t - delay)`` updates of every stage, applied to the newest."""
+    model = mlp(*WIDTHS)
+    parameters, optimizer = dict(model.named_parameters()), sgd(model.named_parameters())
+    versions, losses = [{name: p.detach().clone() for name, p in parameters.items()}], list[float]()
+    for number, (inputs, labels) in enumerate(BATCHES):
+        write(parameters, {n: versions[max(0, number - delays[stages[n]])][n] for n in parameters})
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        gradients = torch.autograd.grad(loss, list(parameters.values()))
+        losses.append(loss.item())
+        write(parameters, versions[-1])
+        for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        versions.append({name: p.detach().clone() for name, p in parameters.items()})
+    return losses, versions[-1]
+
+
+def write(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name])
+
+
+@pytest.mark.parametrize(
+    "plan, stages, microbatches, versions",
+    [
+        ("pipeline=4,schedule=pipedream", 4, 1, [4, 3, 2, 1]),
+        ("pipeline=3,schedule=pipedream-2bw,microbatches=4", 3, 4, [2, 2, 2]),
+        pytest.param("pipeline=2,schedule=pipedream", 2, 1, [2, 1], marks=pytest.mark.slow),
+        pytest.param("pipeline=4,schedule=pipedream,vertical_sync=yes", 4, 1, [4] * 4, marks=pytest.mark.slow),
+        pytest.param("data=2,pipeline=2,schedule=pipedream,microbatches=2", 2, 2, [2, 1] * 2, marks=pytest.mark.slow),
+        pytest.param(
+            "pipeline=2,tensor=2,schedule=pipedream-2bw,microbatches=2", 2, 2, [2] * 4, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_run_is_the_replay_of_its_rule(plan: str, stages: int, microbatches: int, versions: list[int]) -> None:
+    found = workers(step_all, mlp(*WIDTHS), plan)
+    delays = weight_delays(
+        "pipedream-2bw" if "2bw" in plan else "pipedream", stages, microbatches, "vertical_sync" in plan
+    )
+    losses, state = replay(delays, found[0]["stages"])
+    assert found[0]["losses"] == pytest.approx(losses, rel=1e-12)
+    for name, value in state.items():
+        torch.testing.assert_close(found[0]["state"][name], value, rtol=1e-12, atol=1e-14)
+    assert [each["versions"] for each in found] == versions
+
+
+@pytest.mark.parametrize(
+    "plan, options, says",
+    [
+        ("pipeline=4,schedule=pipedream-2bw,microbatches=2", {}, "of 4 stages needs at least 3"),
+        ("data=2,pipeline=2,schedule=pipedream,every=2", {}, "leave sync out"),
+        ("pipeline=2,schedule=afab,vertical_sync=yes", {}, "vertical_sync is for schedule: pipedream, not afab"),
+        ("pipeline=2,schedule=pipedream", {"clip_norm": 1.0}, "clip_norm"),
+    ],
+)
+def test_what_is_refused(plan: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises((PolylaneError, RuntimeError), match=says):
+        workers(step_all, mlp(*WIDTHS), plan, **options)
+
+
+def test_stages_that_share_a_weight_are_refused() -> None:
+    model = mlp(6, 6, 6, 6, 4)
+    model[4].weight = model[0].weight
+    with pytest.raises(PolylaneError, match=r"share .*weight, and would update it at different times"):
+        workers(step_all, model, "pipeline=4,schedule=pipedream")
