@@ -430,7 +430,7 @@ SHARDS = [
     ),
     Mutant(
         "saved-at-the-wrong-place", "what autograd keeps of gathered weights is looked up at the unit's beginning",
-        "runtime.sync.zero.all_gather_passes:GatheredPasses._pack",
+        "runtime.sync.zero.all_gather_passes:GatheredPasses.pack_saved",
         "(address - whole.data_ptr()) // whole.element_size()",
         "0",
         "tests/equivalence/test_sharded.py", gpt="data=2,shard=parameters",

@@ -15,10 +15,15 @@ from plan_files import MESH, edited, refusal
         (
             {"stagse": []},
             "stagse is not a key of a plan; known there are polylane, graph, stages, schedule, vertical_sync, "
-            "order, microbatches, sync, precision, slow, per_sample; did you mean stages?",
+            "order, microbatches, sync, precision, recompute, slow, per_sample; did you mean stages?",
         ),
         ({"stages.0.node": ["a", "b"]}, "stages.0.node is not a key of a plan; known there are nodes, devices, mesh,"),
         ({"stages": None}, "stages is missing"),
+        (
+            {"recompute": "some"},
+            "recompute must be none, selective, full, or a budget such as budget:200MB, not 'some'",
+        ),
+        ({"stages.1.recompute": "budget:0MB"}, "stages.1.recompute must be none, selective, full, or a budget"),
         ({"stages": 3}, "stages must be a list, not 3"),
         ({"stages": []}, "stages: there must be at least one"),
         ({"graph.id": None}, "graph.id is missing"),

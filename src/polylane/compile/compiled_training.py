@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_graph, split_operators, warn_of_untried
+from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.objectives import Objective, named_parameters
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
@@ -23,6 +24,7 @@ from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
+from polylane.plan.recompute import budget_bytes
 from polylane.plan.spec import Spec, parse
 from polylane.planner.find_order import find_measured_order
 from polylane.profiling.time_operators import measure, measure_both
@@ -212,6 +214,7 @@ def compile_training(
         _check_sync(chosen, partitions, couples)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
         compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
+        _check_budgets(chosen, compiled.values(), problem.in_float64)
         training = CompiledTraining(
             model=problem.model,
             objectives=MappingProxyType(problem.objectives),
@@ -289,6 +292,13 @@ def _partition_objectives(
 def _known_batch_layouts(graph: Graph, plan: Spec | Plan) -> Mapping[str, BatchLayout]:
     """Return the batch layouts of a graph's values as far as they are known; none where a plan does not need them."""
     return derive_composition(graph, plan.per_sample).batch_layouts if plan.resplits_batch else {}
+
+
+def _check_budgets(plan: Plan, graphs: Iterable[CompiledGraph], in_float64: bool) -> None:
+    """Refuse budgets of recomputation that no stage can keep, before any worker starts."""
+    if any(budget_bytes(plan.recompute_of(stage)) for stage in range(plan.pipeline)):
+        for graph in graphs:
+            find_dropped_tensors(graph.partition, plan, graph.layouts, in_float64)
 
 
 def _check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples: bool) -> None:

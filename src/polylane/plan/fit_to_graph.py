@@ -55,6 +55,7 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
         sync=spec.sync,
         slow=dict(spec.slow),
         per_sample=spec.per_sample,
+        recompute=spec.recompute,
     )
 
 

@@ -12,6 +12,7 @@ import pydantic
 from polylane.errors import PolylaneError
 from polylane.plan.order import check_order, has_halves
 from polylane.plan.pinned_placements import check_axes
+from polylane.plan.recompute import NONE, Recompute
 from polylane.plan.spec import Degrees, check_workers, format_degrees
 from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
@@ -36,6 +37,7 @@ class Plan(StrictMapping):
         microbatches: number of microbatches of a step.
         sync: how replicas synchronize gradients or weights.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
+        recompute: what backward passes recompute: one of :data:`.recompute.MODES`, or a budget ("budget:200MB").
         slow: by rank, how it is made a straggler, to see the effect on the others.
         per_sample: modules that run the user's own Python and, by the user's word, treat each sample by itself; "model"
             is all of it.
@@ -52,6 +54,7 @@ class Plan(StrictMapping):
     microbatches: Count = 1
     sync: SyncOptions = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
+    recompute: Recompute = NONE
     slow: Slowness = pydantic.Field(default={})
     per_sample: tuple[str, ...] = ()
     _file: str = pydantic.PrivateAttr("")
@@ -170,6 +173,10 @@ class Plan(StrictMapping):
         """Whether stages have different numbers of replicas, so that batches are resplit between them."""
         return len({degrees.data for degrees in self.meshes}) > 1
 
+    def recompute_of(self, stage: int) -> str:
+        """Return what a stage recomputes."""
+        return self.stages[stage].recompute or self.recompute
+
     def have_same_mesh(self, a: int, b: int) -> bool:
         """Return whether two stages have the same mesh: each rank of the one then has a counterpart on the other."""
         return tuple(self.degrees(a)) == tuple(self.degrees(b))
@@ -270,6 +277,7 @@ class Plan(StrictMapping):
         words += [f"chunks={self.most_chunks}"] if self.most_chunks > 1 else []
         words += ["vertical_sync=yes"] if self.vertical_sync else []
         words += [] if self.precision == "float32" else [f"precision={self.precision}"]
+        words += [] if self.recompute == NONE else [f"recompute={self.recompute}"]
         words += [*self.sync.to_words(), *straggler_words(self.slow)]
         words += [f"per_sample={'+'.join(self.per_sample)}"] if self.per_sample else []
         return ",".join(words)

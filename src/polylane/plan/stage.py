@@ -8,6 +8,7 @@ import pydantic
 from pydantic_core import PydanticCustomError
 
 from polylane.plan.pinned_placements import read_pattern
+from polylane.plan.recompute import Recompute
 from polylane.yaml_file import Count, StrictMapping
 
 # The axes of a stage's mesh, the outermost first: its devices are listed in this order.
@@ -45,6 +46,7 @@ class Stage(StrictMapping):
         mesh: number of ranks along each axis; 1 for an axis that is left out.
         placements: by name of a parameter or node, its placement along an axis ("replicate", "shard(1)", "partial");
             placements of all other tensors are chosen.
+        recompute: what the stage recomputes; default: what the plan says for all stages.
     """
 
     nodes: Annotated[tuple[str, ...], pydantic.AfterValidator(_in_pairs)]
@@ -53,6 +55,7 @@ class Stage(StrictMapping):
     placements: dict[
         str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
     ] = pydantic.Field(default={})
+    recompute: Recompute | None = None
 
     @property
     def pieces(self) -> tuple[tuple[str, str], ...]:
