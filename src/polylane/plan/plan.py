@@ -14,7 +14,7 @@ from polylane.plan.order import check_order, has_halves
 from polylane.plan.pinned_placements import check_axes
 from polylane.plan.recompute import NONE, Recompute
 from polylane.plan.spec import Degrees, check_workers, format_degrees
-from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, index_stages
+from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, check_devices, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, WITH_CHUNKS, assign_stages, splits_backward
@@ -291,7 +291,7 @@ def check(plan: Plan) -> None:
             an axis that the stage does not have, or sync does not fit the meshes.
     """
     _check_meshes(plan)
-    _check_devices(plan)
+    check_devices(plan.stages, plan.title, plan.schedule in WITH_CHUNKS)
     _check_chunks(plan)
     _check_sync(plan)
 
@@ -305,35 +305,6 @@ def _check_meshes(plan: Plan) -> None:
             raise PolylaneError(f"{plan.title}: stages.{index}: {len(stage.devices)} devices for a mesh of {mesh}")
     check_workers(plan.workers, format_degrees(plan.group_meshes))
     check_axes([stage.placements for stage in plan.stages], [plan.axes_of(s) for s in range(plan.pipeline)], plan.title)
-
-
-def _check_devices(plan: Plan) -> None:
-    """Refuse ranks that are named twice, or that are not all of 0 to the number of workers."""
-    seen: dict[int, int] = {}
-    for index, stage in enumerate(plan.stages):
-        first = plan.first_chunk(index)
-        alike = first != index and stage.devices == plan.stages[first].devices and plan.have_same_mesh(first, index)
-        if alike and plan.schedule in WITH_CHUNKS:
-            continue  # a further chunk of the same workers
-        for device in stage.devices:
-            if device in seen:
-                where = (
-                    f"stages.{index}.devices names {device} twice"
-                    if seen[device] == index
-                    else f"device {device} is on stages {seen[device]} and {index}"
-                )
-                chunks = "; stages that share workers have the same devices, in the same order, and the same mesh"
-                several = chunks if plan.schedule in WITH_CHUNKS else ""
-                raise PolylaneError(f"{plan.title}: {where}: every worker has one place{several}")
-            seen[device] = index
-    # All different, so they are 0 to most if and only if none of these is missing.
-    most = len(seen) - 1
-    missing = next((device for device in range(len(seen)) if device not in seen), None)
-    if missing is not None:
-        other = next(device for device in seen if not 0 <= device <= most)
-        raise PolylaneError(
-            f"{plan.title}: devices must be numbered from 0 to {most}: {other} is there, but {missing} is not"
-        )
 
 
 def _check_chunks(plan: Plan) -> None:
