@@ -40,10 +40,10 @@ class _WeightRecord:
     weight: Tensor
     gradient: Tensor
 
-    def compute(self) -> tuple[DeferredCall, list[Tensor]]:
-        """Return the call, and the gradients of its weight and of its bias if it has one."""
+    def compute(self) -> list[Tensor]:
+        """Return the gradients of the call's weight, and of its bias if it has one."""
         found = self.call.formula.gradients(self.gradient, self.kept, self.weight)
-        return self.call, [gradient for gradient in found if gradient is not None]
+        return [gradient for gradient in found if gradient is not None]
 
 
 class DeferredGradients:
@@ -101,10 +101,34 @@ class DeferredGradients:
             slot, gradient = cuts.pop()
             self._add(slot, [gradient], sums, pending)
         while self._records:
-            call, found = self._records.popleft().compute()
-            for slot in call.slots:
+            record = self._records.popleft()
+            call = record.call
+            into = self._accumulated(call, record, pending)
+            if into is not None:
+                assert call.formula.add is not None
+                of_bias = call.formula.add(record.gradient, record.kept, into)
+                found = [] if of_bias is None else [of_bias]
+            else:
+                found = record.compute()
+            for slot in call.slots[into is not None :]:
                 self._add(slot, found, sums, pending)
         self.values.clear()
+
+    def _accumulated(self, call: DeferredCall, record: _WeightRecord, pending: Counter[int]) -> Tensor | None:
+        """Return the ``.grad`` to which a product may add a weight's gradient at once; None where autograd must do it.
+
+        A product that adds to memory takes a quarter less time than one that is then added. It must be all of the
+        parameter's gradient in this pass, and nobody may wait for it: hooks are run by autograd alone.
+        """
+        slot = call.slots[0]
+        value, group = self.values[slot], self.groups[slot]
+        if call.formula.add is None or value is None or not value.is_leaf or value.grad is None:
+            return None
+        alone = pending[group] == 1 and self.groups.count(group) == 1
+        hooked = value._backward_hooks or value._post_accumulate_grad_hooks
+        kinds = {value.grad.dtype, record.kept.dtype, record.gradient.dtype}
+        flat = value.dim() != 2 or record.kept.dim() < 2 or value.shape != record.weight.shape
+        return None if flat or not alone or hooked or len(kinds) > 1 else value.grad
 
     def _add(self, slot: int, found: list[Tensor], sums: dict[int, dict[int, Tensor]], pending: Counter[int]) -> None:
         """Add the first of some gradients, taken from their list, to its weight value's sum.
