@@ -15,7 +15,7 @@ from plan_files import MESH, edited, refusal
         (
             {"stagse": []},
             "stagse is not a key of a plan; known there are polylane, graph, stages, schedule, vertical_sync, "
-            "microbatches, sync, precision, recompute, slow, per_sample; did you mean stages?",
+            "order, microbatches, sync, precision, recompute, slow, per_sample; did you mean stages?",
         ),
         ({"stages.0.node": ["a", "b"]}, "stages.0.node is not a key of a plan; known there are nodes, devices, mesh,"),
         ({"stages": None}, "stages is missing"),
@@ -31,8 +31,8 @@ from plan_files import MESH, edited, refusal
         ({"polylane": 2}, "polylane: 2 is a form that this version cannot read"),
         (
             {"schedule": "gpipe"},
-            "schedule must be naive, afab, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream or pipedream-2bw, not "
-            "'gpipe'",
+            "schedule must be naive, afab, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream, pipedream-2bw or auto, "
+            "not 'gpipe'",
         ),
         ({"microbatches": 0}, "microbatches must be at least 1, not 0"),
         ({"microbatches": 2.5}, "microbatches must be a whole number, not 2.5"),
@@ -87,7 +87,7 @@ def test_a_wrong_file(changes: dict[str, Any], says: str, tmp_path: Path) -> Non
         (
             "stags: []",
             "stags is not a key of a plan; known there are polylane, graph, stages, schedule, vertical_sync, "
-            "microbatches, ",
+            "order, microbatches, ",
         ),
         ("when: 2024-13-45", "is not YAML: month must be in 1..12"),
         ("\xff", "is not YAML"),

@@ -26,7 +26,8 @@ from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import budget_bytes
 from polylane.plan.spec import Spec, parse
-from polylane.profiling.time_operators import measure
+from polylane.planner.find_order import find_measured_order
+from polylane.profiling.time_operators import measure, measure_both
 from polylane.program.server_assignment import assign_parameters
 from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_layout import BatchLayout
@@ -206,6 +207,8 @@ def compile_training(
         )
         partitions, seen, couples = _partition_objectives(problem, graphs, spec, samples, microbatches, seconds)
         chosen = _complete_plan(next(iter(partitions.values())), spec, microbatches)
+        if chosen.schedule == "auto" and not chosen.order:
+            chosen = _find_order(problem, partitions, chosen, samples)
         for partition in partitions.values():
             refuse_effects(partition, chosen)
         _check_sync(chosen, partitions, couples)
@@ -227,6 +230,14 @@ def compile_training(
             for name in (graphs if evaluation else ())
         }
     return replace(training, evaluations=MappingProxyType(evaluations))
+
+
+def _find_order(problem: TrainingProblem, partitions: Mapping[str, Partition], plan: Plan, samples: int) -> Plan:
+    """Return the plan with an order of passes found for the measured times of the first objective's graph."""
+    name, partition = next(iter(partitions.items()))
+    leaves, _ = flatten(problem.take_batch(samples))
+    seconds = measure_both(partition.graph, problem.model, problem.objectives[name].loss, leaves)
+    return find_measured_order(partition, plan, seconds)
 
 
 def _choose_microbatches(

@@ -27,13 +27,13 @@ from polylane.cost.stage_cost import PassCosts, StageCosts, add_recomputation, s
 from polylane.cost.state_sharding import StateSharding
 from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
+from polylane.plan.lanes import lanes_of
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
 from polylane.program.server_assignment import server_rank
 from polylane.schedule.asynchronous import weight_delays
-from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
 
@@ -255,8 +255,7 @@ class PlanCost:
     @cached_property
     def _lanes(self) -> Lanes:
         """The forward and backward passes of every group of workers, in the order of the schedule."""
-        graph = StageGraph.of_partition(self.partition)
-        return schedule_lanes(self.plan.schedule, graph, self.plan.microbatches, workers=self.plan.stage_groups)
+        return lanes_of(self.plan, StageGraph.of_partition(self.partition))
 
     def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""

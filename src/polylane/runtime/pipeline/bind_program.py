@@ -32,7 +32,6 @@ from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
 from polylane.schedule.action import WEIGHT_PASSES
-from polylane.schedule.schedules import splits_backward
 
 
 def lower_programs(
@@ -151,7 +150,7 @@ class StageBinder:
         """Return a stage's runner, and what reduces the gradients of ``buckets``; None: there are none to reduce."""
         hooks, reducer = self._bind_reduction(buckets)
         partition, layout, local_code = self.program.partition, self.compiled.layouts[stage], None
-        in_halves, device = splits_backward(self.holding.prepared.plan.schedule), self.holding.tensors.device
+        in_halves, device = self.holding.prepared.plan.splits_backward, self.holding.tensors.device
         # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
         dropped = self.dropped[stage]
         code = extract_stage(partition, stage, device, hooks, in_halves and layout is None, dropped)
