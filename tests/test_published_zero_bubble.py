@@ -119,5 +119,3 @@ def test_given_1f1b_the_other_schedules_are_predicted(tmp_path: Path) -> None:
     assert max(abs(case.error) for case in cases) < 0.05
     assert [regret(one) for one in problems(cases)] == [0.0] * 12
     assert mean_error(published.memories(rows)) < 0.03
-    for one in problems(cases):  # 1F1B is the slowest, as measured
-        assert max(one, key=lambda case: case.predicted).told
