@@ -27,9 +27,9 @@ from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import format_ranges
 from polylane.commands.requests import RecipeRequest
 from polylane.compile.compiled_training import compile_training
+from polylane.cost.integer_program import IntegerProgram
 from polylane.observe.timeline import Timeline
 from polylane.plan import plan_file as plans
-from polylane.sharding.integer_program import IntegerProgram
 from polylane.verify import verify as verification
 
 RECIPE = """
@@ -396,7 +396,8 @@ def test_lanes_as_json_and_pictures(tmp_path: Path) -> None:
         ("stages: [a, b]", "stages must be a mapping from a stage's name to what it comes after"),
         ("stages: {a: , b: {after: [c]}}", "stages.b.after: there is no stage 'c', known are a, b"),
         ("stages: {a: {after: [b]}, b: {after: [a]}}", "stages a -> b -> a wait for each other"),
-        ("stages: {a: {ticks: 2}}", "stages.a: a stage may say after: [names of stages], forward: ticks and"),
+        ("stages: {a: {ticks: 2}}", "stages.a: a stage may say after: [names of stages], forward: ticks, backward"),
+        ("stages: {a: {weight: 3}}", "the weight half of stage 0 takes 3 ticks, its whole backward only 2"),
         ("stages: {a: {forward: -1}}", "forward must be a duration of at least 0 ticks"),
         ("stages: {a: , a: }", "a is there twice"),
     ],

@@ -121,9 +121,10 @@ def _polylane(
     optimizer(parameters) and data(split). Optional are scheduler(optimizer), collate(samples) and init(module).
 
     A SPEC is a plan. In one line: data=2,pipeline=2,schedule=1f1b,microbatches=8. tensor=2 splits operators and their
-    parameters, sequence=2 splits operators and leaves parameters whole, precision=bfloat16 is autocast. With a mesh for
-    each stage: "[data=2 | tensor=2 | 1],microbatches=8". Or the path of a plan file: one that inspect --write made, the
-    plan.yaml of an earlier run, or your own. Or auto, for the plan that is predicted to be the fastest.
+    parameters, sequence=2 splits operators and leaves parameters whole, precision=bfloat16 is autocast, recompute=full,
+    selective or budget:200MB computes activations again instead of keeping them. With a mesh for each stage:
+    "[data=2 | tensor=2 | 1],microbatches=8". Or the path of a plan file: one that inspect --write made, the plan.yaml
+    of an earlier run, or your own. Or auto, for the plan that is predicted to be the fastest.
 
     \b
     Example:
@@ -313,9 +314,9 @@ def lanes(
 
     interleaved and zb-v cut each stage into chunks (a, b, ...); durations are then those of a chunk. zb-h1, zb-h2 and
     zb-v run backward passes in two halves: input gradients, then weight gradients. pipedream (a batch is one
-    microbatch) and pipedream-2bw are drawn as runs with updates, but no plan runs them. auto is the order that a search
-    finds for these durations, within --live microbatches on a worker. --compare draws all schedules
-    of one model, whose stages keep their durations when they are cut into chunks.
+    microbatch) and pipedream-2bw are drawn as runs with their updates. auto is the order that a search finds for these
+    durations, within --live microbatches on a worker. --compare draws all schedules of one model, whose stages keep
+    their durations when they are cut into chunks.
 
     \b
     Examples:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,7 +13,14 @@ import pytest
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
 from polylane.schedule.action import ActionKind
 from polylane.schedule.exact_order import optimal_orders
-from polylane.schedule.problem import NoScheduleFits, ScheduleProblem, fits_memory, play_orders
+from polylane.schedule.problem import (
+    NoScheduleFits,
+    ScheduleProblem,
+    fits_memory,
+    must_precede,
+    peak_bytes,
+    play_orders,
+)
 from polylane.schedule.schedules import assign_stages, schedule_lanes
 from polylane.schedule.search import find_schedule
 from polylane.schedule.stage_graph import StageGraph
@@ -157,3 +166,60 @@ def test_eight_workers_and_sixty_four_microbatches_take_seconds() -> None:
     found = find_schedule(large)
     assert time.process_time() - start < 10
     assert found.makespan <= 1.03 * large.lower_bound
+
+
+def every_order(each: ScheduleProblem, worker: int) -> Iterator[list[int]]:
+    """All orders of a worker's tasks in which those of a stage ascend, one after the other."""
+
+    def extend(order: list[int], left: list[int]) -> Iterator[list[int]]:
+        if not left:
+            yield order
+        for task in left:
+            if not any(must_precede(each, other, task) for other in left if other != task):
+                yield from extend([*order, task], [other for other in left if other != task])
+
+    return extend([], [t for t in range(each.tasks) if each.workers[each.split_task(t)[0]] == worker])
+
+
+def least_makespan(each: ScheduleProblem) -> float:
+    """The optimum by playing every order that fits."""
+    fitting = [
+        [order for order in every_order(each, worker) if peak_bytes(each, order) <= each.bound_of(worker)]
+        for worker in range(each.count)
+    ]
+    played = (play_orders(each, orders) for orders in product(*fitting))
+    return min(one.makespan for one in played if one is not None)
+
+
+@pytest.mark.parametrize(
+    ("owners", "microbatches", "memory"),
+    [
+        ((0, 1), 2, ()),
+        ((0, 1), 2, (1.0, 1.0)),
+        ((0, 1), 3, (2.0, 2.0)),
+        ((0, 1), 3, (2.0, 3.0)),
+        ((0, 1, 1, 0), 1, ()),
+        ((0, 1, 1, 0), 2, (2.0, 3.0)),
+        ((0, 1, 0, 1), 2, (3.0, 2.0)),
+    ],
+)
+def test_the_integer_program_is_exact(owners: tuple[int, ...], microbatches: int, memory: tuple[float, ...]) -> None:
+    numbers = random.Random(microbatches)
+    for _ in range(3):
+        # Whole backward passes where there would be too many orders to play.
+        split = len(owners) == 2 or microbatches == 1
+        ticks = [tuple(numbers.randint(1, 5) for _ in owners) for _ in range(3)]
+        small = problem(
+            owners,
+            microbatches,
+            forward=ticks[0],
+            input_gradient=ticks[1],
+            weight_gradient=ticks[2],
+            hop=numbers.randint(0, 2),
+            memory=memory,
+            split=split,
+        )
+        # From a makespan that any order reaches, so that nothing is ordered in advance by a good one.
+        exact = optimal_orders(small, sum(small.seconds) + 2 * len(owners) * microbatches * 4, most_pairs=200)
+        assert exact is not None and exact[0] == least_makespan(small)
+        assert fits_memory(small, exact[1])

@@ -35,7 +35,7 @@ def run(request: LanesRequest) -> None:
     """
     _check_mode(request)
     drawn = _read_stages(request)
-    weight = None if request.weight is None else _ticks("--weight", request.weight)
+    weight = drawn.weight if request.weight is None else _ticks("--weight", request.weight)
     stages, hop = drawn.graph if drawn.names else drawn.graph.stages, _number("--hop", request.hop, request.hop)
     try:
         if request.schedule is None:
@@ -138,12 +138,14 @@ class _Drawn:
         graph: the stages, each with those that it waits for.
         forward: ticks of one forward pass, for all stages or for each.
         backward: ticks of one backward pass, for all stages or for each.
+        weight: ticks of its weight half, for all stages or for each; None: half of it.
         names: names of the stages in their order; empty for a chain.
     """
 
     graph: StageGraph
     forward: Ticks
     backward: Ticks
+    weight: Ticks | None = None
     names: tuple[str, ...] = ()
 
 
@@ -185,24 +187,28 @@ def _read(path: Path, forward: Ticks, backward: Ticks) -> _Drawn:
     names = [str(name) for name in given]
     if isinstance(forward, list) or isinstance(backward, list):
         raise PolylaneError(
-            f"stages {path}: give durations that differ in the file, as forward and backward of a stage"
+            f"stages {path}: give durations that differ in the file, as forward, backward and weight of a stage"
         )
-    edges, ticks = list[tuple[int, int]](), {"forward": [forward] * len(names), "backward": [backward] * len(names)}
+    # The weight halves are those of the stages that say them, and half of the pass of the others.
+    edges, halves = list[tuple[int, int]](), dict[int, float]()
+    ticks = {"forward": [forward] * len(names), "backward": [backward] * len(names)}
     for number, (name, stage) in enumerate(zip(names, given.values(), strict=True)):
         where = f"stages {path}: stages.{name}"
         for key, value in (stage if isinstance(stage, dict) else {} if stage is None else {"": stage}).items():
-            if key in ticks and isinstance(value, int | float) and not isinstance(value, bool):
-                ticks[key][number] = value
+            if key in (*ticks, "weight") and isinstance(value, int | float) and not isinstance(value, bool):
+                (halves if key == "weight" else ticks[key])[number] = value
             elif key == "after" and isinstance(value, list):
                 for other in map(str, value):
                     if other not in names:
                         raise PolylaneError(f"{where}.after: there is no stage {other!r}, known are {', '.join(names)}")
                     edges.append((names.index(other), number))
             else:
-                known = "after: [names of stages], forward: ticks and backward: ticks"
+                known = "after: [names of stages], forward: ticks, backward: ticks and weight: ticks"
                 raise PolylaneError(f"{where}: a stage may say {known}, not {key}: {value}")
+    weight = [halves.get(number, whole / 2) for number, whole in enumerate(ticks["backward"])] if halves else None
     try:
-        return _Drawn(StageGraph.of_edges(len(names), edges), ticks["forward"], ticks["backward"], tuple(names))
+        graph = StageGraph.of_edges(len(names), edges)
+        return _Drawn(graph, ticks["forward"], ticks["backward"], weight, tuple(names))
     except CyclicStages as circle:
         way = " -> ".join(names[stage] for stage in circle.stages)
         raise PolylaneError(f"stages {path}: stages {way} wait for each other") from None

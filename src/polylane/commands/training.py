@@ -194,6 +194,8 @@ def train(job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: 
     if job.apart:
         staleness = count_staleness(update for server in job.updates() for update in server)
         outcome = replace(outcome, timeline=last_steps(job, log.launched), staleness=staleness)
+    elif job.plan.is_asynchronous:  # a batch is under way in several steps, and stages are at different ones
+        outcome = replace(outcome, timeline=last_steps(job, log.launched))
     if outcome.stopped is None:
         outcome = _save_weights(job, request, outcome)
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from polylane.cost.parameter_servers import ServerCosts
@@ -14,13 +14,17 @@ from polylane.cost.task_lanes import TaskBuilder
 from polylane.graph.partition import Partition
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan import Plan
-from polylane.program.lower import lower, without_replica_sync
+from polylane.program.lower import lower, unroll, without_replica_sync
 from polylane.program.program import Program
+from polylane.schedule.action import ActionKind
 
 __all__ = ["CostModel", "Prediction", "StagePrediction", "predict"]
 
 # Up to this many workers each gets a lane of its own, where that is asked for.
 LANES = 64
+
+# Steps of an asynchronous pipeline that are played beyond those in which it fills, to find how long one takes.
+STEADY_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Prediction:
 
     Attributes:
         plan: the plan whose step is predicted.
-        timeline: a lane for every worker, or for one worker of each stage (``lanes`` gives the ranks).
+        timeline: a lane for every worker, or for one worker of each stage (``lanes`` gives the ranks); a step of the
+            steady state where the pipeline is asynchronous.
         stages: costs of each stage's busiest rank, by stage; of several stages on the same workers one, of all.
         batch: samples of a step over all replicas.
         lanes: rank of the worker that each lane shows.
@@ -121,6 +126,8 @@ def predict(
     doing = TaskBuilder(scene, lanes)
     by_rank = _lower_programs(scene, partition, None if single else lanes)
     programs = [without_replica_sync(by_rank[rank], plan) if alone or served else by_rank[rank] for rank in lanes]
+    if plan.is_asynchronous:
+        programs = list(unroll(programs, plan, STEADY_STEPS))
     tasks = [doing.build_tasks(program) for program in programs]
     hosts = doing.build_hosts() if single else ()
     timeline, between = simulate_tasks(tasks, hosts), None
@@ -128,12 +135,28 @@ def predict(
     if alone:
         sums = map(doing.build_averaging_tasks, programs)
         timeline, between = simulate_tasks([[*a, *b] for a, b in zip(tasks, sums, strict=True)], hosts), timeline
+    if plan.is_asynchronous:
+        timeline = _cut_steady_step(timeline, plan.microbatches)
     steps = None
     if served:
         found = ServerCosts(scene).advance(timeline, lanes)
         timeline, steps = found.timeline, found.steps
     stages = tuple(scene.predict_stage(first) for first in plan.first_chunks)
     return Prediction(plan, timeline, stages, batch, lanes, plan.sync.every if alone else 1, between, steps)
+
+
+def _cut_steady_step(timeline: Timeline, microbatches: int) -> Timeline:
+    """Cut one step out of a run without a flush: from where the first lane begins a batch to where it begins the next.
+
+    Args:
+        timeline: of a run, whose microbatches are numbered through.
+        microbatches: number of microbatches of a batch.
+    """
+    own = [s for s in timeline.spans if s.rank == 0 and s.action.kind is ActionKind.FORWARD]
+    begins = [s.start for s in own if s.action.microbatch is not None and s.action.microbatch % microbatches == 0]
+    start, end = begins[-2:]
+    spans = (replace(s, start=max(s.start, start), end=min(s.end, end)) for s in timeline.spans)
+    return replace(timeline, spans=tuple(s for s in spans if s.end > s.start)).from_zero()
 
 
 def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:

@@ -42,8 +42,8 @@ class TaskBuilder:
 
     def build_tasks(self, program: Program) -> list[Task]:
         """Return the tasks of a worker's program."""
-        # The last backward pass of a stage: reductions of its gradients can begin in the course of it.
-        last = {action.stage: action for action in program.actions if action.kind in WEIGHT_PASSES}
+        # The latest backward pass of a stage: reductions of its gradients can begin in the course of it.
+        last = dict[int, Action]()
         buckets = {bucket.name: bucket for bucket in program.buckets}
         travels = self._build_routes(program)
         found, codecs = list[Task](), defaultdict[Hashable, float](float)
@@ -61,6 +61,8 @@ class TaskBuilder:
                     codecs[at] += seconds
             else:
                 found.append(self._compute_task(program, action))
+                if action.kind in WEIGHT_PASSES:
+                    last[action.stage] = action
         return self._with_codecs(found, codecs) if any(codecs.values()) else found
 
     @staticmethod

@@ -40,8 +40,9 @@ def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
     sums, gradients = list[tuple[float, float]](), dict[str, Tensor | None]()
     for batch in batches:
         sums.append(job.step(batch).sums)
-        # Gradients of later steps are at weights that already differ by rounding.
-        if len(sums) == 1:
+        # Gradients of later steps are at weights that already differ by rounding. Asking for them would empty an
+        # asynchronous pipeline.
+        if len(sums) == 1 and not job.plan.is_asynchronous:
             whole = job.whole_gradients()
             gradients = whole if job.world.rank == 0 else {}
     job.gathered(None)  # a barrier: servers must have made their last update before their weights are read

@@ -2,10 +2,11 @@
 
 Both sides run in forked processes, so that the caller's model stays as it is. There are two ways to compare:
 
-* step by step, for all plans but asynchronous parameter servers: each step starts on both sides from the reference's
+* step by step, for all plans that are not asynchronous: each step starts on both sides from the reference's
   state, and the gradients, weights, buffers and optimizer states of each step are compared;
 * by replay, for asynchronous parameter servers: the plan trains first, for only its servers know the order of the
-  updates, and one process then repeats the recorded updates.
+  updates, and one process then repeats the recorded updates; for asynchronous pipelines one process repeats the updates
+  by the schedule's rule.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, threads_per_worker
 from polylane.runtime.workers.world import World
+from polylane.verify.delayed_replay import replay_delayed
 from polylane.verify.first_difference import StepDifference, describe_later_difference, find_first_difference
 from polylane.verify.free_run import as_pass, compare_freely, compare_runs, train_freely
 from polylane.verify.judgement import Judgement, find_wrong_steps, judge_differences
@@ -108,7 +110,8 @@ def verify_compiled(
     sync = prepared.plan.sync
     proof = _Verification(prepared, batches, clip_norm, seed, tolerance)
     # Every run is in forked processes: each starts from the same weights, and changes only its own copy of them.
-    found = proof.compare_replayed() if sync.has_servers and sync.is_replica_local else proof.compare_stepwise()
+    replayed = prepared.plan.is_asynchronous or (sync.has_servers and sync.is_replica_local)
+    found = proof.compare_replayed() if replayed else proof.compare_stepwise()
     unequal = _differing_bits(found.held)
     return Verdict(
         # Small errors are not enough: workers with the same weight must have the same bits of it, or they diverge.
@@ -126,7 +129,7 @@ def verify_compiled(
         culprit=found.culprit or (f"every number agrees; the bits of {unequal[0]} do not" if unequal else None),
         undetermined=found.undetermined,
         free=found.free,
-        rule=",".join(sync.to_words()) if sync.is_replica_local else "",
+        rule=_describe_rule(prepared.plan),
     )
 
 
@@ -219,11 +222,16 @@ class _Verification(ComparedTraining):
         return culprit
 
     def compare_replayed(self) -> Comparison:
-        """Compare a free run of all steps with a replay of the updates that its servers recorded, in their order."""
+        """Compare a free run of all steps with a replay of its updates.
+
+        Servers recorded theirs, in their order; in an asynchronous pipeline the schedule says which weights each used.
+        """
         prepared, batches = self.prepared, self.batches
         workers = self._run_on_workers(lambda job: train_freely(job, batches))[: prepared.plan.workers]
 
         def run() -> ReferenceRun:
+            if prepared.plan.is_asynchronous:
+                return replay_delayed(self)
             return replay_updates(self, workers[0].updates)
 
         def again(attempt: int, permuted: bool) -> MeasuredPass:
@@ -275,6 +283,8 @@ def _describe_reference(reference: ReferenceRun, prepared: CompiledTraining) -> 
     """Describe in words what the plan is compared with."""
     plan, code = prepared.plan, prepared.main_partition.graph.code
     what = "the plain model" if reference.eager else "the model's captured graph, run whole"
+    if plan.is_asynchronous:
+        return f"{what}, each batch on the weights that its stages had, in one process"
     if plan.sync.has_servers and plan.sync.is_replica_local:
         return f"{what}, a copy for each replica and server in one process, in the order that the servers recorded"
     if plan.sync.is_replica_local:
@@ -282,6 +292,13 @@ def _describe_reference(reference: ReferenceRun, prepared: CompiledTraining) -> 
     if plan.microbatches > 1 and depends_on_split(code):
         return f"{what}, with the plan's microbatches"
     return f"{what}, on whole batches"
+
+
+def _describe_rule(plan: Plan) -> str:
+    """Return the plan's keys by which it computes other numbers than one device; empty where it does not."""
+    if plan.is_asynchronous:
+        return f"schedule={plan.schedule}" + ",vertical_sync=yes" * plan.vertical_sync
+    return ",".join(plan.sync.to_words()) if plan.sync.is_replica_local else ""
 
 
 def _differing_bits(held: Sequence[Mapping[str, str]]) -> list[str]:

@@ -1,0 +1,60 @@
+"""Replay of an asynchronous pipeline: in one process, each batch's gradient on the weights that its stages had.
+
+Narayanan et al., "PipeDream", SOSP 2019, section 3.3: stage s computes batch t on the weights after t - d updates,
+where d is the stage's delay (:func:`polylane.schedule.asynchronous.weight_delays`), and the gradient is applied to the
+newest. None of the runtime's code takes part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from polylane.schedule.asynchronous import weight_delays
+from polylane.schedule.stage_graph import StageGraph
+from polylane.verify.local_sgd_reference import ReferenceReplica
+from polylane.verify.record import ComparedTraining, ReferenceRun
+
+
+def replay_delayed(training: ComparedTraining) -> ReferenceRun:
+    """Train by the rule of an asynchronous schedule in this process; the training's model is not changed.
+
+    Args:
+        training: the training that is compared, with its plan.
+
+    Returns:
+        The loss of each step, on the weights that the stages had; the state after the last update. There are no
+        gradients to compare: each is gone when the next one comes.
+    """
+    prepared, plan = training.prepared, training.prepared.plan
+    one = ReferenceReplica(training, 0, 1)
+    graph = StageGraph.of_partition(prepared.main_partition)
+    delays = weight_delays(plan.schedule, graph, plan.microbatches, plan.vertical_sync)
+    delay_of = {name: delays[stages[0]] for name, stages in prepared.owning_stages.items()}
+    kept = {0: _copy(one.trained_parameters)}  # version -> values
+    losses = list[float]()
+    for step in range(len(training.batches)):
+        _write(one, {n: kept[max(0, step - delay_of.get(n, 0))][n] for n in one.trained_parameters})
+        total, count = one.loop.backward(step)
+        gradients = {name: gradient.clone() for name, gradient in one.loop.named_gradients().items()}
+        losses.append(total / count)
+        _write(one, kept[step])
+        for name, parameter in one.trained_parameters.items():
+            parameter.grad = gradients.get(name)
+        one.update_weights()
+        kept[step + 1] = _copy(one.trained_parameters)
+        kept.pop(step - max(delays), None)
+    state = {name: value.detach().clone() for name, value in one.model.state_dict().items()}
+    return ReferenceRun(losses, {}, state, [], one.loop.is_eager)
+
+
+def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def _write(one: ReferenceReplica, values: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, parameter in one.trained_parameters.items():
+            parameter.copy_(values[name])
