@@ -11,6 +11,7 @@ from polylane.cluster.spec import parse
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.errors import PolylaneError
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
 from polylane.schedule.schedules import schedule_lanes
@@ -45,6 +46,14 @@ def test_a_pipeline_takes_what_its_schedule_takes_and_its_messages(schedule: str
     update = max(stage.update_seconds for stage in found.stages)
     messages = [s.end - s.start for s in found.timeline.spans if s.action.peer is not None]
     assert theory <= found.seconds <= theory + update + sum(messages)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+def test_all_of_the_lanes_time_is_told_where_steps_overlap(schedule: str) -> None:
+    found = predicted(f"pipeline=4,schedule={schedule},microbatches=8")
+    assert found.utilization + found.bubble + found.exposed_communication == pytest.approx(1)
+    assert found.seconds == found.timeline.makespan() - found.overlap
+    assert (found.overlap > 0) == (schedule == "zb-h2")
 
 
 def test_replicas_take_a_pass_the_rest_of_the_reductions_and_the_update() -> None:
@@ -85,3 +94,14 @@ def test_memory_is_split_with_the_parameters() -> None:
     whole, half = predicted("data=1"), predicted("tensor=2")
     assert half.stages[0].memory.parameters < 0.6 * whole.stages[0].memory.parameters
     assert half.stages[0].memory.optimizer < 0.6 * whole.stages[0].memory.optimizer
+
+
+def test_a_plan_s_recomputation_costs_what_runs_again_and_saves_what_is_dropped() -> None:
+    none, full = predicted("data=1", batch=4096), predicted("data=1,recompute=full", batch=4096)
+    (plain,), (again,) = none.stages, full.stages
+    # The last operator of a block runs only once: nothing that it makes is asked for.
+    assert plain.passes.backward < again.passes.backward < plain.passes.backward + plain.passes.forward
+    assert again.memory.activations < plain.memory.activations
+    assert predicted("data=1,recompute=budget:1GB", batch=64).stages == predicted("data=1", batch=64).stages
+    with pytest.raises(PolylaneError, match="recompute: stage 0 needs a budget of"):
+        predicted("data=1,recompute=budget:1KB", batch=64)

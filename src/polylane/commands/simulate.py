@@ -41,6 +41,7 @@ def run(request: SimulateRequest) -> None:
     from polylane.cost.predict import predict
     from polylane.observe.swimlane import render as swimlane
     from polylane.plan.plan import Plan
+    from polylane.planner.find_order import find_order
     from polylane.planner.problem import build_cost_model, fit_plan, fit_to_meshes
 
     method = planning.method_of(request)
@@ -64,6 +65,7 @@ def run(request: SimulateRequest) -> None:
     basis = build_cost_model(captured, cluster, method)
     partition, fitted = fit_plan(basis, plan, request.batch)
     basis = fit_to_meshes(basis, partition, fitted, request.batch)
+    fitted = find_order(basis, partition, fitted, request.batch)
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn)
@@ -168,6 +170,7 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
         "batch": prediction.batch,
         "method": {**asdict(method), "shard": plan.sync.shard},
         "step_seconds": step,
+        "overlap_seconds": prediction.overlap,
         "samples_per_second": prediction.samples_per_second,
         "model_flops": flops,
         "flops_per_second_per_device": each,
@@ -291,6 +294,9 @@ def print_prediction(found: dict[str, Any]) -> None:
         f"{found['mfu']:.1%} of the peak; workers compute {found['utilization']:.1%} of the time, wait in the pipeline "
         f"{found['bubble']:.1%}, for messages {found['exposed_communication']:.1%}."
     )
+    if found["overlap_seconds"]:
+        early = printing.format_duration(found["overlap_seconds"])
+        screen.print(f"Each step begins {early} before the last worker is done with the one before it.")
     if found.get("apart"):
         screen.print(f"Replicas are up to {printing.format_plural(found['apart'], 'step')} apart.")
     for row in found["bytes"]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from polylane.errors import PolylaneError
 from polylane.plan.sync import SyncOptions
 from polylane.schedule.round_robin import WARM_UPS
-from polylane.schedule.schedules import ASYNCHRONOUS, assign_stages
+from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, assign_stages
 
 
 def check_chunks(title: str, schedule: str, given: Sequence[int], first_chunks: Sequence[int]) -> None:
@@ -61,6 +61,8 @@ def check_turns(title: str, replicas: Sequence[int], schedule: str, microbatches
             f"{what}: sync ({','.join(sync.to_words())}) is for replicas that split every microbatch: leave sync out, "
             "or take replicas: split"
         )
+    if schedule == FOUND:
+        raise PolylaneError(f"{what} needs a named schedule: {schedule} finds orders for replicas that do the same")
     if len(set(replicas)) > 1 and schedule not in WARM_UPS:
         raise PolylaneError(
             f"{what}: schedule: {schedule} needs as many replicas of every stage: give all the same data, or take one "

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from polylane.errors import PolylaneError
 from polylane.plan import straggler as stragglers
 from polylane.plan import sync as syncs
+from polylane.plan.recompute import MODES, NONE, WANTED, budget_bytes
 from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.schedule.schedules import DEFAULT_CHUNKS, RUNNABLE, assign_stages
@@ -21,7 +22,7 @@ PRECISIONS = ("float32", "bfloat16")
 REPLICAS = ("split", "round-robin")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches", "chunks")
-_KEYS = (*_COUNTS, "schedule", "replicas", "vertical_sync", "precision", *syncs.KEYS, "slow", "per_sample")
+_KEYS = (*_COUNTS, "schedule", "replicas", "vertical_sync", "precision", "recompute", *syncs.KEYS, "slow", "per_sample")
 
 # Most workers that a plan may have, and most microbatches: ten times the largest machines.
 MOST = 2**20
@@ -68,6 +69,7 @@ class Spec:
         slow: pairs (rank, straggler) of ranks that are slowed down.
         per_sample: paths of modules that run the user's own Python and, by the user's word, treat each sample by
             itself; "model" for all of it.
+        recompute: what backward passes recompute instead of saving it, as in a :class:`polylane.plan.plan.Plan`.
         chunks: number of stages of every worker.
         vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
         replicas: "split", each replica of a stage computes a part of every microbatch; or "round-robin", they compute
@@ -89,6 +91,7 @@ class Spec:
     sync: SyncOptions = SUM
     slow: tuple[tuple[int, Straggler], ...] = ()
     per_sample: tuple[str, ...] = ()
+    recompute: str = NONE
     chunks: int = 1
     vertical_sync: bool = False
     replicas: str = "split"
@@ -234,6 +237,9 @@ def _parse_line(text: str) -> Spec:
     replicas = given.get("replicas", "split")
     if replicas not in REPLICAS:
         raise PolylaneError(f"replicas={_shorten(replicas)} is not known, known are {', '.join(REPLICAS)}")
+    recompute = given.get("recompute", NONE)
+    if recompute not in MODES and budget_bytes(recompute) is None:
+        raise PolylaneError(f"recompute={_shorten(recompute)} {WANTED}")
     counts = {key: _parse_count(key, given[key]) for key in _COUNTS if key in given}
     microbatches = counts.pop("microbatches", None)
     sync = syncs.parse_sync({key: given[key] for key in syncs.KEYS if key in given})
@@ -256,6 +262,7 @@ def _parse_line(text: str) -> Spec:
         sync=sync,
         slow=slow,
         per_sample=per_sample,
+        recompute=recompute,
     )
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from polylane.graph.graph import Graph, TensorInfo
 from polylane.graph.partition import Partition, StageCrossing
+from polylane.plan.lanes import replica_lanes_of
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.asynchronous import steady_step, steps_in_flight
-from polylane.schedule.round_robin import renumber, replica_lanes
-from polylane.schedule.schedules import schedule_lanes
+from polylane.schedule.round_robin import renumber
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
 
@@ -64,10 +64,7 @@ def _lanes_of_step(plan: Plan, graph: StageGraph) -> tuple[Lanes, ...]:
         return tuple(
             tuple(renumber(lane, first, len(turns)) for first in turns) for lane in steady_step(graph, plan.most_turns)
         )
-    if plan.takes_turns:
-        replicas = [degrees.data for degrees in plan.meshes]
-        return replica_lanes(plan.schedule, graph, plan.microbatches, replicas, plan.stage_groups)
-    return tuple((lane,) for lane in schedule_lanes(plan.schedule, graph, plan.microbatches, plan.stage_groups))
+    return replica_lanes_of(plan, graph)
 
 
 def _assemble_program(
