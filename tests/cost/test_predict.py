@@ -41,7 +41,7 @@ def test_one_worker_stands_for_all_that_are_like_it(plan: str) -> None:
 
 @pytest.mark.parametrize(
     "meshes, microbatches",
-    [("data=2,pipeline=2", 8), ("data=3,pipeline=2", 8), ("[data=2 | 1]", 8), ("[data=2,tensor=2 | data=1,tensor=2]", 6)],
+    [("data=2,pipeline=2", 8), ("data=3,pipeline=2", 8), ("[data=2 | 1]", 8), ("[data=2,tensor=2 | tensor=2]", 6)],
 )
 def test_replicas_in_turn_are_played_where_they_differ(meshes: str, microbatches: int) -> None:
     """A lane for one rank of those that do the same takes as long as one for each, and what theory says."""
