@@ -347,3 +347,19 @@ def test_an_option_says_what_a_key_of_the_plan_says(recipe: Path, plan: str, opt
     assert said.exit_code == given.exit_code == 0, (said.output, given.output)
     assert json.loads(said.stdout) == json.loads(given.stdout)
     assert option in json.loads(said.stdout)["plan"]
+
+
+def test_auto_keeps_what_it_is_told(recipe: Path) -> None:
+    result = call("inspect", "layers.py", "--plan", "auto,data=2,every=4", "--json", "--batch", "16")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["plan"].startswith("data=2,") and "every=4" in json.loads(result.stdout)["plan"]
+
+
+def test_plans_leave_a_reserve_and_say_so(recipe: Path) -> None:
+    line = "plan layers.py --cluster 2:a100-80g"
+    usual, more = (json.loads(call(*line.split(), "--json", *o).stdout) for o in ((), ("--reserve", "8 GiB")))
+    assert usual["reserve"] + usual["memory_limit"] == pytest.approx(80 * 2**30)
+    assert (more["reserve"], more["memory_limit"]) == (8 * 2**30, 72 * 2**30)
+    assert "and leave 4.00 GiB of it free (--reserve)" in call(*line.split()).stdout.replace("\n", " ")
+    bad = call(*line.split(), "--reserve", "much")
+    assert bad.exit_code == 2 and bad.stderr.startswith("polylane: --reserve takes a share of the memory or a size")

@@ -110,6 +110,19 @@ def test_a_measured_codec_takes_what_was_measured() -> None:
     assert codec_seconds(low, tensors, plain) < codec_seconds(high, tensors, plain)
 
 
+def test_each_entry_that_is_sent_costs_as_much_as_many_that_are_not() -> None:
+    """And those of every rank are added up; a rate is that of a hundredth of the entries, between two ranks."""
+    device = parse(CLUSTER).device(0).model_copy(update={"codecs": {"top_k": 1e9}})
+
+    def took(fraction: float, ranks: int) -> float:
+        sync = spec_of(f"data=2,compress=top_k:{fraction}").sync
+        return codec_seconds(sync, [TrainedTensor((1000, 500), 4, ranks)], device)
+
+    assert took(0.01, 2) == pytest.approx(2e6 / 1e9)
+    assert took(0.1, 2) / took(0.001, 2) == pytest.approx(4.5 / 1.035)
+    assert took(0.01, 2) < took(0.01, 8) < 4 * took(0.01, 2)
+
+
 @pytest.mark.parametrize(("way", "more"), [("every=4", 0), ("every=4,outer=0.7:0.9", 2), ("every=4,outer=0.7:0", 1)])
 def test_an_outer_optimizer_keeps_an_anchor_and_its_momentum(way: str, more: int) -> None:
     (_, plain), (_, found) = predicted("data=4,every=4"), predicted(f"data=4,{way}")

@@ -27,8 +27,9 @@ SURE = 0.85
 # How many of the best estimates are predicted exactly; fewer once their schedules add up to this many passes.
 FINALISTS = 12
 PASSES = 15_000
-# Relative speed-up that twice the workers must bring.
-FRUGAL = 0.01
+# Relative speed-up that twice the workers must bring; and that replicas which share something out must bring, for what
+# that takes beyond its messages (flat copies, hooks) is not priced.
+FRUGAL, PLAIN = 0.01, 0.03
 # Plans that shard operators along both axes are rated only for this many rank counts, the best of single-axis plans.
 BOTH_AXES = 1
 # Plans are skipped if their lower bound exceeds the best time by this factor and their family has a plan already.
@@ -191,7 +192,7 @@ def weighted_seconds(seconds: float, workers: int, sharded: bool = False) -> flo
 
     So does one whose replicas share nothing out before one whose replicas do.
     """
-    return seconds * (1 + FRUGAL * (math.log2(workers) + sharded))
+    return seconds * (1 + FRUGAL * math.log2(workers) + PLAIN * sharded)
 
 
 def _weighted_estimate(candidate: RatedPlan) -> float:

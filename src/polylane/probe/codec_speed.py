@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from polylane.cost.network.compressed_reduction import MEASURED_RANK
+from polylane.cost.network.compressed_reduction import MEASURED_FRACTION, MEASURED_RANK
 from polylane.probe.stopwatch import stopwatch
 from polylane.runtime.sync.compression.compressor import BucketGradients, GradientCompressor
 from polylane.runtime.sync.compression.half_precision import HalfPrecisionCompressor
@@ -22,7 +22,6 @@ from polylane.runtime.transport.protocol import FinishedTransfer, Transport
 ROWS, COLUMNS = 1024, 1024
 FEWEST, MOST, LEAD = 3, 15, 2
 RANKS = (0, 1)
-FRACTION = 0.01  # of its entries that top-k sends
 
 
 class EchoTransport:
@@ -52,7 +51,7 @@ def measure_codecs(device: torch.device, budget: float) -> dict[str, float]:
         "bfloat16": HalfPrecisionCompressor(torch.bfloat16),
         "float16": HalfPrecisionCompressor(torch.float16),
         "powersgd": PowerSGDCompressor(MEASURED_RANK),
-        "top_k": TopKCompressor(FRACTION),
+        "top_k": TopKCompressor(MEASURED_FRACTION),
     }
     return {name: 4 * ROWS * COLUMNS / _median_seconds(each, device, budget) for name, each in found.items()}
 
