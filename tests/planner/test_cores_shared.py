@@ -13,7 +13,8 @@ from polylane.graph.graph import Graph
 from polylane.plan.spec import Degrees
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
-from polylane.planner.search import SearchRequest, realize_plan, search
+from polylane.planner.ranked_plan import realize_plan
+from polylane.planner.search import SearchRequest, search
 from polylane.planner.stage_curves import StageCurves
 from polylane.planner.stage_meshes import StageMeshSearch
 from polylane.planner.uniform_plans import UniformPlan, enumerate_uniform_plans, min_step_seconds, rate_uniform_plan

@@ -9,7 +9,8 @@ from polylane.cluster.cluster import Cluster, Links
 from polylane.cluster.link import Link
 from polylane.cost.predict import Prediction
 from polylane.plan.spec import format_degrees
-from polylane.planner.search import RankedPlan, SearchRequest, SearchResult, search
+from polylane.planner.ranked_plan import RankedPlan
+from polylane.planner.search import SearchRequest, SearchResult, search
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
 

@@ -1,0 +1,142 @@
+"""Schedules that a search compares: seconds of a step and live microbatches of each in closed form, for rating."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polylane.plan.fixed_keys import COMPARED, ScheduleOption
+from polylane.plan.sync import SyncOptions
+from polylane.planner.balance import Array
+from polylane.schedule.schedules import ASYNCHRONOUS, splits_backward
+
+# The schedule that every estimate starts from.
+PLAIN_SCHEDULE = COMPARED[0]
+# Relative speed-up that other schedules must bring: twice if they keep more microbatches than 1F1B's first worker. So of
+# equally fast ones, the plainest comes first.
+GAIN = 0.005
+_LEAN = ("zb-h1", "zb-v")
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """Seconds of one microbatch on every worker of a pipeline, all its stages together.
+
+    Attributes:
+        forward, backward: seconds of a pass, by worker.
+        weight: of ``backward``, seconds of the half that makes gradients of weights.
+        hops: seconds of all messages of a microbatch, there and back, where every worker has one stage.
+        overhead: seconds of the host for every pass of a stage, contained in both passes once; each further pass adds it.
+    """
+
+    forward: Array
+    backward: Array
+    weight: Array
+    hops: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def hop(self) -> float:
+        """Seconds of a value from one worker to the next, and of its gradient back."""
+        return self.hops / (len(self.forward) - 1) if len(self.forward) > 1 else 0.0
+
+
+def usable_options(
+    options: Sequence[ScheduleOption], stages: int, microbatches: int, most_stages: int, sync: SyncOptions
+) -> list[ScheduleOption]:
+    """Return the schedules that so many groups of workers may have; those that a plan would be refused with are none.
+
+    Args:
+        options: schedules, and the chunks of each.
+        stages: number of groups of workers in the pipeline.
+        microbatches: number of microbatches of a step.
+        most_stages: most stages into which the graph can be cut.
+        sync: how replicas synchronize.
+    """
+    if stages == 1 and PLAIN_SCHEDULE in options:
+        return [PLAIN_SCHEDULE]  # one worker alone waits for nobody
+    found = []
+    for option in options:
+        name, chunks = option
+        if chunks > 1 and stages == 1:
+            continue
+        if stages * chunks > most_stages and chunks > 1:
+            continue
+        # Weights are released between the halves of a backward pass (`polylane.plan.plan.check`).
+        if splits_backward(name) and sync.shard == "parameters":
+            continue
+        if name in ASYNCHRONOUS and not sync.is_plain_sum:
+            continue
+        if name == "pipedream-2bw" and microbatches < stages - 1:
+            continue
+        found.append(option)
+    return found
+
+
+def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: int) -> float:
+    """Return the seconds from the first pass of a step to its last, as an estimate.
+
+    1F1B's is that of Huang et al., GPipe, 2019, section 2.3, for unequal stages, with the messages that a forward of the
+    steady state waits for. The others' follow from their bubbles for equal stages (docs/schedules.md), where what one
+    stage adds to the bubble is what it takes itself; a microbatch's way there and back, over the microbatches that are
+    live, bounds the period from below.
+    """
+    name, chunks = option
+    forward, backward, weight, m, k = times.forward, times.backward, times.weight, microbatches, len(times.forward)
+    whole, first = forward + backward, backward - weight
+    slowest, total, hops = float(whole.max()), float(whole.sum()), times.hops
+    if name == "naive":
+        return m * (total + hops)
+    if name == "1f1b":
+        return total + hops + (m - 1) * (slowest + times.hop)
+    if name == "afab":
+        return total + hops + (m - 1) * float(forward.max() + backward.max())
+    if name in ASYNCHRONOUS:
+        return m * max(slowest, (total + hops) / k)
+    there = float((forward + first).sum())  # seconds of the passes that other stages wait for
+    if name == "interleaved":
+        # Each pass of a chunk has a launch of its own; each message too, and one leads from the last worker to the first.
+        busy = slowest + 2 * (chunks - 1) * times.overhead
+        way = total + chunks * hops * k / max(1, k - 1)
+        period = max(busy, way / (k + (k - 1) / chunks))
+        fill = (total - slowest) / chunks if m >= k else total - slowest + (m - 1) * slowest * (1 / chunks - 1)
+        return max(way, m * period + fill + hops)
+    shortest = there + hops + (m - 1) * float((forward + first).max()) + float(weight.min())
+    others = np.delete(np.stack([forward, first, weight]), int(whole.argmax()), axis=1)
+    f, i, w = others
+    if name == "zb-v":
+        period = max(slowest + 4 * times.overhead, (there + 2 * hops) / k)
+        return max(shortest + hops, m * period + float((f / 2 + np.maximum(0, f + i - 2 * w) / 2).sum()) + hops)
+    live, fill = (k, i + np.maximum(0, f - w)) if name == "zb-h1" else (2 * k - 1, f + np.maximum(0, f + i - 2 * w))
+    period = max(slowest + times.overhead, (there + hops) / live)
+    return max(shortest, m * period + float(fill.sum()) + hops)
+
+
+def live_microbatches(option: ScheduleOption, stages: int, microbatches: int) -> Array:
+    """Return the microbatches that every group of workers holds at once, in whole ones of all its stages."""
+    name, chunks = option
+    place = np.arange(stages)
+    most: Array | float
+    if name == "naive":
+        most = 1
+    elif name == "afab":
+        most = math.inf
+    elif name == "interleaved":
+        most = (2 * (stages - 1 - place) + (chunks - 1) * stages + 1) / chunks
+    elif name == "zb-h2":
+        most = 2 * stages - 1
+    elif name in ("zb-h1", "zb-v"):
+        most = stages
+    else:
+        most = stages - place
+    return np.minimum(float(microbatches), most) * np.ones(stages)
+
+
+def penalize(seconds: float, option: ScheduleOption) -> float:
+    """Return the seconds by which schedules are ranked: those of any but 1F1B with what it must be faster by."""
+    if option == PLAIN_SCHEDULE:
+        return seconds
+    return seconds * (1 + (GAIN if option[0] in _LEAN else 2 * GAIN))
