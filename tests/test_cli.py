@@ -27,9 +27,9 @@ from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import format_ranges
 from polylane.commands.requests import RecipeRequest
 from polylane.compile.compiled_training import compile_training
+from polylane.cost.integer_program import IntegerProgram
 from polylane.observe.timeline import Timeline
 from polylane.plan import plan_file as plans
-from polylane.sharding.integer_program import IntegerProgram
 from polylane.verify import verify as verification
 
 RECIPE = """

@@ -11,6 +11,7 @@ from polylane.cluster.spec import parse
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict
 from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.errors import PolylaneError
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
 from polylane.schedule.schedules import schedule_lanes
@@ -85,3 +86,14 @@ def test_memory_is_split_with_the_parameters() -> None:
     whole, half = predicted("data=1"), predicted("tensor=2")
     assert half.stages[0].memory.parameters < 0.6 * whole.stages[0].memory.parameters
     assert half.stages[0].memory.optimizer < 0.6 * whole.stages[0].memory.optimizer
+
+
+def test_a_plan_s_recomputation_costs_what_runs_again_and_saves_what_is_dropped() -> None:
+    none, full = predicted("data=1", batch=4096), predicted("data=1,recompute=full", batch=4096)
+    (plain,), (again,) = none.stages, full.stages
+    # The last operator of a block runs only once: nothing that it makes is asked for.
+    assert plain.passes.backward < again.passes.backward < plain.passes.backward + plain.passes.forward
+    assert again.memory.activations < plain.memory.activations
+    assert predicted("data=1,recompute=budget:1GB", batch=64).stages == predicted("data=1", batch=64).stages
+    with pytest.raises(PolylaneError, match="recompute: stage 0 needs a budget of"):
+        predicted("data=1,recompute=budget:1KB", batch=64)

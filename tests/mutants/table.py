@@ -430,7 +430,7 @@ SHARDS = [
     ),
     Mutant(
         "saved-at-the-wrong-place", "what autograd keeps of gathered weights is looked up at the unit's beginning",
-        "runtime.sync.zero.all_gather_passes:GatheredPasses._pack",
+        "runtime.sync.zero.all_gather_passes:GatheredPasses.pack_saved",
         "(address - whole.data_ptr()) // whole.element_size()",
         "0",
         "tests/equivalence/test_sharded.py", gpt="data=2,shard=parameters",
@@ -797,4 +797,57 @@ COUNTS = [
     ),
 ]  # fmt: skip
 
-MUTANTS = [*COUNTS, *PROGRAMS, *PASSES, *REDUCTION, *STATISTICS, *SPLITS, *SHARDS, *SERVERS, *LOOPS, *PRICES, *MORE]
+SCHEDULED = [
+    Mutant(
+        "receives-in-program-order", "a worker with several stages receives messages in the order in which it needs them",
+        "program.lower:lower", "order_receives(programs)", "programs",
+        "tests/properties/test_program_laws.py", unseen="the deadlock check refuses it",
+    ),
+    Mutant(
+        "weight-half-skipped", "the second half of a backward pass is left out",
+        "runtime.pipeline.executor:Executor._backward",
+        "runner.backward_weight(state.first_pass + i)", "None",
+        "tests/equivalence/test_equivalence.py -k zb", gpt="pipeline=2,schedule=zb-h1,microbatches=2",
+        network="pipeline=2,schedule=zb-v,microbatches=2",
+    ),
+    Mutant(
+        "product-added-without-bias", "where a product adds to a gradient at once, the bias gets none",
+        "runtime.pipeline.weight_gradients:DeferredGradients.accumulate",
+        "[] if of_bias is None else [of_bias]", "[]",
+        "tests/runtime/pipeline/test_weight_gradients.py", gpt="pipeline=2,schedule=zb-h1,microbatches=3",
+        error="pop from empty list",
+    ),
+    Mutant(
+        "newest-weights-for-all", "a batch in an asynchronous pipeline computes on the newest weights of its stage",
+        "runtime.parameters.weight_versions:WeightVersions.begin",
+        "max(self._restarted_at, batch - self._delay)", "self.newest",
+        "tests/runtime/parameters/test_weight_versions.py", network="pipeline=2,schedule=pipedream-2bw,microbatches=2",
+    ),
+    Mutant(
+        "stashed-weights-overwritten", "an update overwrites the weights that batches under way compute on",
+        "runtime.parameters.weight_versions:WeightVersions.begin_update",
+        "self._is_needed(self.newest, besides=min(self._used))", "False",
+        "tests/runtime/parameters/test_weight_versions.py", network="pipeline=2,schedule=pipedream",
+    ),
+    Mutant(
+        "delay-off-by-one", "weights of an asynchronous pipeline are taken to lack one update less",
+        "schedule.asynchronous:weight_delays",
+        "-(-(ahead - 1) // microbatches)", "-(-(ahead - 1) // microbatches) - (ahead > 2)",
+        "tests/schedule/test_asynchronous.py", unseen="the rule is right on both sides of the proof",
+    ),
+]  # fmt: skip
+
+MUTANTS = [
+    *COUNTS,
+    *PROGRAMS,
+    *PASSES,
+    *SCHEDULED,
+    *REDUCTION,
+    *STATISTICS,
+    *SPLITS,
+    *SHARDS,
+    *SERVERS,
+    *LOOPS,
+    *PRICES,
+    *MORE,
+]

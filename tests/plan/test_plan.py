@@ -29,7 +29,7 @@ from synthetic import chain, graph
         plan_from_partition(
             Partition(GRAPH, (3,)), Spec(data=3, pipeline=2, schedule="naive", precision="bfloat16"), 7
         ),
-        plan_from_partition(Partition(GRAPH, ()), Spec(tensor=4), 1),
+        plan_from_partition(Partition(GRAPH, ()), Spec(tensor=4, recompute="budget:2GiB"), 1),
         plan_from_partition(Partition(GRAPH, (3,)), Spec(pipeline=2, sequence=2), 1),
         MESH,
     ],

@@ -38,11 +38,13 @@ def test_microbatches_are_left_open() -> None:
     ("text", "says"),
     [
         ("data", "'data' is not of the form key=value"),
+        ("recompute=some", "recompute=some must be none, selective, full, or a budget such as budget:200MB"),
+        ("recompute=budget:5s", "recompute=budget:5s must be none, selective, full, or a budget"),
         (
             "dat=2",
             "unknown key 'dat', known are data, pipeline, sequence, tensor, microbatches, chunks, schedule, "
-            "vertical_sync, precision, every, warmup, outer, shard, within, wire, compress, servers, dedicated, "
-            "staleness, slow, per_sample; did you mean data?",
+            "vertical_sync, precision, recompute, every, warmup, outer, shard, within, wire, compress, servers, "
+            "dedicated, staleness, slow, per_sample; did you mean data?",
         ),
         ("tensors=2", "unknown key 'tensors', known are data, pipeline, sequence"),
         ("tensors=2", "did you mean tensor?"),

@@ -15,10 +15,15 @@ from plan_files import MESH, edited, refusal
         (
             {"stagse": []},
             "stagse is not a key of a plan; known there are polylane, graph, stages, schedule, vertical_sync, "
-            "microbatches, sync, precision, slow, per_sample; did you mean stages?",
+            "order, microbatches, sync, precision, recompute, slow, per_sample; did you mean stages?",
         ),
         ({"stages.0.node": ["a", "b"]}, "stages.0.node is not a key of a plan; known there are nodes, devices, mesh,"),
         ({"stages": None}, "stages is missing"),
+        (
+            {"recompute": "some"},
+            "recompute must be none, selective, full, or a budget such as budget:200MB, not 'some'",
+        ),
+        ({"stages.1.recompute": "budget:0MB"}, "stages.1.recompute must be none, selective, full, or a budget"),
         ({"stages": 3}, "stages must be a list, not 3"),
         ({"stages": []}, "stages: there must be at least one"),
         ({"graph.id": None}, "graph.id is missing"),
@@ -26,8 +31,8 @@ from plan_files import MESH, edited, refusal
         ({"polylane": 2}, "polylane: 2 is a form that this version cannot read"),
         (
             {"schedule": "gpipe"},
-            "schedule must be naive, afab, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream or pipedream-2bw, not "
-            "'gpipe'",
+            "schedule must be naive, afab, 1f1b, interleaved, zb-h1, zb-h2, zb-v, pipedream, pipedream-2bw or auto, "
+            "not 'gpipe'",
         ),
         ({"microbatches": 0}, "microbatches must be at least 1, not 0"),
         ({"microbatches": 2.5}, "microbatches must be a whole number, not 2.5"),
@@ -82,7 +87,7 @@ def test_a_wrong_file(changes: dict[str, Any], says: str, tmp_path: Path) -> Non
         (
             "stags: []",
             "stags is not a key of a plan; known there are polylane, graph, stages, schedule, vertical_sync, "
-            "microbatches, ",
+            "order, microbatches, ",
         ),
         ("when: 2024-13-45", "is not YAML: month must be in 1..12"),
         ("\xff", "is not YAML"),

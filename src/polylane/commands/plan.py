@@ -60,7 +60,8 @@ def run(request: PlanRequest) -> None:
     kept = reserve.of(min(device.memory for device in cluster.devices(range(request.workers or cluster.count))))
     told = advice.advise(answer)
     if output is not None:
-        printing.write_text(output, dump(answer.ranked_plans[0].plan))
+        best = answer.ranked_plans[0].plan
+        printing.write_text(output, dump(best.model_copy(update={"recompute": method.recompute})))
     words = advice.advice_sentences(told, answer.ranked_plans[0], format_size)
     if request.json:
         printing.print_json(
@@ -90,12 +91,10 @@ def _check_plan_can_say(method: TrainingOptions) -> None:
     Raises:
         PolylaneError: the prices would rest on an option that no plan can say, for the runtime does not do it.
     """
-    for option, value in (("recompute", method.recompute), ("dtype", method.dtype)):
-        if value in ("selective", "full", "float16"):
-            raise PolylaneError(
-                f"--{option} {value} is priced, but the runtime does not do it, and no plan says it: leave out "
-                f"--{option}, or -o"
-            )
+    if method.dtype == "float16":
+        raise PolylaneError(
+            "--dtype float16 is priced, but the runtime does not do it, and no plan says it: leave out --dtype, or -o"
+        )
 
 
 def search_for(

@@ -137,6 +137,7 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
         PolylaneError: an option contradicts a key of the plan, or the plan cannot have both.
     """
     from polylane.plan.plan import Plan, check
+    from polylane.plan.recompute import NONE
     from polylane.plan.spec import PRECISIONS
     from polylane.plan.sync import SUM
 
@@ -148,11 +149,15 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
     # float16 is priced alone: no plan says it.
     precision = request.dtype if request.dtype in PRECISIONS else plan.precision
     sync = plan.sync.changed(**given) if given else plan.sync
+    if request.recompute != NONE and plan.recompute not in (NONE, request.recompute):
+        both = f"--recompute {request.recompute}, but the plan says recompute={plan.recompute}"
+        raise PolylaneError(f"{both}: leave one of them out")
+    recompute = plan.recompute if request.recompute == NONE else request.recompute
     if isinstance(plan, Plan):
-        patched = plan.model_copy(update={"sync": sync, "precision": precision})
+        patched = plan.model_copy(update={"sync": sync, "precision": precision, "recompute": recompute})
         check(patched)  # pydantic does not validate a copy with changes
         return patched
-    return replace(plan, sync=sync, precision=precision)
+    return replace(plan, sync=sync, precision=precision, recompute=recompute)
 
 
 def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:

@@ -41,6 +41,7 @@ def run(request: SimulateRequest) -> None:
     from polylane.cost.predict import predict
     from polylane.observe.swimlane import render as swimlane
     from polylane.plan.plan import Plan
+    from polylane.planner.find_order import find_order
     from polylane.planner.problem import build_cost_model, fit_plan, fit_to_meshes
 
     method = planning.method_of(request)
@@ -64,6 +65,7 @@ def run(request: SimulateRequest) -> None:
     basis = build_cost_model(captured, cluster, method)
     partition, fitted = fit_plan(basis, plan, request.batch)
     basis = fit_to_meshes(basis, partition, fitted, request.batch)
+    fitted = find_order(basis, partition, fitted, request.batch)
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn)

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_graph, split_operators, warn_of_untried
+from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.objectives import Objective, named_parameters
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
@@ -23,8 +24,10 @@ from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
+from polylane.plan.recompute import budget_bytes
 from polylane.plan.spec import Spec, parse
-from polylane.profiling.time_operators import measure
+from polylane.planner.find_order import find_measured_order
+from polylane.profiling.time_operators import measure, measure_both
 from polylane.program.server_assignment import assign_parameters
 from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_layout import BatchLayout
@@ -204,11 +207,14 @@ def compile_training(
         )
         partitions, seen, couples = _partition_objectives(problem, graphs, spec, samples, microbatches, seconds)
         chosen = _complete_plan(next(iter(partitions.values())), spec, microbatches)
+        if chosen.schedule == "auto" and not chosen.order:
+            chosen = _find_order(problem, partitions, chosen, samples)
         for partition in partitions.values():
             refuse_effects(partition, chosen)
         _check_sync(chosen, partitions, couples)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
         compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
+        _check_budgets(chosen, compiled.values(), problem.in_float64)
         training = CompiledTraining(
             model=problem.model,
             objectives=MappingProxyType(problem.objectives),
@@ -224,6 +230,14 @@ def compile_training(
             for name in (graphs if evaluation else ())
         }
     return replace(training, evaluations=MappingProxyType(evaluations))
+
+
+def _find_order(problem: TrainingProblem, partitions: Mapping[str, Partition], plan: Plan, samples: int) -> Plan:
+    """Return the plan with an order of passes found for the measured times of the first objective's graph."""
+    name, partition = next(iter(partitions.items()))
+    leaves, _ = flatten(problem.take_batch(samples))
+    seconds = measure_both(partition.graph, problem.model, problem.objectives[name].loss, leaves)
+    return find_measured_order(partition, plan, seconds)
 
 
 def _choose_microbatches(
@@ -278,6 +292,13 @@ def _partition_objectives(
 def _known_batch_layouts(graph: Graph, plan: Spec | Plan) -> Mapping[str, BatchLayout]:
     """Return the batch layouts of a graph's values as far as they are known; none where a plan does not need them."""
     return derive_composition(graph, plan.per_sample).batch_layouts if plan.resplits_batch else {}
+
+
+def _check_budgets(plan: Plan, graphs: Iterable[CompiledGraph], in_float64: bool) -> None:
+    """Refuse budgets of recomputation that no stage can keep, before any worker starts."""
+    if any(budget_bytes(plan.recompute_of(stage)) for stage in range(plan.pipeline)):
+        for graph in graphs:
+            find_dropped_tensors(graph.partition, plan, graph.layouts, in_float64)
 
 
 def _check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples: bool) -> None:

@@ -17,6 +17,8 @@ from polylane.cost.memory import peak
 from polylane.cost.memory.intervals import Range
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.optimizer_state import OptimizerState
+from polylane.cost.memory.recompute_budget import drop_on_stage
+from polylane.cost.memory.recompute_choice import union_of
 from polylane.cost.network import collectives as network
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.operators.training_options import TrainingOptions
@@ -24,12 +26,14 @@ from polylane.cost.shard_traffic import ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import PassCosts, StageCosts, add_recomputation, sum_passes
 from polylane.cost.state_sharding import StateSharding
 from polylane.graph.partition import Partition
+from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
+from polylane.plan.lanes import lanes_of
 from polylane.plan.plan import Plan
+from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
 from polylane.program.server_assignment import server_rank
 from polylane.schedule.asynchronous import weight_delays
-from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
 
@@ -151,11 +155,29 @@ class PlanCost:
         """Return the cost of every node on a stage's mesh, recomputation included."""
         if stage not in self._tables:
             stages, recompute = self.basis.stages, self.basis.method.recompute
-            plain = self._table(stage)
-            self._tables[stage] = (
-                plain if recompute == "none" else add_recomputation(plain, stages.recompute_counts(recompute))
-            )
+            table = self._table(stage)
+            # What the plan says is what the runtime runs again; the option is for whole blocks, as others run them.
+            if recompute != NONE and self.plan.recompute_of(stage) == NONE:
+                table = add_recomputation(table, stages.recompute_counts(recompute))
+            elif self.dropped_tensors:
+                table = add_recomputation(table, stages.repeat_counts(self.dropped_tensors))
+            self._tables[stage] = table
         return self._tables[stage]
+
+    @cached_property
+    def dropped_tensors(self) -> DroppedTensors:
+        """What the plan drops in forward passes, to be recomputed in the backward passes."""
+        return union_of(self._drop(stage) for stage in range(self.plan.pipeline))
+
+    def _drop(self, stage: int) -> DroppedTensors:
+        mode = self.plan.recompute_of(stage)
+        if mode == NONE and self.basis.method.recompute == "selective":
+            mode = "selective"
+        if mode == NONE and not self.partition.graph.checkpoints:
+            return NOTHING_DROPPED
+        samples = self.local_samples(stage) if self.exact else self.partition.graph.samples
+        values = self.basis.stages.saved_values(self.plan.degrees(stage), samples)
+        return drop_on_stage(values, self.partition, stage, mode)
 
     def _table(self, stage: int) -> CostTable:
         mesh, rank = self.plan.degrees(stage), self.plan.stages[stage].devices[0]
@@ -233,8 +255,7 @@ class PlanCost:
     @cached_property
     def _lanes(self) -> Lanes:
         """The forward and backward passes of every group of workers, in the order of the schedule."""
-        graph = StageGraph.of_partition(self.partition)
-        return schedule_lanes(self.plan.schedule, graph, self.plan.microbatches, workers=self.plan.stage_groups)
+        return lanes_of(self.plan, StageGraph.of_partition(self.partition))
 
     def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""
@@ -250,12 +271,12 @@ class PlanCost:
         basis, mesh, pieces = self.basis, self.plan.degrees(stage), self.node_ranges(stage)
 
         def held(ranges: Sequence[Range]) -> PeakMemory:
-            again = basis.method.recompute == "selective"
-            return basis.stages.microbatch_memory(mesh, self.local_samples(stage), ranges, self.exact, again)
+            samples, dropped = self.local_samples(stage), self.dropped_tensors
+            return basis.stages.microbatch_memory(mesh, samples, ranges, self.exact, dropped)
 
         need = held(pieces)
         # Full recomputation prices every block as a stage of its own, then combines them.
-        if basis.method.recompute == "full":
+        if basis.method.recompute == "full" and self.plan.recompute_of(stage) == NONE:
             need = peak.recompute_blocks(need, [held([each]) for each in self._block_bounds(stage)])
         return need
 

@@ -14,14 +14,17 @@ from polylane.cost.cost_table import Array, Clock, CollectiveClock, CostTable, S
 from polylane.cost.memory.attention_cores import find_attention_cores
 from polylane.cost.memory.intervals import Range
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
+from polylane.cost.memory.recompute_choice import SavedValues, drop_by_mode
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.cost.operators.training_options import Recompute
-from polylane.graph.cut_points import crossing_bytes, narrow_positions
+from polylane.graph.cut_points import block_positions, crossing_bytes
 from polylane.graph.graph import Graph
+from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.placement.operator_view import OperatorView
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.strategy import OperatorCall
+from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
 
 
@@ -87,8 +90,9 @@ class StageCosts:
         self.graph, self._lay, self._float_itemsize, self.setting = graph, lay, float_itemsize, setting
         # Caches. Keys begin with the degrees (sequence, tensor): the data degree changes only the local
         # samples.
-        self._keepings: dict[tuple[int, int, int], SavedTensors] = {}
-        self._residences: dict[tuple[int, int, int, bool], LiveRanges] = {}
+        self._keepings: dict[tuple[object, ...], SavedTensors] = {}
+        self._values: dict[tuple[object, ...], SavedValues] = {}
+        self._residences: dict[tuple[object, ...], LiveRanges] = {}
         self._graphs: dict[tuple[int, int], tuple[MeshSplit | None, ShardedGraphCost]] = {}
         self._tables: dict[tuple[object, ...], CostTable] = {}
         self._live: dict[tuple[int, int], Array] = {}
@@ -98,6 +102,7 @@ class StageCosts:
         """Return a copy that shares layouts and memory traces, but no prices: for other devices or links."""
         other = StageCosts(self.graph, self._lay, self._float_itemsize, self.setting)
         other._graphs, other._keepings, other._residences = self._graphs, self._keepings, self._residences
+        other._values = self._values
         return other
 
     def with_placements(self, **known: Collection[str]) -> StageCosts:
@@ -136,34 +141,60 @@ class StageCosts:
         return self._tables[key]
 
     def microbatch_memory(
-        self, mesh: Degrees, samples: int, pieces: Sequence[Range], exact: bool, again: bool = False
+        self,
+        mesh: Degrees,
+        samples: int,
+        pieces: Sequence[Range],
+        exact: bool,
+        dropped: DroppedTensors = NOTHING_DROPPED,
     ) -> PeakMemory:
         """Return the memory that one microbatch takes on a stage's rank.
 
         Args:
             mesh, samples, pieces: the stage's degrees, local samples and ranges of nodes.
             exact: whether to trace at these samples; else scaled from the samples of the capture.
-            again: whether attention is recomputed in the backward pass (selective recomputation).
+            dropped: what forward passes drop, to be recomputed in the backward pass.
         """
         own = samples if exact else self.graph.samples
-        key = (mesh.sequence, mesh.tensor, own, again, *pieces)
+        key = (mesh.sequence, mesh.tensor, self._sums_statistics(mesh, dropped), own, dropped, *pieces)
         if key not in self._needs:
-            self._needs[key] = self.live_ranges(mesh, own, again).microbatch_memory(pieces)
+            self._needs[key] = self.live_ranges(mesh, own, dropped).microbatch_memory(pieces)
         return self._needs[key].scaled(samples / own)
 
-    def live_ranges(self, mesh: Degrees, samples: int, again: bool = False) -> LiveRanges:
+    def live_ranges(self, mesh: Degrees, samples: int, dropped: DroppedTensors = NOTHING_DROPPED) -> LiveRanges:
         """Return the live ranges of a rank's memory; arguments as of :meth:`microbatch_memory`."""
-        again = again and bool(self.attention_cores)
-        key = (mesh.sequence, mesh.tensor, samples, again)
+        synced = self._sums_statistics(mesh, dropped)
+        key = (mesh.sequence, mesh.tensor, samples, synced, dropped)
         if key not in self._residences:
-            keeping = self._saved_tensors(mesh, samples)
-            self._residences[key] = LiveRanges(self.graph, keeping, self.attention_cores if again else ())
+            keeping = self._saved_tensors(mesh, samples, synced)
+            again = self.saved_values(mesh, samples).pieces(dropped) if dropped else ()
+            self._residences[key] = LiveRanges(self.graph, keeping, dropped, again)
         return self._residences[key]
 
-    def _saved_tensors(self, mesh: Degrees, samples: int) -> SavedTensors:
-        key = (mesh.sequence, mesh.tensor, samples)
+    def saved_values(self, mesh: Degrees, samples: int) -> SavedValues:
+        """Return what a rank's operators make and save, to choose from it what is dropped."""
+        synced = mesh.data > 1 and self.graph.code.has_batch_statistics
+        key = (mesh.sequence, mesh.tensor, samples, synced)
+        if key not in self._values:
+            self._values[key] = SavedValues(self.graph, self._saved_tensors(mesh, samples, synced))
+        return self._values[key]
+
+    def drop_everywhere(self, mesh: Degrees, samples: int, mode: str) -> DroppedTensors:
+        """Return what is dropped of the whole graph, as if it were one stage: "none", "selective" or "full"."""
+        if mode == NONE and not self.graph.checkpoints:
+            return NOTHING_DROPPED
+        values = self.saved_values(mesh, samples)
+        return values.on_stage(drop_by_mode(values, mode), set(self.graph.positions), ())
+
+    def _sums_statistics(self, mesh: Degrees, dropped: DroppedTensors) -> bool:
+        """Return whether it matters that batch normalization, which sums statistics over replicas, runs only once."""
+        return bool(dropped) and mesh.data > 1 and self.graph.code.has_batch_statistics
+
+    def _saved_tensors(self, mesh: Degrees, samples: int, synced: bool = False) -> SavedTensors:
+        key = (mesh.sequence, mesh.tensor, samples, synced)
         if key not in self._keepings:
-            setting, (laid, _) = replace(self.setting, samples=samples), self._sharded(mesh)
+            setting = replace(self.setting, samples=samples, sync_batch_norm=synced or self.setting.sync_batch_norm)
+            laid, _ = self._sharded(mesh)
             if laid is None:
                 self._keepings[key] = trace_saved_tensors(self.graph, setting)
             else:
@@ -181,6 +212,12 @@ class StageCosts:
         found = np.full(len(self.graph.nodes), 1.0 if recompute == "full" else 0.0)
         if recompute == "selective":
             found[[self.graph.positions[name] for core in self.attention_cores for name in core]] = 1.0
+        return found
+
+    def repeat_counts(self, dropped: DroppedTensors) -> Array:
+        """Return for every node how often the backward pass runs it again: 0 or 1."""
+        found = np.zeros(len(self.graph.nodes))
+        found[[self.graph.positions[name] for name in dropped.again]] = 1.0
         return found
 
     @cached_property
@@ -207,7 +244,7 @@ class StageCosts:
     @cached_property
     def block_positions(self) -> tuple[int, ...]:
         """Boundaries of the blocks that are recomputed or gathered as one, both ends included."""
-        return (0, *narrow_positions(self.graph, most=1 << 30), len(self.graph.nodes))
+        return block_positions(self.graph)
 
     def block_input_bytes(self, mesh: Degrees) -> Array:
         """Return running sums over the nodes: bytes per sample that enter blocks beginning before each position."""

@@ -47,6 +47,11 @@ def narrow_positions(graph: Graph, staying: Collection[str] = (), most: int = MO
     return tuple(allowed[i] for i in kept)
 
 
+def block_positions(graph: Graph) -> tuple[int, ...]:
+    """Return the boundaries of the blocks that are recomputed or gathered as one, both ends of the graph included."""
+    return (0, *narrow_positions(graph, most=1 << 30), len(graph.nodes))
+
+
 def _local_minima(places: Sequence[int], values: NDArray[np.float64]) -> list[int]:
     """Return places that are at most as wide as those on both sides; of a plateau the first, unless all are equal."""
     if len(places) < 3 or len({float(values[p]) for p in places}) == 1:

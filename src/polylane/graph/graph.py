@@ -90,6 +90,7 @@ class Graph:
         is_opaque: whether the graph is a single leaf, which cannot be divided into stages.
         code: the executable graph and its constants.
         outputs: names of the nodes that give the loss (or its total and count); if empty, the last node.
+        checkpoints: for each of the user's calls of torch.utils.checkpoint, the names of the nodes inside of it.
     """
 
     nodes: tuple[Node, ...]
@@ -103,6 +104,7 @@ class Graph:
     is_opaque: bool
     code: Code = field(compare=False, repr=False)
     outputs: tuple[str, ...] = ()
+    checkpoints: tuple[frozenset[str], ...] = ()
 
     @cached_property
     def fingerprint(self) -> str:

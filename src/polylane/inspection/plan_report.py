@@ -25,13 +25,14 @@ from polylane.observe.timeline import Timeline
 from polylane.placement.enumerate_strategies import enumerate_strategies
 from polylane.placement.operator_view import view_operators
 from polylane.placement.rewrite import AxisSplit
+from polylane.plan.lanes import lanes_of
 from polylane.plan.plan import Plan
 from polylane.planner import problem as setup
 from polylane.probe.machine import running_cluster
 from polylane.program.boxes import box_volume
 from polylane.program.lower import crossing_as_sent
 from polylane.runtime.workers.world import accelerator_type
-from polylane.schedule.schedules import live_bound, schedule_lanes
+from polylane.schedule.live import peak_live
 from polylane.schedule.stage_graph import StageGraph
 from polylane.sharding.cost_model import CostSetting
 from polylane.sharding.explain import explain, format_explanation
@@ -101,23 +102,25 @@ def step_at_best(prepared: CompiledTraining, costs: Sequence[PlanCost]) -> Timel
         costs: the cost of every stage, from :func:`price_stages`.
     """
     passes = [scene.pass_costs(stage)[0] for stage, scene in enumerate(costs)]
-    return schedule_by_rank(prepared.main_partition, prepared.plan, [(each.forward, each.backward) for each in passes])
+    seconds = [(each.forward, each.backward, each.backward_weight) for each in passes]
+    return schedule_by_rank(prepared.main_partition, prepared.plan, seconds)
 
 
-def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[Both]) -> Timeline:
+def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[tuple[float, float, float]]) -> Timeline:
     """Return the timeline of a plan's schedule, a lane for every rank.
 
     Args:
         partition: the graph's stages, with the values that cross between them.
         plan: has the schedule, the microbatches and the ranks of each stage.
-        passes: (forward, backward) seconds of a microbatch, for each stage.
+        passes: (forward, backward, weight half of the backward) seconds of a microbatch, for each stage.
     """
     order = StageGraph.of_partition(partition)
     played = simulate_schedule(
-        schedule_lanes(plan.schedule, order, plan.microbatches, plan.stage_groups),
-        [forward for forward, _ in passes],
-        [backward for _, backward in passes],
+        lanes_of(plan, order),
+        [forward for forward, _, _ in passes],
+        [backward for _, backward, _ in passes],
         graph=order,
+        weight=[weight for _, _, weight in passes] if plan.splits_backward else 0,
     )
     title, notes = f"{plan.spec} · at best", {"stages": str(plan.pipeline)}
     return replace(lanes_by_rank(played, plan), unit="seconds", title=title, notes=notes)
@@ -157,7 +160,7 @@ def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequ
     found = []
     for stage, scene in enumerate(costs):
         predicted, (passes, _) = scene.predict_stage(stage), scene.pass_costs(stage)
-        live = live_bound(plan.schedule, order, plan.microbatches, stage, plan.stage_groups)
+        live = max(peak_live(lanes_of(plan, order), stage))
         # In graph order, so that the first and the last one are those of the stage.
         own = [node for node in graph.nodes if partition.stage_of[node.name] == stage]
         found.append(

@@ -16,6 +16,8 @@ from torch import Tensor
 
 # From the gradient of the result, the kept input and the weight: the gradients of the weight, and of the bias or None.
 Gradients = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+# Adds the gradient of the weight, from that of the result and the kept input, to a tensor; returns the bias's or None.
+Adds = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 # Where an operand is among the positional arguments: its index, or the indices of a list and in it.
 Position = tuple[int, ...]
 
@@ -30,6 +32,8 @@ class WeightFormula:
         bias: position of the bias whose gradient is computed with the weight's; None without one.
         gradients: computes both gradients; the bias's is None where ``bias`` is.
         is_product: whether the operator is a product that autocast computes in its lower precision.
+        add: adds the gradient of a weight of two dimensions, of an input of two or more, to a tensor in one product;
+            None: there is no such product.
     """
 
     kept: Position
@@ -37,6 +41,7 @@ class WeightFormula:
     bias: Position | None
     gradients: Gradients
     is_product: bool = True
+    add: Adds | None = None
 
 
 def operand_at(args: Sequence[Any], position: Position) -> Any:
@@ -77,7 +82,12 @@ def _linear(args: Mapping[str, Any], is_weight: Callable[[Any], bool]) -> Weight
         of_weight = rows.t().mm(x.reshape(-1, weight.shape[-1]).conj())
         return of_weight, None if bias is None else rows.sum(0)
 
-    return WeightFormula((0,), (1,), bias, gradients)
+    def add(grad: Tensor, x: Tensor, into: Tensor) -> Tensor | None:
+        rows = grad.reshape(-1, into.shape[0])
+        torch.addmm(into, rows.t(), x.reshape(-1, into.shape[-1]).conj(), out=into)
+        return None if bias is None else rows.sum(0)
+
+    return WeightFormula((0,), (1,), bias, gradients, add=add)
 
 
 def _product(first: str, second: str, added: str = "") -> Callable[..., WeightFormula | None]:
@@ -95,8 +105,15 @@ def _product(first: str, second: str, added: str = "") -> Callable[..., WeightFo
             of_weight = of_weight if alpha == 1 else of_weight * alpha
             return of_weight, None if bias is None else grad if beta == 1 else grad * beta
 
+        def add(grad: Tensor, x: Tensor, into: Tensor) -> Tensor | None:
+            rows = grad.reshape(-1, grad.shape[-1])
+            torch.addmm(into, x.reshape(-1, x.shape[-1]).t().conj(), rows, alpha=alpha, out=into)
+            return None if bias is None else grad if beta == 1 else grad * beta
+
         kept, weight = (second, first) if left else (first, second)
-        return WeightFormula((names.index(kept),), (names.index(weight),), bias, gradients)
+        # One product over all rows is the gradient of a matrix on the right.
+        once = None if left else add
+        return WeightFormula((names.index(kept),), (names.index(weight),), bias, gradients, add=once)
 
     return rule
 

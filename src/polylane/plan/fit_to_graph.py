@@ -9,6 +9,7 @@ import networkx as nx
 from polylane.errors import PolylaneError, suggest_name
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, StageCrossing, cut_positions
+from polylane.plan.order import check_order_runs
 from polylane.plan.pinned_placements import check_pins
 from polylane.plan.plan import Plan, check
 from polylane.plan.spec import Degrees, Spec
@@ -54,6 +55,7 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
         sync=spec.sync,
         slow=dict(spec.slow),
         per_sample=spec.per_sample,
+        recompute=spec.recompute,
     )
 
 
@@ -200,7 +202,7 @@ def _describe_left_out(graph: Graph, missing: Sequence[int], pieces: Sequence[tu
 
 def _check_order(plan: Plan, partition: Partition) -> None:
     try:
-        StageGraph.of_partition(partition)
+        graph = StageGraph.of_partition(partition)
     except CyclicStages:
         # A stage of two pieces: another stage reads values of the first one, and the second one reads that stage's.
         crossing, stage = _find_backward_crossing(partition)
@@ -209,6 +211,10 @@ def _check_order(plan: Plan, partition: Partition) -> None:
             f"{crossing.producer}, which itself needs what stage {stage} makes: put what lies between on one of them, "
             "or give the pieces a stage each"
         ) from None
+    try:
+        check_order_runs(plan.order, graph)
+    except PolylaneError as error:
+        raise PolylaneError(f"{plan.title}: {error}") from None
 
 
 def _find_backward_crossing(partition: Partition) -> tuple[StageCrossing, int]:

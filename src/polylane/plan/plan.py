@@ -10,12 +10,14 @@ from typing import Literal
 import pydantic
 
 from polylane.errors import PolylaneError
+from polylane.plan.order import check_order, has_halves
 from polylane.plan.pinned_placements import check_axes
+from polylane.plan.recompute import NONE, Recompute
 from polylane.plan.spec import Degrees, check_workers, format_degrees
-from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, index_stages
+from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, check_devices, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, assign_stages, splits_backward
+from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, WITH_CHUNKS, assign_stages, splits_backward
 from polylane.yaml_file import Count, StrictMapping
 
 _OPERATOR_AXES = ("sequence", "tensor")
@@ -31,9 +33,11 @@ class Plan(StrictMapping):
         stages: the pipeline stages, in the order of their numbers.
         schedule: name of a pipeline schedule (:data:`polylane.schedule.schedules.NAMES`).
         vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
+        order: under ``auto``, the passes of every group of workers (:mod:`polylane.plan.order`); empty until found.
         microbatches: number of microbatches of a step.
         sync: how replicas synchronize gradients or weights.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
+        recompute: what backward passes recompute: one of :data:`.recompute.MODES`, or a budget ("budget:200MB").
         slow: by rank, how it is made a straggler, to see the effect on the others.
         per_sample: modules that run the user's own Python and, by the user's word, treat each sample by itself; "model"
             is all of it.
@@ -43,12 +47,14 @@ class Plan(StrictMapping):
     graph: Fingerprint | None = None
     stages: tuple[Stage, ...]
     schedule: Literal[
-        "naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw"
+        "naive", "afab", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "pipedream", "pipedream-2bw", "auto"
     ] = "1f1b"
     vertical_sync: bool = False
+    order: tuple[str, ...] = ()
     microbatches: Count = 1
     sync: SyncOptions = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
+    recompute: Recompute = NONE
     slow: Slowness = pydantic.Field(default={})
     per_sample: tuple[str, ...] = ()
     _file: str = pydantic.PrivateAttr("")
@@ -107,6 +113,13 @@ class Plan(StrictMapping):
         return tuple(numbers[self.first_chunk(stage)] for stage in range(self.pipeline))
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether backward passes are in two halves: gradients of inputs first, gradients of weights later."""
+        if self.schedule == FOUND:
+            return has_halves(self.order)
+        return splits_backward(self.schedule)
+
+    @property
     def is_asynchronous(self) -> bool:
         """Whether the pipeline is not emptied between steps: weights are updated while batches are under way."""
         return self.schedule in ASYNCHRONOUS
@@ -159,6 +172,10 @@ class Plan(StrictMapping):
     def resplits_batch(self) -> bool:
         """Whether stages have different numbers of replicas, so that batches are resplit between them."""
         return len({degrees.data for degrees in self.meshes}) > 1
+
+    def recompute_of(self, stage: int) -> str:
+        """Return what a stage recomputes."""
+        return self.stages[stage].recompute or self.recompute
 
     def have_same_mesh(self, a: int, b: int) -> bool:
         """Return whether two stages have the same mesh: each rank of the one then has a counterpart on the other."""
@@ -260,6 +277,7 @@ class Plan(StrictMapping):
         words += [f"chunks={self.most_chunks}"] if self.most_chunks > 1 else []
         words += ["vertical_sync=yes"] if self.vertical_sync else []
         words += [] if self.precision == "float32" else [f"precision={self.precision}"]
+        words += [] if self.recompute == NONE else [f"recompute={self.recompute}"]
         words += [*self.sync.to_words(), *straggler_words(self.slow)]
         words += [f"per_sample={'+'.join(self.per_sample)}"] if self.per_sample else []
         return ",".join(words)
@@ -269,11 +287,10 @@ def check(plan: Plan) -> None:
     """Refuse a plan that contradicts itself, whatever the model.
 
     Raises:
-        PolylaneError: a stage's devices do not fill its mesh, a device is named twice or left out, a placement is for
-            an axis that the stage does not have, or sync does not fit the meshes.
+        PolylaneError: devices, meshes, chunks, placements and sync do not fit each other; it names the plan's key.
     """
     _check_meshes(plan)
-    _check_devices(plan)
+    check_devices(plan.stages, plan.title, plan.schedule in WITH_CHUNKS)
     _check_chunks(plan)
     _check_sync(plan)
 
@@ -289,37 +306,45 @@ def _check_meshes(plan: Plan) -> None:
     check_axes([stage.placements for stage in plan.stages], [plan.axes_of(s) for s in range(plan.pipeline)], plan.title)
 
 
+<<<<<<< HEAD
+=======
 def _check_devices(plan: Plan) -> None:
     """Refuse ranks that are named twice, or that are not all of 0 to the number of workers."""
     seen: dict[int, int] = {}
     for index, stage in enumerate(plan.stages):
         first = plan.first_chunk(index)
         alike = first != index and stage.devices == plan.stages[first].devices and plan.have_same_mesh(first, index)
-        if alike and plan.schedule in DEFAULT_CHUNKS:
+        if alike and plan.schedule in WITH_CHUNKS:
             continue  # a further chunk of the same workers
         for device in stage.devices:
             if device in seen:
-                where = (
-                    f"stages.{index}.devices names {device} twice"
-                    if seen[device] == index
-                    else f"device {device} is on stages {seen[device]} and {index}"
-                )
+                where = f"stages.{index}.devices names {device} twice"
+                if seen[device] != index:
+                    where = f"device {device} is on stages {seen[device]} and {index}"
                 chunks = "; stages that share workers have the same devices, in the same order, and the same mesh"
-                several = chunks if plan.schedule in DEFAULT_CHUNKS else ""
-                raise PolylaneError(f"{plan.title}: {where}: every worker has one place{several}")
+                more = chunks * (plan.schedule in WITH_CHUNKS)
+                raise PolylaneError(f"{plan.title}: {where}: every worker has one place{more}")
             seen[device] = index
     # All different, so they are 0 to most if and only if none of these is missing.
     most = len(seen) - 1
     missing = next((device for device in range(len(seen)) if device not in seen), None)
     if missing is not None:
         other = next(device for device in seen if not 0 <= device <= most)
-        raise PolylaneError(
-            f"{plan.title}: devices must be numbered from 0 to {most}: {other} is there, but {missing} is not"
-        )
+        wrong = f"{other} is there, but {missing} is not"
+        raise PolylaneError(f"{plan.title}: devices must be numbered from 0 to {most}: {wrong}")
 
 
+>>>>>>> w/recomp
 def _check_chunks(plan: Plan) -> None:
     """Refuse stages on other workers than the schedule gives them to."""
+    if plan.order and plan.schedule != FOUND:
+        raise PolylaneError(f"{plan.title}: order is for schedule: auto, and this plan has schedule: {plan.schedule}")
+    if plan.schedule == FOUND:  # any stages on any workers
+        try:
+            check_order(plan.order, plan.stage_groups, plan.microbatches) if plan.order else None
+        except PolylaneError as error:
+            raise PolylaneError(f"{plan.title}: {error}") from None
+        return
     groups, given = len(plan.first_chunks), plan.stage_groups
     chunks, left = divmod(plan.pipeline, groups)
     try:
@@ -350,7 +375,7 @@ def _check_sync(plan: Plan) -> None:
                 f"{plan.title}: sync.within: {plan.degree('data', stage)} replicas of stage {stage} cannot be divided "
                 f"into groups of {sync.within}"
             )
-    if splits_backward(plan.schedule) and sync.shard == "parameters":
+    if plan.splits_backward and sync.shard == "parameters":
         raise PolylaneError(
             f"{plan.title}: schedule: {plan.schedule} and shard: parameters exclude each other, since weights are "
             "released between the two halves of a backward pass: take shard: gradients, or another schedule"
@@ -365,9 +390,7 @@ def _check_asynchronous(plan: Plan) -> None:
     """Refuse what an asynchronous pipeline cannot have, and what only it can have."""
     if plan.vertical_sync and plan.schedule != "pipedream":
         raise PolylaneError(f"{plan.title}: vertical_sync is for schedule: pipedream, not {plan.schedule}")
-    if not plan.is_asynchronous:
-        return
-    if not plan.sync.is_plain_sum:
+    if plan.is_asynchronous and not plan.sync.is_plain_sum:
         raise PolylaneError(
             f"{plan.title}: sync ({','.join(plan.sync.to_words())}): under schedule: {plan.schedule} replicas sum the "
             "gradients of every update: leave sync out"

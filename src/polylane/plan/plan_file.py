@@ -10,6 +10,7 @@ import yaml
 
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
+from polylane.plan.recompute import NONE
 from polylane.plan.stage import Fingerprint, Stage
 from polylane.plan.sync import SyncOptions
 from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error, read
@@ -19,14 +20,17 @@ def dump(plan: Plan) -> str:
     """Format a plan as YAML."""
     # Keys at their defaults are left out where most plans have no use for them; sync always shows its kind.
     data = plan.model_dump(mode="json", exclude={"slow"} | ({"graph"} if plan.graph is None else set()))
-    for key in ("per_sample", "vertical_sync"):
+    for key in ("per_sample", "vertical_sync", "order"):
         if not data[key]:
             del data[key]
     if plan.slow:
         data["slow"] = {rank: slow.model_dump() for rank, slow in plan.slow.items()}
+    if plan.recompute == NONE:
+        del data["recompute"]
     for stage in data["stages"]:
-        if not stage["placements"]:
-            del stage["placements"]
+        for key in ("placements", "recompute"):
+            if not stage[key]:
+                del stage[key]
     said = plan.sync.model_dump(mode="json", exclude_defaults=True)
     data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.has_servers else {"every": plan.sync.every}), **said}
     return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)

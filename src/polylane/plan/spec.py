@@ -9,6 +9,7 @@ from typing import NamedTuple
 from polylane.errors import PolylaneError
 from polylane.plan import straggler as stragglers
 from polylane.plan import sync as syncs
+from polylane.plan.recompute import MODES, NONE, WANTED, budget_bytes
 from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.schedule.schedules import DEFAULT_CHUNKS, RUNNABLE, assign_stages
@@ -20,7 +21,7 @@ AUTO = "auto"
 PRECISIONS = ("float32", "bfloat16")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches", "chunks")
-_KEYS = (*_COUNTS, "schedule", "vertical_sync", "precision", *syncs.KEYS, "slow", "per_sample")
+_KEYS = (*_COUNTS, "schedule", "vertical_sync", "precision", "recompute", *syncs.KEYS, "slow", "per_sample")
 
 # Most workers that a plan may have, and most microbatches: ten times the largest machines.
 MOST = 2**20
@@ -67,6 +68,7 @@ class Spec:
         slow: pairs (rank, straggler) of ranks that are slowed down.
         per_sample: paths of modules that run the user's own Python and, by the user's word, treat each sample by
             itself; "model" for all of it.
+        recompute: what backward passes recompute instead of saving it, as in a :class:`polylane.plan.plan.Plan`.
         chunks: number of stages of every worker.
         vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
 
@@ -86,6 +88,7 @@ class Spec:
     sync: SyncOptions = SUM
     slow: tuple[tuple[int, Straggler], ...] = ()
     per_sample: tuple[str, ...] = ()
+    recompute: str = NONE
     chunks: int = 1
     vertical_sync: bool = False
 
@@ -223,6 +226,9 @@ def _parse_line(text: str) -> Spec:
         raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(RUNNABLE)}")
     if precision not in PRECISIONS:
         raise PolylaneError(f"precision={_shorten(precision)} is not known, known are {', '.join(PRECISIONS)}")
+    recompute = given.get("recompute", NONE)
+    if recompute not in MODES and budget_bytes(recompute) is None:
+        raise PolylaneError(f"recompute={_shorten(recompute)} {WANTED}")
     counts = {key: parse_count(key, given[key]) for key in _COUNTS if key in given}
     microbatches = counts.pop("microbatches", None)
     sync = syncs.parse_sync({key: given[key] for key in syncs.KEYS if key in given})
@@ -244,6 +250,7 @@ def _parse_line(text: str) -> Spec:
         sync=sync,
         slow=slow,
         per_sample=per_sample,
+        recompute=recompute,
     )
 
 

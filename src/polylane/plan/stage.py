@@ -7,7 +7,9 @@ from typing import Annotated, Literal, NamedTuple
 import pydantic
 from pydantic_core import PydanticCustomError
 
+from polylane.errors import PolylaneError
 from polylane.plan.pinned_placements import read_pattern
+from polylane.plan.recompute import Recompute
 from polylane.yaml_file import Count, StrictMapping
 
 # The axes of a stage's mesh, the outermost first: its devices are listed in this order.
@@ -45,6 +47,7 @@ class Stage(StrictMapping):
         mesh: number of ranks along each axis; 1 for an axis that is left out.
         placements: by name of a parameter or node, its placement along an axis ("replicate", "shard(1)", "partial");
             placements of all other tensors are chosen.
+        recompute: what the stage recomputes; default: what the plan says for all stages.
     """
 
     nodes: Annotated[tuple[str, ...], pydantic.AfterValidator(_in_pairs)]
@@ -53,6 +56,7 @@ class Stage(StrictMapping):
     placements: dict[
         str, dict[Literal["sequence", "tensor"], Annotated[str, pydantic.BeforeValidator(read_pattern)]]
     ] = pydantic.Field(default={})
+    recompute: Recompute | None = None
 
     @property
     def pieces(self) -> tuple[tuple[str, str], ...]:
@@ -90,3 +94,42 @@ def index_stages(stages: tuple[Stage, ...]) -> StageIndex:
         first_chunk.append(first)
         chunks[first] = (*chunks.get(first, ()), number)
     return StageIndex(stages, places, tuple(first_chunk), chunks)
+
+
+def check_devices(stages: tuple[Stage, ...], title: str, may_share: bool) -> None:
+    """Refuse ranks that are named twice, or that are not all of 0 to the number of workers.
+
+    Args:
+        stages: the stages of a plan.
+        title: what errors call the plan.
+        may_share: whether several stages may have the same workers.
+
+    Raises:
+        PolylaneError: a rank is named twice, or left out.
+    """
+    first_chunk = index_stages(stages).first_chunk
+    seen: dict[int, int] = {}
+    for index, stage in enumerate(stages):
+        first = stages[first_chunk[index]]
+        same_mesh = all(first.degree(axis) == stage.degree(axis) for axis in MESH)
+        if may_share and first is not stage and first.devices == stage.devices and same_mesh:
+            continue  # a further chunk of the same workers
+        for device in stage.devices:
+            if device in seen:
+                where = (
+                    f"stages.{index}.devices names {device} twice"
+                    if seen[device] == index
+                    else f"device {device} is on stages {seen[device]} and {index}"
+                )
+                chunks = "; stages that share workers have the same devices, in the same order, and the same mesh"
+                several = chunks if may_share else ""
+                raise PolylaneError(f"{title}: {where}: every worker has one place{several}")
+            seen[device] = index
+    # All different, so they are 0 to most if and only if none of these is missing.
+    most = len(seen) - 1
+    missing = next((device for device in range(len(seen)) if device not in seen), None)
+    if missing is not None:
+        other = next(device for device in seen if not 0 <= device <= most)
+        raise PolylaneError(
+            f"{title}: devices must be numbered from 0 to {most}: {other} is there, but {missing} is not"
+        )

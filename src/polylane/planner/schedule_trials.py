@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from polylane.cost.network import collectives as network
 from polylane.plan.fixed_keys import ScheduleOption
+from polylane.planner.find_order import build_problem
 from polylane.planner.ranked_plan import PricedPlan, RankedPlan, ScheduleTrial, price_plan
 from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize, usable_options
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan, change_schedule, cut_for_plain_schedule
 from polylane.schedule.action import PASSES
-from polylane.schedule.problem import ScheduleProblem, lanes_to_orders, play_orders
+from polylane.schedule.problem import lanes_to_orders, play_orders
 from polylane.schedule.schedules import ASYNCHRONOUS, schedule_lanes, splits_backward
 from polylane.schedule.stage_graph import StageGraph
 
@@ -127,32 +127,9 @@ def _change(estimates: CurveCache, candidate: RatedPlan, option: ScheduleOption)
 
 def _play_passes(priced: PricedPlan) -> float:
     """Return the seconds of the passes of a step and of the messages between them, each as early as it can be."""
-    plan, costs = priced.plan, [priced.costs.pass_costs(s) for s in range(priced.plan.pipeline)]
-    graph, name = StageGraph.of_partition(priced.partition), plan.schedule
-    turn, halves = priced.basis.host_overhead, splits_backward(name)
-    problem = ScheduleProblem(
-        graph=graph,
-        workers=plan.stage_groups,
-        microbatches=plan.microbatches,
-        forward=tuple(own.forward + own.waits + traffic.waits + turn for own, traffic in costs),
-        input_gradient=tuple(
-            own.backward_input + own.backward_waits + traffic.backward_waits + turn for own, traffic in costs
-        ),
-        weight_gradient=tuple(own.backward_weight + turn * halves for own, _ in costs),
-        hop={edge: _message_seconds(priced, *edge) for edge in priced.partition.edges},
-        split=halves,
-    )
-    lanes = schedule_lanes(name, graph, plan.microbatches, plan.stage_groups)
+    plan, graph = priced.plan, StageGraph.of_partition(priced.partition)
+    problem = build_problem(priced.costs, graph, (), splits_backward(plan.schedule))
+    lanes = schedule_lanes(plan.schedule, graph, plan.microbatches, plan.stage_groups)
     played = play_orders(problem, lanes_to_orders(problem, lanes))
     assert played is not None  # named schedules have no circles
     return played.makespan
-
-
-def _message_seconds(priced: PricedPlan, producer: int, consumer: int) -> float:
-    """Return the seconds of the values of a microbatch from one stage to another."""
-    plan, partition = priced.plan, priced.partition
-    size = sum(c.bytes for c in partition.crossings if c.producer == producer and consumer in c.consumers)
-    mesh = plan.degrees(producer)
-    size *= priced.costs.local_samples(producer) / partition.graph.samples
-    ranks = plan.stages[producer].devices[0], plan.stages[consumer].devices[0]
-    return network.message_seconds(priced.basis.cluster, size, *ranks, mesh.sequence * mesh.tensor)

@@ -27,6 +27,7 @@ from polylane.cost.stage_cost import add_recomputation
 from polylane.cost.state_sharding import StateSharding
 from polylane.graph.cut_points import MOST, narrow_positions
 from polylane.graph.partition import cut_positions
+from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.planner.balance import Array, BalancedCuts
@@ -326,7 +327,8 @@ class CurveCache:
         key = (mesh.sequence, mesh.tensor, "held", again)
         if key not in self._counts_cache:
             base = self.basis.stages.graph.samples
-            residence = self.basis.stages.live_ranges(mesh, base, again)
+            dropped = self.basis.stages.drop_everywhere(mesh, base, "selective" if again else NONE)
+            residence = self.basis.stages.live_ranges(mesh, base, dropped)
             held = np.zeros(len(self.basis.stages.graph.nodes) + 1)
             for position in self.positions[1:]:
                 # Exact for the stage from 0 to the position; the differences approximate other

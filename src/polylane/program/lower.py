@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from polylane.graph.graph import Graph, TensorInfo
 from polylane.graph.partition import Partition, StageCrossing
+from polylane.plan.lanes import lanes_of
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.asynchronous import steady_step, steps_in_flight
-from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
 
@@ -57,7 +57,7 @@ def _lanes_of_step(plan: Plan, graph: StageGraph) -> Lanes:
     """Return what each group of workers does in a step: its passes, and in asynchronous pipelines its updates."""
     if plan.is_asynchronous:
         return steady_step(graph, plan.microbatches)
-    return schedule_lanes(plan.schedule, graph, plan.microbatches, workers=plan.stage_groups)
+    return lanes_of(plan, graph)
 
 
 def _assemble_program(

@@ -74,8 +74,12 @@ NAMES = (*SCHEDULES, "interleaved", *_SPLIT, "zb-v")
 # Schedules without a flush between steps, of `polylane.schedule.asynchronous`: a batch is under way in several steps.
 ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
 
-# All names that a plan may have.
-RUNNABLE = (*NAMES, *ASYNCHRONOUS)
+# The schedule that is found for a plan's times, see `polylane.schedule.search`: its order is in the plan.
+FOUND = "auto"
+
+# All names that a plan may have, and those under which workers may have several stages.
+RUNNABLE = (*NAMES, *ASYNCHRONOUS, FOUND)
+WITH_CHUNKS = (*DEFAULT_CHUNKS, FOUND)
 
 
 def splits_backward(schedule: str) -> bool:
@@ -102,6 +106,8 @@ def assign_stages(schedule: str, workers: int, chunks: int) -> tuple[int, ...]:
         ValueError: an unknown name, or chunks that the schedule does not have.
     """
     _check_name(schedule)
+    if schedule == FOUND:
+        schedule = "interleaved"  # stages dealt round-robin
     if schedule not in _CHUNKED:
         if chunks != 1:
             several = ", ".join(DEFAULT_CHUNKS)

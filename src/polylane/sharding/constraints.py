@@ -39,13 +39,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from polylane.cost.integer_program import IntegerProgram, Term
 from polylane.placement.enumerate_strategies import StrategyOptions
 from polylane.placement.operator_view import TensorKey
 from polylane.placement.placement import REPLICATE, Placement, Shard
 from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.admissible import SplitDemands
 from polylane.sharding.cost_model import CostSetting, TensorUse, needed_placement
-from polylane.sharding.integer_program import IntegerProgram, Term
 
 
 def choice_labels(setting: CostSetting, choices: StrategyOptions) -> dict[str, Hashable]:

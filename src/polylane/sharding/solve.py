@@ -11,6 +11,7 @@ import time
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from polylane.cost.integer_program import STATUS, IntegerSolution
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.errors import PolylaneError
 from polylane.placement.enumerate_strategies import StrategyOptions
@@ -19,7 +20,6 @@ from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.constraints import ProgramBuilder, choice_labels
 from polylane.sharding.cost_model import CostSetting, LayoutPrediction, predict_split
-from polylane.sharding.integer_program import STATUS, IntegerSolution
 
 # A faster split may take this share more of the limited bytes than the least possible.
 SLACK = 0.05

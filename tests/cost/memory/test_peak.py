@@ -31,6 +31,8 @@ from polylane.cost.memory.peak import (
     recompute_blocks,
     shard_trained_bytes,
 )
+from polylane.cost.memory.recompute_budget import dropped_on_stages
+from polylane.cost.memory.recompute_choice import SavedValues
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.cost.operators.training_options import TrainingOptions
@@ -38,6 +40,7 @@ from polylane.cost.state_sharding import UNSHARDED, StateSharding
 from polylane.graph.batch import flatten, sample_count
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.sync import SUM
 from polylane.program.lower import lower
@@ -75,6 +78,12 @@ def residence(model: nn.Module, example: Any, loss: Any = classify, **setting: A
     return graph, LiveRanges(
         graph, trace_saved_tensors(graph, BackendSetting(sample_count(flatten(example)[0]), **setting))
     )
+
+
+def recomputing(graph: Graph, keeping: SavedTensors, mode: str) -> LiveRanges:
+    values = SavedValues(graph, keeping)
+    (dropped,) = dropped_on_stages(Partition(graph, ()), [mode], [keeping])
+    return LiveRanges(graph, keeping, dropped, values.pieces(dropped))
 
 
 def parameter_bytes(graph: Graph, keeping: SavedTensors, pieces: list[tuple[int, int]]) -> tuple[int, int]:
@@ -189,8 +198,8 @@ def test_a_transformer_s_layer_keeps_34_sbh_and_its_scores(again: bool, scores: 
     for depth in (1, 2):
         graph = layers(depth, h, a, b, s)
         keeping = trace_saved_tensors(graph, BackendSetting(b, dtype=torch.bfloat16))
-        cores = find_attention_cores(graph) if again else ()
-        kept.append(LiveRanges(graph, keeping, again=cores).microbatch_memory([(0, len(graph.nodes))]).saved)
+        ranges = recomputing(graph, keeping, "selective" if again else "none")
+        kept.append(ranges.microbatch_memory([(0, len(graph.nodes))]).saved)
     assert kept[1] - kept[0] == pytest.approx(s * b * h * 34 + scores * a * s * s * b, rel=0.01)
 
 
@@ -204,7 +213,7 @@ def test_selective_recomputation_keeps_no_scores(dropout: float) -> None:
         every = [(0, len(graph.nodes))]
         plain, selective = (
             LiveRanges(graph, keeping).microbatch_memory(every),
-            LiveRanges(graph, keeping, again=cores).microbatch_memory(every),
+            recomputing(graph, keeping, "selective").microbatch_memory(every),
         )
         scores = 2 * 4 * length * length * (4 if not dropout else 4 + 4 + 1)  # shares; dropped ones and their mask
         assert plain.saved - selective.saved == 2 * scores

@@ -7,17 +7,20 @@ the nodes that touch each piece of memory: a few sums over arrays, exact for any
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from polylane.cost.memory import intervals
 from polylane.cost.memory.deferred_memory import find_deferred_memory
+from polylane.cost.memory.gradient_flow import GradientFlow
 from polylane.cost.memory.intervals import Floats, Intervals, Ints, Range
-from polylane.cost.memory.operator_trial import TensorForm
+from polylane.cost.memory.recompute_choice import RepeatedPiece
 from polylane.cost.memory.saved_tensors import Key, SavedByOperator, SavedTensors
 from polylane.graph.graph import Graph
+from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 
 
 @dataclass(frozen=True)
@@ -70,16 +73,23 @@ class LiveRanges:
     Args:
         graph: the graph whose passes run.
         keeping: tensors that operators save on one rank, at the samples of its setting.
-        again: groups of nodes that are recomputed in the backward pass, so that nothing that they make is saved unless
-            a node outside reads it (see :func:`polylane.cost.memory.attention_cores.find_attention_cores`).
+        dropped: what forward passes drop, to be recomputed in the backward passes.
+        again: the pieces of the graph that run again for it (:meth:`.recompute_choice.SavedValues.pieces`).
     """
 
-    def __init__(self, graph: Graph, keeping: SavedTensors, again: Sequence[Collection[str]] = ()) -> None:
-        self._graph, self._keeping = graph, keeping
-        self._again = {name: number for number, names in enumerate(again) for name in names}
+    def __init__(
+        self,
+        graph: Graph,
+        keeping: SavedTensors,
+        dropped: DroppedTensors = NOTHING_DROPPED,
+        again: Sequence[RepeatedPiece] = (),
+    ) -> None:
+        self._graph, self._keeping, self._dropped = graph, keeping, dropped
+        self._again = again
         # Pieces of memory are numbered; the lists below have one entry for each.
         self._pieces: dict[Key, int] = {}
         self._sizes: list[int] = []
+        self._keys: dict[int, Key] = {}  # of pieces that hold results: the first tensor in each
         self._made: list[int] = []  # position of the node that makes the piece
         # Whether the tensor has a gradient; whether its node is recomputable in any stage (a size, a mask),
         # so that it never crosses a cut.
@@ -116,15 +126,18 @@ class LiveRanges:
         held = intervals.alive_bytes(
             saved[stays], np.full(int(stays.sum()), count - 1), size[stays], count
         ) + np.cumsum(keeps)
-        held += self._live_gradient_bytes(pieces, local, count) + intervals.slice_ranges(self._backward, pieces)
+        found, workspace, made_again = self._recomputed_bytes(pieces, ids[~own | leaves], count)
+        gradients, made = self._live_gradient_bytes(pieces, local, count)
+        # Where a piece runs again, that comes before the node's own backward pass and the gradients that it makes.
+        work = intervals.slice_ranges(self._backward, pieces)
+        held += found + gradients + np.maximum(work, workspace - made)
         asked = float(size[leaves & self._flowing[ids]].sum())
         finished = self._finished_gradient_bytes(pieces, count)
         # Values of the stage's boundary and their received gradients stay for all of the backward pass.
         constant = received + sent + asked
         between, later = self._halves.bytes_between(pieces, self._bytes, self._gradient_bytes)
-        kept = self._halves.bytes_kept_longer(
-            pieces, dict(zip(ids[stays], saved[stays], strict=True)), self._bytes, self._gradient_bytes, count
-        )
+        freed = {**dict(zip(ids[stays], saved[stays], strict=True)), **made_again}
+        kept = self._halves.bytes_kept_longer(pieces, freed, self._bytes, self._gradient_bytes, count)
         return PeakMemory(
             saved=float(size[stays].sum() + keeps.sum()),
             values_received=received,
@@ -140,8 +153,39 @@ class LiveRanges:
             weight_half_peak=between + later,
         )
 
-    def _live_gradient_bytes(self, pieces: Sequence[Range], local: Ints, count: int) -> Floats:
-        """Return the bytes of gradients made in the stage that are alive at every node of its backward pass."""
+    def _recomputed_bytes(
+        self, pieces: Sequence[Range], elsewhere: Ints, count: int
+    ) -> tuple[Floats, Floats, dict[int, int]]:
+        """Return the bytes of recomputed tensors at every node of a backward pass, and those of making them.
+
+        Beside them the pieces of memory that are made again, each with the first node that saves it.
+
+        A piece runs again when the pass comes to the last node that saves something of it; what it makes is freed
+        after the first node that saves it.
+
+        Args:
+            pieces: the stage's ranges of nodes.
+            elsewhere: memory that is kept all the time, because it crosses between stages.
+            count: number of the stage's nodes.
+        """
+        workspace: Floats = np.zeros(count)
+        touched, at = self._asked.in_ranges(pieces)
+        if not len(touched):
+            return workspace, workspace, {}
+        size = self._bytes.copy()
+        size[elsewhere] = 0.0
+        begins = np.full(len(self._again), -1, dtype=np.int64)
+        np.maximum.at(begins, self._piece_of[touched], at)
+        first, last = intervals.first_and_last(touched, at, len(self._bytes))
+        made = np.flatnonzero(last >= 0)
+        found = intervals.alive_bytes(first[made], begins[self._piece_of[made]], size[made], count)
+        runs = begins >= 0
+        np.maximum.at(workspace, begins[runs], self._workspace[runs])
+        crossing = set(elsewhere.tolist())
+        return found, workspace, {int(p): int(first[p]) for p in made if int(p) not in crossing}
+
+    def _live_gradient_bytes(self, pieces: Sequence[Range], local: Ints, count: int) -> tuple[Floats, Floats]:
+        """Return the bytes of the stage's gradients alive at every node of its backward pass, and those made there."""
         touched, at = self._gradients.in_ranges(pieces)
         first, last = intervals.first_and_last(touched, at, len(self._gradient_bytes))
         ids = np.flatnonzero(last >= 0)
@@ -150,7 +194,8 @@ class LiveRanges:
         begins = np.where(goes, 0, first[ids])
         # A gradient that comes from a later stage and is only read here counts as received, not as made here.
         size = np.where((local[highest] < 0) & (first[ids] == last[ids]), 0.0, self._gradient_bytes[ids])
-        return intervals.alive_bytes(begins, last[ids], size, count)
+        made: Floats = np.asarray(np.bincount(last[ids], size, count), dtype=np.float64)
+        return intervals.alive_bytes(begins, last[ids], size, count), made
 
     def _finished_gradient_bytes(self, pieces: Sequence[Range], count: int) -> Floats:
         """Return the bytes of parameter gradients that exist before the backward pass of every node."""
@@ -168,37 +213,46 @@ class LiveRanges:
         self._own: Floats = np.zeros(len(nodes))
         self._forward: Floats = np.zeros(len(nodes))
         self._backward: Floats = np.zeros(len(nodes))
-        # By recomputed group: its pieces that are not saved, with the first node that would have saved each; and its
-        # nodes with the bytes of their own saved memory.
-        dropped, lost = dict[int, dict[int, int]](), dict[int, list[tuple[int, int]]]()
-        for each in saved:
-            i, group = each.at, self._again.get(nodes[each.at].name)
+        again, asked = (
+            {name: number for number, each in enumerate(self._again) for name in each.names},
+            [list[int]() for _ in nodes],
+        )
+        groups: dict[int, int] = {}  # dropped memory -> number of the piece that makes it again
+        for operator, each in self._keeping.nodes.items():
+            i, name = each.at, nodes[each.at].name
+            repeats = name in self._dropped.again and operator in self._keeping.repeatable
             given = [
                 self._output_piece(key, i, nodes[i].recomputable)
                 for key in each.output_keys
                 if key in self._keeping.forms
             ]
-            read = [self._memory_piece(key) for key in each.input_keys]
-            values[i] += [p for p in (*read, *given) if p is not None]
-            keeps = [p for p in map(self._memory_piece, each.keys) if p is not None]
-            if group is None:
+            values[i] += [p for p in (*map(self._memory_piece, each.input_keys), *given) if p is not None]
+            if not repeats:
                 self._own[i] += each.own_bytes
-                kept[i] += keeps
-            else:  # a recomputed group saves only its inputs
-                keeps += [p for p in read if p is not None and self._recompute_group(p) != group]
-                kept[i] += [p for p in keeps if self._recompute_group(p) != group]
-                for piece in keeps:
-                    if self._recompute_group(piece) == group:
-                        dropped.setdefault(group, {}).setdefault(piece, i)
-                lost.setdefault(group, []).append((i, each.own_bytes))
+            elif each.own_bytes:  # memory of its own, which is made again
+                own = self._add_memory(each.own_bytes, i)
+                asked[i].append(own)
+                groups[own] = again[name]
+            for piece in (p for p in map(self._memory_piece, each.keys) if p is not None):
+                maker = nodes[self._made[piece]].name
+                if maker in self._dropped.values and self._keys[piece][0] in self._keeping.repeatable:
+                    asked[i].append(piece)
+                    groups[piece] = again[maker]
+                else:
+                    kept[i].append(piece)
             made = sum(spec[1] for spec in each.trial.gradient_origins if spec is not None and spec[0] == "new")
-            self._forward[i] = max(self._forward[i], each.trial.forward_peak)
+            work = each.trial.forward_peak
+            if repeats:  # where the result is kept, the rest is dropped after the operator
+                work = each.trial.dropping_peak if name in self._dropped.values else work + each.own_bytes
+            self._forward[i] = max(self._forward[i], work)
             self._backward[i] = max(self._backward[i], each.trial.backward - made)
-        for i, node in enumerate(nodes):
-            again = self._again.get(node.name)
-            if again is not None:  # recomputation restores all of it at the start
-                self._backward[i] += sum(own for at, own in lost.get(again, ()) if at <= i)
-                self._backward[i] += sum(self._sizes[p] for p, at in dropped.get(again, {}).items() if at <= i)
+        for each_piece, begin in zip(self._again, self._last_asked(groups, asked), strict=True):
+            # What a piece reads is kept until it runs again.
+            kept[begin] += [p for p in map(self._memory_piece, each_piece.read) if p is not None]
+        self._asked, self._workspace = Intervals.from_nodes(asked), self._find_workspace(groups)
+        self._piece_of: Ints = np.full(len(self._sizes), -1, dtype=np.int64)
+        for memory, number in groups.items():
+            self._piece_of[memory] = number
         self._values, self._kept = Intervals.from_nodes(values), Intervals.from_nodes(kept)
         self._bytes: Floats = np.array(self._sizes, dtype=np.float64)
         self._maker: Ints = np.array(self._made, dtype=np.int64)
@@ -210,9 +264,55 @@ class LiveRanges:
         forms = self._keeping.forms
         self._batch_bytes = float(sum(form.bytes for key, form in forms.items() if key[0].startswith("input:")))
 
-    def _recompute_group(self, piece: int) -> int | None:
-        """Return the recomputed group of the node that makes a piece; None if it is in none."""
-        return self._again.get(self._graph.nodes[self._made[piece]].name)
+    def _last_asked(self, groups: Mapping[int, int], asked: Sequence[Sequence[int]]) -> list[int]:
+        """Return for every piece that runs again the last node that saves something of it."""
+        found = [0] * len(self._again)
+        for position, memory in enumerate(asked):
+            for each in memory:
+                found[groups[each]] = position
+        return found
+
+    def _find_workspace(self, groups: Mapping[int, int]) -> Floats:
+        """Return for every piece the bytes alive at most while it runs again, beyond all that it makes for autograd."""
+        found: Floats = np.zeros(len(self._again))
+        nodes, makes = self._graph.nodes, defaultdict[int, list[int]](list)
+        operators = defaultdict[int, list[SavedByOperator]](list)
+        for memory, position in enumerate(self._made):
+            makes[position].append(memory)
+        for each in self._keeping.nodes.values():
+            operators[each.at].append(each)
+        for number, piece in enumerate(self._again):
+            order = sorted(self._graph.positions[name] for name in piece.names)
+            last: dict[int, int] = {}
+            for i in order:
+                for each in operators[i]:
+                    last |= dict.fromkeys(self._touched_by(each), i)
+            alive = saved = 0.0
+            for i in order:
+                alive += sum(self._sizes[p] for p in makes[i] if p not in groups)
+                saved += sum(self._sizes[p] for p in makes[i] if p in groups)
+                peak = max((each.trial.forward_peak for each in operators[i]), default=0)
+                found[number] = max(found[number], alive + saved + peak)
+                alive -= sum(
+                    self._sizes[p]
+                    for p, end in last.items()
+                    if end == i and p not in groups and nodes[self._made[p]].name in piece.names
+                )
+            found[number] = max(found[number] - saved, 0.0)
+        return found
+
+    def _touched_by(self, each: SavedByOperator) -> list[int]:
+        """Return the pieces of memory in which an operator's inputs and outputs lie."""
+        keys = (key for key in (*each.output_keys, *each.input_keys) if key in self._keeping.storage_of)
+        return [piece for piece in map(self._memory_piece, keys) if piece is not None]
+
+    def _add_memory(self, size: int, position: int, flows: bool = False, free: bool = False) -> int:
+        """Number a piece of memory that the node at a position makes."""
+        self._sizes.append(size)
+        self._made.append(position)
+        self._flows.append(flows)
+        self._free.append(free)
+        return len(self._sizes) - 1
 
     def _memory_piece(self, key: Key) -> int | None:
         """Return the piece of memory of a tensor; None for parameters and inputs, which count elsewhere."""
@@ -221,11 +321,9 @@ class LiveRanges:
     def _output_piece(self, key: Key, position: int, free: bool) -> int | None:
         """Return the piece of an operator's output: a new one, unless the output is a view of another tensor."""
         if self._keeping.storage_of[key] == key:
-            self._pieces[key] = len(self._sizes)
-            self._sizes.append(self._keeping.storage_bytes[key])
-            self._made.append(position)
-            self._flows.append(self._keeping.forms[key].gradient)
-            self._free.append(free)
+            size, flows = self._keeping.storage_bytes[key], self._keeping.forms[key].gradient
+            self._pieces[key] = self._add_memory(size, position, flows, free)
+            self._keys[self._pieces[key]] = key
         return self._memory_piece(key)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -236,7 +334,7 @@ class LiveRanges:
         Returns:
             For every node the gradient pieces of its results.
         """
-        flow = _GradientFlow()
+        flow = GradientFlow()
         if self._keeping.loss_key is not None:
             flow.start_from_loss(self._keeping.loss_key)
         for each in reversed(saved):
@@ -256,77 +354,3 @@ class LiveRanges:
             info = self._graph.parameters[name]
             if info.trainable:
                 self._trained_bytes[i] = self._keeping.storage_bytes.get((f"parameter:{name}", 0), info.bytes)
-
-
-class _GradientFlow:
-    """Pieces of memory of a backward pass's gradients, as autograd passes and accumulates them, node by node.
-
-    Attributes:
-        sizes: bytes of every piece of memory that holds gradients.
-        is_parameter_gradient: whether the piece is a parameter's gradient, which no node reads.
-        touched_pieces: node position -> pieces that its backward pass reads or writes.
-        result_pieces: node position -> pieces of the gradients of its results, which its backward pass reads.
-    """
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.is_parameter_gradient: list[bool] = []
-        self.touched_pieces: dict[int, list[int]] = {}
-        self.result_pieces: dict[int, list[int]] = {}
-        # Piece of each tensor's gradient, and how many tensors' gradients share a piece.
-        self._of: dict[Key, int] = {}
-        self._users: dict[int, int] = {}
-
-    def start_from_loss(self, loss: Key) -> None:
-        """Begin with the gradient of the loss, a scalar that counts as 0 bytes."""
-        self._set_gradient(loss, self._new_piece(0, False))
-
-    def run_backward_of(self, saved: SavedByOperator, forms: Mapping[Key, TensorForm]) -> None:
-        """Run one operator's backward pass: consume its outputs' gradients, produce those of its inputs."""
-        given = {j: self._of[key] for j, key in enumerate(saved.output_keys) if key in self._of}
-        if not given:
-            return
-        touched = self.touched_pieces.setdefault(saved.at, [])
-        touched += given.values()
-        self.result_pieces.setdefault(saved.at, []).extend(given.values())
-        for key in saved.output_keys:
-            self._drop_gradient(key)
-        for key, spec in zip(saved.input_keys, saved.trial.gradient_origins, strict=False):
-            if spec is None:
-                continue
-            # "output": the operator passes an output's gradient on (a view, an addition); "new": it
-            # allocates one.
-            kind, number = spec
-            if kind == "output" and number in given:
-                found = given[number]
-            else:
-                found = self._new_piece(forms[key].bytes if kind == "output" else number, forms[key].is_parameter)
-            touched += [found, *self._accumulate(key, found, forms[key])]
-
-    def _accumulate(self, key: Key, found: int, form: TensorForm) -> list[int]:
-        """Accumulate a gradient, in place unless its memory is shared; return the pieces that this touches."""
-        before = self._of.get(key)
-        if before is None:
-            self._set_gradient(key, found)
-            return []
-        if self._users[before] == 1:
-            return [before]
-        # The piece also holds another tensor's gradient (one that was passed on): the sum goes to new memory.
-        self._drop_gradient(key)
-        total = self._new_piece(form.bytes, form.is_parameter)
-        self._set_gradient(key, total)
-        return [before, total]
-
-    def _new_piece(self, size: int, ends: bool) -> int:
-        self.sizes.append(size)
-        self.is_parameter_gradient.append(ends)
-        return len(self.sizes) - 1
-
-    def _set_gradient(self, key: Key, gradient: int) -> None:
-        self._of[key] = gradient
-        self._users[gradient] = self._users.get(gradient, 0) + 1
-
-    def _drop_gradient(self, key: Key) -> None:
-        gradient = self._of.pop(key, None)
-        if gradient is not None:
-            self._users[gradient] -= 1

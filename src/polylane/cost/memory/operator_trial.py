@@ -62,6 +62,7 @@ class OperatorTrial:
         saved_inputs, saved_outputs: indices of the inputs and outputs that are saved for backward.
         own_tensors: bytes of each further piece of memory that is saved, such as masks and statistics.
         forward_peak: most bytes alive while it ran, beyond inputs, outputs and saved tensors.
+        dropping_peak: most bytes alive while it runs if its own tensors are not saved, beyond inputs and outputs.
         gradient_origins: for every input: None for no gradient; ("output", j) if it shares the storage of output j's
             gradient; ("new", bytes) if it has its own.
         backward: most bytes alive in the backward pass, beyond the outputs' gradients and saved tensors.
@@ -74,6 +75,7 @@ class OperatorTrial:
     saved_outputs: tuple[int, ...] = ()
     own_tensors: tuple[int, ...] = ()
     forward_peak: int = 0
+    dropping_peak: int = 0
     gradient_origins: tuple[tuple[str, int] | None, ...] = ()
     backward: int = 0
     returns_list: bool = False
@@ -122,16 +124,35 @@ def try_operator(
     alive, after = ledger.alive_bytes(), ledger.current_bytes
     more = max(ledger.peak_bytes - after, 0)
     gradients, back = _run_backward(every, tensors, ledger)
+    own = tuple(size for at, size in alive.items() if at not in new)
     return OperatorTrial(
         outputs=tuple(_output_memory(value, of_input, new, alive) for value in every),
         saved_inputs=tuple(sorted(i for at, i in of_input.items() if at in packed)),
         saved_outputs=tuple(sorted(j for at, j in new.items() if at in packed)),
-        own_tensors=tuple(size for at, size in alive.items() if at not in new),
+        own_tensors=own,
         forward_peak=more,
+        dropping_peak=_run_dropping(call, inputs, make) if own else more,
         gradient_origins=gradients,
         backward=back,
         returns_list=isinstance(result, (list, tuple)),
     )
+
+
+def _run_dropping(
+    call: Callable[[Sequence[Tensor]], Any], inputs: Sequence[TensorForm], make: Callable[[TensorForm], Tensor]
+) -> int:
+    """Return the most bytes alive while an operator runs, beyond inputs and outputs, if nothing of it is saved."""
+    tensors = [_make_tensor(form, make) for form in inputs]
+    ledger = AllocationMeter(tensors)
+    with saved_tensors_hooks(lambda tensor: None, _never_unpack), ledger:
+        result = call(tensors)
+    every: list[Any] = list(result) if isinstance(result, (list, tuple)) else [result]
+    made = {storage_id(t) for t in every if isinstance(t, Tensor)}
+    return max(ledger.peak_bytes - sum(size for at, size in ledger.alive_bytes().items() if at in made), 0)
+
+
+def _never_unpack(kept: Any) -> Tensor:
+    raise AssertionError("this run has no backward pass")
 
 
 def _make_tensor(form: TensorForm, make: Callable[[TensorForm], Tensor]) -> Tensor:

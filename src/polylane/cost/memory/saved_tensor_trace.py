@@ -20,6 +20,7 @@ from polylane.cost.memory.saved_tensors import BackendSetting, Key, SavedByOpera
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.capture.python_operators import FunctionCall
 from polylane.graph.interpreter import GraphInterpreter
+from polylane.graph.repeatable import repeatable_nodes
 from polylane.graph.sample_slice import SampleSlice
 from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize
 
@@ -71,7 +72,9 @@ class SavedTensorTrace(GraphInterpreter):
         """Run the trace and return what every operator saves."""
         results = self.run()
         loss = results[0] if results and _is_key(results[0]) else None
-        return SavedTensors(self._saved, self._forms, self._places, self._bytes, loss)
+        able = repeatable_nodes(self.graph, self._setting.sync_batch_norm)
+        again = frozenset(self._name(node) for node in able)
+        return SavedTensors(self._saved, self._forms, self._places, self._bytes, loss, again)
 
     def call_operator(self, node: fx.Node) -> Any:
 

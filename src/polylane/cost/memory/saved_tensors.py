@@ -73,6 +73,7 @@ class SavedTensors:
         storage_of: tensor -> first tensor with the same storage; itself if it has its own.
         storage_bytes: bytes of the storage of every tensor that has its own.
         loss_key: key of the loss; None if no tensor of the graph is the loss.
+        repeatable: names of the operators that may run a second time on one rank.
     """
 
     nodes: Mapping[str, SavedByOperator]
@@ -80,3 +81,4 @@ class SavedTensors:
     storage_of: Mapping[Key, Key]
     storage_bytes: Mapping[Key, int]
     loss_key: Key | None
+    repeatable: frozenset[str] = frozenset()

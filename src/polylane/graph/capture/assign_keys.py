@@ -116,7 +116,7 @@ def key_random_operators(graph: fx.Graph, part: fx.Node, name: Callable[[fx.Node
         own = unwrap_settings(node.target)
         if isinstance(own, LeafCall) or (isinstance(own, FunctionCall) and own.random):
             node.target = PythonOnSlice(node.target, name(node))
-    for node in [n for n in graph.nodes if n.op == "call_function" and _is_random(n)]:
+    for node in [n for n in graph.nodes if n.op == "call_function" and is_random(n)]:
         found = True
         reason = _key_node(node, part, salt_of(name(node)))
         if reason:
@@ -154,11 +154,11 @@ def draws_by_sample(graph: fx.Graph) -> bool:
     """Return whether all random numbers depend on the samples' positions only, however a batch is divided."""
     own = (PythonOnSlice, DrawnPerSlice)
     return not any(
-        isinstance(unwrap_settings(n.target), own) or _is_random(n) for n in graph.nodes if n.op == "call_function"
+        isinstance(unwrap_settings(n.target), own) or is_random(n) for n in graph.nodes if n.op == "call_function"
     )
 
 
-def _is_random(node: fx.Node) -> bool:
+def is_random(node: fx.Node) -> bool:
     target: Any = unwrap_settings(node.target)
     if isinstance(target, PythonOnSlice):
         target = target.own

@@ -198,12 +198,10 @@ def _attach_effects(draft: CaptureAttempt, effects: SideEffects) -> None:
 
 
 def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
-    lines = ", ".join(sorted(whole.tracing.recomputed_lines))
-    recomputed = f"torch.utils.checkpoint has no effect: all activations are kept ({lines})"
     parameters = whole.named_tensors("parameters")
     empty = ", ".join(name for name, tensor in parameters if tensor.requires_grad and not tensor.numel())
     nothing = f"nothing is trained of parameters without elements (a width of 0?): {empty}"
-    return (*kept.values(), *([recomputed] if lines else []), *([nothing] if empty else []))
+    return (*kept.values(), *([nothing] if empty else []))
 
 
 def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any]) -> Difference | None:

@@ -14,6 +14,7 @@ from polylane.graph.batch import cast_leaves, flatten, sample_count
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture.assign_keys import key_random_operators
 from polylane.graph.capture.attempt import CaptureAttempt, DryRun, capture_with_leaves, dry_run
+from polylane.graph.capture.checkpoints import find_checkpoints
 from polylane.graph.capture.describe_nodes import describe_nodes, find_gradient_flow, label_nodes, recomputable_nodes
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.self_check import resize_batch
@@ -113,6 +114,7 @@ def _finish_graph(
         is_opaque=draft.is_opaque,
         code=Code(graph, draft.constants, len(leaves), random, statistics, dry.effects),
         outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),
+        checkpoints=find_checkpoints(graph),
     )
 
 

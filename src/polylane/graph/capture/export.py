@@ -15,13 +15,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config
 
 from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
+from polylane.graph.capture.checkpoints import checkpoints_inlined, name_checkpoint
 from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python_operators import functions_kept
 from polylane.graph.python_state.own_objects import is_users
@@ -149,7 +149,7 @@ def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.Exported
             _caches_off(whole.model),
             _lines_kept(),
             patch.object(builtins, "len", _open_length),
-            _checkpoints_inlined(whole.tracing),
+            checkpoints_inlined(),
             _distributions_unchecked(),
             _quiet(),
             torch.enable_grad(),
@@ -214,6 +214,8 @@ class _UsersFrames:
         while frame is not None and (file := frame.f_code.co_filename) != __file__:
             if is_users(file):
                 frames.append(traceback.FrameSummary(file, frame.f_lineno, frame.f_code.co_name, lookup_line=False))
+            elif place := name_checkpoint(frame):
+                frames.append(traceback.FrameSummary(place, 1, "checkpoint", lookup_line=False))
             frame = frame.f_back
         return traceback.StackSummary.from_list(frames[::-1])
 
@@ -224,34 +226,6 @@ _LENGTH = len
 def _open_length(of: Any) -> Any:
     """``len``, but for tensors a symbolic size; Python's own would fix it to the example's."""
     return of.shape[0] if isinstance(of, FakeTensor) and of.dim() else _LENGTH(of)
-
-
-@contextmanager
-def _checkpoints_inlined(tracing: CaptureRun) -> Iterator[None]:
-    """Context manager: run torch.utils.checkpoint's function directly, and record the lines that asked for it."""
-    own: Any = torch.utils.checkpoint
-    other = own._checkpoint_without_reentrant_generator
-
-    class Inlined:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            tracing.recomputed_lines.add(_users_line())
-            return function(*args)
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        tracing.recomputed_lines.add(_users_line())
-        return other(*args, **kwargs)
-
-    with (
-        patch.object(own, "CheckpointFunction", Inlined),
-        patch.object(own, "_checkpoint_without_reentrant_generator", noted),
-    ):
-        yield
-
-
-def _users_line() -> str:
-    frames = [frame for frame in traceback.extract_stack() if is_users(frame.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch.fx")

@@ -36,11 +36,10 @@ class LeafOutput:
 
 @dataclass
 class CaptureRun:
-    """State of one export: its symbolic batch size, calls of each leaf so far, and lines that use checkpointing."""
+    """State of one export: its symbolic batch size, and calls of each leaf so far."""
 
     samples: Any = None
     calls: Counter[str] = field(default_factory=Counter)
-    recomputed_lines: set[str] = field(default_factory=set)
 
 
 @dataclass(eq=False)

@@ -10,8 +10,10 @@ import torch
 
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.reshard import Resharder, value_specs
 from polylane.graph.precision import dtypes_under_autocast
+from polylane.graph.repeatable import DroppedTensors
 from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, unroll, without_replica_sync
@@ -30,7 +32,6 @@ from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
 from polylane.schedule.action import WEIGHT_PASSES
-from polylane.schedule.schedules import splits_backward
 
 
 def lower_programs(
@@ -134,6 +135,13 @@ class StageBinder:
         autocast, device = self._autocast, self.holding.tensors.device.type
         return {} if autocast is None else dtypes_under_autocast(self.program.partition.graph, device, autocast)
 
+    @cached_property
+    def dropped(self) -> tuple[DroppedTensors, ...]:
+        """What every stage drops, to recompute it in the backward passes of the program, if it has any."""
+        prepared, trains = self.holding.prepared, any(a.kind in WEIGHT_PASSES for a in self.program.actions)
+        layouts, partition = self.compiled.layouts, self.program.partition
+        return find_dropped_tensors(partition, prepared.plan, layouts, prepared.in_float64, trains)
+
     @property
     def _autocast(self) -> torch.dtype | None:
         return torch.bfloat16 if self.holding.prepared.plan.precision == "bfloat16" else None
@@ -142,12 +150,13 @@ class StageBinder:
         """Return a stage's runner, and what reduces the gradients of ``buckets``; None: there are none to reduce."""
         hooks, reducer = self._bind_reduction(buckets)
         partition, layout, local_code = self.program.partition, self.compiled.layouts[stage], None
-        in_halves, device = splits_backward(self.holding.prepared.plan.schedule), self.holding.tensors.device
+        in_halves, device = self.holding.prepared.plan.splits_backward, self.holding.tensors.device
         # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
-        code = extract_stage(partition, stage, device, hooks, in_halves and layout is None)
+        dropped = self.dropped[stage]
+        code = extract_stage(partition, stage, device, hooks, in_halves and layout is None, dropped)
         if layout is not None:
             at = self.connections.mesh.coordinates
-            local_code = LocalStageCode(code, partition, layout, at, self.dtypes, hooks, in_halves)
+            local_code = LocalStageCode(code, partition, layout, at, self.dtypes, hooks, in_halves, dropped)
         runner = StageRunner(
             code=code,
             tensors=self.arguments,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,14 +16,15 @@ from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Node
 from polylane.graph.partition import Partition
 from polylane.graph.precision import unwrap_settings
+from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.overlap import overlap_redistributions
 from polylane.placement.rewrite import rewrite
 from polylane.runtime.pipeline.defer_weights import defer_weight_gradients
+from polylane.runtime.pipeline.generated_code import generate_code
+from polylane.runtime.pipeline.recompute import Recomputation
 from polylane.runtime.pipeline.sample_witness import WitnessedCall
 from polylane.sharding.layout import Layout
-
-_NUMBERS = itertools.count()
 
 OWN_PYTHON = ("leaf", "function")  # operators that run the user's own Python
 
@@ -120,6 +120,7 @@ class StageCode:
         watch: watch over the calls of the user's own Python.
         weight_groups: what :func:`.weight_gradients.defer_weight_gradients` returned; empty where backward passes are
             not split, or have nothing to compute later.
+        recomputation: drops tensors in a forward pass, and makes them again in the backward pass.
     """
 
     run: Callable[..., tuple[Any, ...]]
@@ -130,6 +131,7 @@ class StageCode:
     file: str
     graph: fx.Graph
     watch: PythonCallWatch
+    recomputation: Recomputation
     weight_groups: tuple[int, ...] = ()
 
 
@@ -156,9 +158,23 @@ class StageHooks:
         """Return the context manager for its second half, after which all of its gradients are there."""
         return nullcontext()
 
+    def pack_saved(self, tensor: Tensor) -> Any:
+        """Return what autograd is to keep in place of a tensor that it saves in a forward pass."""
+        return tensor
+
+    def unpack_saved(self, kept: Any) -> Tensor:
+        """Return the tensor for which :meth:`pack_saved` returned this."""
+        found: Tensor = kept
+        return found
+
 
 def extract_stage(
-    partition: Partition, stage: int, device: torch.device, hooks: StageHooks, splits_backward: bool = False
+    partition: Partition,
+    stage: int,
+    device: torch.device,
+    hooks: StageHooks,
+    splits_backward: bool = False,
+    dropped: DroppedTensors = NOTHING_DROPPED,
 ) -> StageCode:
     """Extract the part of the graph that a stage runs, and compile it.
 
@@ -169,6 +185,7 @@ def extract_stage(
         hooks: insert their gates into the code.
         splits_backward: whether the schedule has backward passes in two halves. Code that is rewritten for sharded
             operators is written for them only then: see :class:`LocalStageCode`.
+        dropped: what forward passes drop, to recompute it.
     """
     chosen = {node.name: node for node in partition.nodes(stage)}
     outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
@@ -199,8 +216,9 @@ def extract_stage(
         by_name[node.meta["name"]] = copied
     graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
     groups = _defer_weights(graph, partition) if splits_backward else ()
-    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, hooks)
-    return StageCode(run, _roles(graph), outputs, bool(loss), lines, file, graph, watch, groups)
+    again = Recomputation(graph, dropped, hooks.pack_saved, hooks.unpack_saved, chosen)
+    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, hooks, again)
+    return StageCode(run, _roles(graph), outputs, bool(loss), lines, file, graph, watch, again, groups)
 
 
 def _roles(graph: fx.Graph) -> tuple[tuple[str, Any], ...]:
@@ -225,6 +243,7 @@ class LocalStageCode:
         dtypes: results of operators whose dtype autocast changes, by name.
         hooks: insert their gates into the code.
         splits_backward: whether the schedule has backward passes in two halves.
+        dropped: what forward passes drop, to recompute it.
     """
 
     whole: StageCode
@@ -234,6 +253,7 @@ class LocalStageCode:
     dtypes: Mapping[str, torch.dtype]
     hooks: StageHooks
     splits_backward: bool = False
+    dropped: DroppedTensors = NOTHING_DROPPED
 
     def rewrite_for(self, samples: int) -> StageCode:
         """Rewrite the code for a part with that number of samples."""
@@ -251,7 +271,8 @@ class LocalStageCode:
         overlap_redistributions(graph)
         groups = _defer_weights(graph, self.partition) if self.splits_backward else ()
         nodes = {node.name: node for node in self.partition.graph.nodes}
-        run, lines, file = _compile_graph(graph, f"{samples} samples of {self.whole.file}", nodes, self.hooks)
+        again = Recomputation(graph, self.dropped, self.hooks.pack_saved, self.hooks.unpack_saved, nodes)
+        run, lines, file = _compile_graph(graph, f"{samples} samples of {self.whole.file}", nodes, self.hooks, again)
         return replace(
             self.whole,
             run=run,
@@ -259,6 +280,7 @@ class LocalStageCode:
             nodes_by_line=lines,
             file=file,
             graph=graph,
+            recomputation=again,
             weight_groups=groups,
         )
 
@@ -275,20 +297,11 @@ def _move_devices(value: Any, device: torch.device) -> Any:
 
 
 def _compile_graph(
-    graph: fx.Graph, label: str, chosen: Mapping[str, Node], hooks: StageHooks
+    graph: fx.Graph, label: str, chosen: Mapping[str, Node], hooks: StageHooks, again: Recomputation
 ) -> tuple[Callable[..., Any], dict[int, Node], str]:
     """Compile a graph's Python source under a unique file name, so that an error's line identifies the node."""
-    with hooks.insert_gates(graph):
-        code = graph.python_code("self")
-    file = f"<{label} ({next(_NUMBERS)})>"
-    scope: dict[str, Any] = dict(code.globals)
-    exec(compile(code.src, file, "exec"), scope)
-    forward = scope["forward"]
-    # fx writes one assignment for each call, "name = ...": its line in a traceback identifies the node.
-    starts = {f"{n.name} = ": n for n in graph.nodes if n.op == "call_function"}
-    lines = {}
-    for number, text in enumerate(code.src.splitlines(), start=1):
-        node = starts.get(text.strip().partition(" = ")[0] + " = ")
-        if node is not None:
-            lines[number] = chosen[node.meta["name"]]
-    return lambda *args: forward(None, *args), lines, file
+    with hooks.insert_gates(graph), again.watching_calls():
+        code = generate_code(graph, label)
+        # A gate is none of the graph's own nodes.
+        lines = {line: chosen[n.meta["name"]] for line, n in code.nodes_by_line.items() if "name" in n.meta}
+    return code.run, lines, code.file

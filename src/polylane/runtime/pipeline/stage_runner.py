@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,11 +24,13 @@ from polylane.runtime.pipeline.weight_gradients import DEFERRED, DeferredGradien
 
 def find_failing_node(runner: StageRunner, error: BaseException) -> Node | None:
     """Return the node that was running, forward or backward, when an error was raised; None if none of this stage."""
-    codes = {code.file: code for code in (runner.code, *runner.codes.values())}
+    lines: dict[str, Mapping[int, Node]] = {}
+    for code in (runner.code, *runner.codes.values()):
+        lines |= {code.file: code.nodes_by_line, **code.recomputation.nodes_by_line}
     for frame in traceback.extract_tb(error.__traceback__):
-        code = codes.get(frame.filename)
-        if code is not None and frame.lineno in code.nodes_by_line:
-            return code.nodes_by_line[frame.lineno]
+        node = lines.get(frame.filename, {}).get(frame.lineno or 0)
+        if node is not None:
+            return node
     return runner.code.watch.current_node
 
 
@@ -99,11 +101,11 @@ class StageRunner:
             name: value.requires_grad_() if name in self.differentiable_inputs and torch.is_grad_enabled() else value
             for name, value in values.items()
         }
-        context = nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
-        groups = self.code_for(part.samples).weight_groups
+        code = self.code_for(part.samples)
+        groups, again = code.weight_groups, code.recomputation
         self.recording = deferred = DeferredGradients(groups) if groups and torch.is_grad_enabled() else None
         try:
-            with context, self.hooks.forward():
+            with self.precision_context(), self.hooks.forward(), again.recording(self.precision_context):
                 result = self.run_code(inputs, leaves, part)
         finally:
             self.recording = None
@@ -113,6 +115,10 @@ class StageRunner:
         if torch.is_grad_enabled():
             self.live_microbatches[microbatch] = live
         return live
+
+    def precision_context(self) -> AbstractContextManager[Any]:
+        """Return the context manager in which the stage's operators run: autocast, or nothing."""
+        return nullcontext() if self.autocast is None else torch.autocast(self.device.type, dtype=self.autocast)
 
     def run_code(self, inputs: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice) -> tuple[Any, ...]:
         """Run the stage's code on one microbatch; return the outgoing values, then the parts of the loss."""

@@ -100,7 +100,7 @@ class GatheredPasses(StageHooks):
         """Context manager around a forward pass: gathers in the order of first use."""
         self._begin_pass(sorted(self._uses.values(), key=lambda use: (use.first, use.flat_buffer.unit.name)))
         keeps = torch.is_grad_enabled()
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack) if keeps else nullcontext()
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.pack_saved, self.unpack_saved) if keeps else nullcontext()
         with self._releasing_units(), hooks:
             yield
 
@@ -180,7 +180,8 @@ class GatheredPasses(StageHooks):
 
     # ---- tensors that autograd saves ---------------------------------------------------------------------------------
 
-    def _pack(self, tensor: Tensor) -> Tensor | ShardView:
+    def pack_saved(self, tensor: Tensor) -> Tensor | ShardView:
+        """Return a view's position in its unit in place of the view; other tensors as they are."""
         if tensor.layout is not torch.strided:
             return tensor
         # By address, since autograd saves views and aliases of parameters as new tensor objects.
@@ -194,7 +195,8 @@ class GatheredPasses(StageHooks):
                 return ShardView(flat, tensor.shape, tensor.stride(), offset)
         return tensor
 
-    def _unpack(self, kept: Tensor | ShardView) -> Tensor:
+    def unpack_saved(self, kept: Tensor | ShardView) -> Tensor:
+        """Return the tensor of what was packed, from its unit, which is gathered if it is not full."""
         if isinstance(kept, Tensor):
             return kept
         self._release_passed(kept.flat_buffer)

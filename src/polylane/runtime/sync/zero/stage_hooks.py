@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
@@ -36,6 +37,12 @@ class ShardedStageHooks(StageHooks):
 
     def forward(self) -> AbstractContextManager[None]:
         return self.gathers.forward()
+
+    def pack_saved(self, tensor: Tensor) -> Any:
+        return self.gathers.pack_saved(tensor)
+
+    def unpack_saved(self, kept: Any) -> Tensor:
+        return self.gathers.unpack_saved(kept)
 
     @contextmanager
     def backward(self) -> Iterator[None]:

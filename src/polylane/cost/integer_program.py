@@ -66,6 +66,19 @@ class IntegerProgram:
         self._bounds[0].append(lower)
         self._bounds[1].append(upper)
 
+    def count_rows(self) -> int:
+        """Return the number of constraints."""
+        return len(self._bounds[0])
+
+    def remove_rows(self, first: int) -> None:
+        """Remove the constraints from ``first`` on."""
+        rows = self._at[0]
+        while rows and rows[-1] >= first:
+            for each in self._at:
+                each.pop()
+        for bounds in self._bounds:
+            del bounds[first:]
+
     def solve(self, gap: float, more: Sequence[Term] = (), weight: float = 0.0) -> IntegerSolution:
         """Minimise the costs plus ``weight`` times the sum of ``more``.
 

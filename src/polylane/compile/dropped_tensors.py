@@ -1,0 +1,53 @@
+"""Dropped tensors of a plan: what the forward passes of every stage drop, to be recomputed in the backward passes."""
+
+from __future__ import annotations
+
+import torch
+
+from polylane.cost.memory.recompute_budget import dropped_on_stages
+from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
+from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
+from polylane.errors import PolylaneError
+from polylane.graph.partition import Partition
+from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
+from polylane.plan.plan import Plan
+from polylane.plan.recompute import NONE
+from polylane.sharding.stage_layouts import StageLayouts
+
+
+def find_dropped_tensors(
+    partition: Partition, plan: Plan, layouts: StageLayouts, in_float64: bool = False, trains: bool = True
+) -> tuple[DroppedTensors, ...]:
+    """Return what every stage drops: it follows from the graph and the plan alone, so that all workers find the same.
+
+    Args:
+        partition: the graph and its cuts into stages.
+        plan: the plan, with its ``recompute`` for all stages or each.
+        layouts: how the operators of every stage are sharded.
+        in_float64: whether a training in float32 is proven in float64: budgets hold twice the bytes.
+        trains: whether there are backward passes at all.
+
+    Raises:
+        PolylaneError: a budget that nothing meets.
+    """
+    graph = partition.graph
+    modes = [plan.recompute_of(stage) for stage in range(partition.stages)]
+    if not trains or (all(mode == NONE for mode in modes) and not graph.checkpoints):
+        return (NOTHING_DROPPED,) * partition.stages
+    # Replicas sum the statistics of batch normalization in its forward pass, which then cannot run a second time.
+    setting = BackendSetting(
+        graph.samples,
+        autocast=torch.bfloat16 if plan.precision == "bfloat16" else None,
+        sync_batch_norm=plan.data > 1,
+    )
+    whole, keeping = trace_saved_tensors(graph, setting), list[SavedTensors]()
+    for layout in (layouts[stage] for stage in range(partition.stages)):
+        if layout is None:
+            keeping.append(whole)
+        else:  # one rank's shards
+            calls, splits = layout.at(graph.samples)
+            keeping.append(saved_on_rank(graph, setting, calls, splits, layout.view.aliases))
+    try:
+        return dropped_on_stages(partition, modes, keeping, 2.0 if in_float64 else 1.0)
+    except PolylaneError as error:
+        raise PolylaneError(f"{plan.title}: {error}") from None

@@ -1,0 +1,234 @@
+"""The cheapest recomputation within a budget: which values of a stage to keep, by an integer program.
+
+As Checkmate (Jain et al., MLSys 2020) it asks of every value whether it is kept or computed again, with all that
+computing it again needs; as full recomputation it keeps what crosses between blocks, so that only one block at a time
+is recomputed, and what that needs does not add up.
+
+    a[n] = 1    node n runs again                        costs its seconds
+    k[v]        value v is kept                          costs its bytes
+    k[v] + a[maker of v] >= 1                            for v that is saved
+    k[v] + a[maker of v] >= a[n]                         for v that n reads
+    sum of bytes[v] k[v] + own[n] (1 - a[n]) <= budget   own: what n saves besides inputs and results
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from polylane.cost.integer_program import IntegerProgram, Term
+from polylane.cost.memory.recompute_choice import SavedValues, crossing_values, drop_by_mode
+from polylane.cost.memory.saved_tensors import Key, SavedTensors
+from polylane.errors import PolylaneError
+from polylane.graph.partition import Partition
+from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
+from polylane.plan.recompute import BUDGET, budget_bytes
+
+# A device as good as any to weigh operators against each other: the choice must not depend on the one that computes
+# it, since all workers and the simulator must find the same.
+FLOPS, BYTES = 1e13, 2e11
+OVERHEAD = 2e-6  # seconds of the smallest operator
+GAP = 1e-4
+
+
+@dataclass(frozen=True)
+class BudgetChoice:
+    """The solution for one stage.
+
+    Attributes:
+        dropped: what the stage drops.
+        kept_bytes: bytes that a microbatch holds between its passes on a rank, values that cross stages included.
+    """
+
+    dropped: DroppedTensors
+    kept_bytes: float
+
+
+class StageBudget:
+    """The integer program of one stage.
+
+    Args:
+        values: what the graph makes and saves on a rank.
+        nodes: names of the stage's nodes.
+        leaving: names of the nodes whose values other stages read.
+    """
+
+    def __init__(self, values: SavedValues, nodes: Collection[str], leaving: Collection[str]) -> None:
+        self._values, self._nodes = values, frozenset(nodes)
+        graph = values.graph
+        self._sent = {key for name in leaving for key in values.values_of.get(name, ())}
+        self._inside = {graph.positions[name] for name in nodes}
+        self._crossing = crossing_values(values)
+        self._program, self._again, self._kept = IntegerProgram(), dict[str, int](), dict[Key, int]()
+        self._bytes: list[Term] = []
+        self._constant = self._bytes_across() + values.fixed_own(self._nodes)
+        for position in sorted(self._inside):
+            self._add_node(graph.nodes[position].name)
+        for key, at in values.savers.items():
+            if key in values.makers and not self._inside.isdisjoint(at) and self._is_own(key):
+                self._require(key, 1.0, ())
+        for name, variable in self._again.items():
+            self._add_reads(name, variable)
+
+    def solve(self, budget: float) -> BudgetChoice | None:
+        """Return the cheapest choice whose bytes are within the budget; None if there is none."""
+        if self.kept_bytes(NOTHING_DROPPED) <= budget:
+            return BudgetChoice(NOTHING_DROPPED, self.kept_bytes(NOTHING_DROPPED))
+        rows = self._program.count_rows()
+        self._program.add_row(self._bytes, -math.inf, budget - self._constant)
+        found = self._program.solve(GAP)
+        self._program.remove_rows(rows)
+        return self._read(found.values) if found.values is not None and len(found.values) else None
+
+    def least(self) -> BudgetChoice:
+        """Return the choice that keeps the least."""
+        return self._read(self._program.solve(GAP, self._bytes, math.inf).values)
+
+    def seconds(self, dropped: DroppedTensors) -> float:
+        """Return the seconds of running again what is dropped, on the device that weighs operators."""
+        return sum(self._seconds(name) for name in dropped.again)
+
+    def kept_bytes(self, dropped: DroppedTensors) -> float:
+        """Return the bytes that a microbatch holds between its passes on a rank."""
+        values = self._values
+        held = {key for key, at in values.savers.items() if key in values.makers and not self._inside.isdisjoint(at)}
+        held |= {key for piece in values.pieces(dropped, self._nodes) for key in piece.read}
+        held = {key for key in held if self._is_own(key) and not self._is_dropped(key, dropped)}
+        own = sum(values.own[name] for name in self._nodes if name not in dropped.again)
+        return values.bytes(held) + own + values.fixed_own(self._nodes) + self._bytes_across()
+
+    # ---- the program -------------------------------------------------------------------------------------------------
+
+    def _is_own(self, key: Key) -> bool:
+        """Return whether a value is made by the stage, and does not leave it."""
+        return self._values.makers.get(key) in self._nodes and key not in self._sent
+
+    def _is_dropped(self, key: Key, dropped: DroppedTensors) -> bool:
+        return self._values.makers[key] in dropped.values and key not in self._values.fixed
+
+    def _bytes_across(self) -> float:
+        """Return the bytes of values that come from other stages or go there, which are held in any case."""
+        values = self._values
+        read = {
+            key
+            for name in self._nodes
+            for each in values.graph.nodes[values.graph.positions[name]].inputs
+            for key in values.values_of.get(each, ())
+        }
+        received = {key for key in read if key in values.makers and values.makers[key] not in self._nodes}
+        return values.bytes(received | self._sent)
+
+    def _can_drop(self, key: Key) -> bool:
+        """Return whether a value of the stage may be dropped; a node's results are all dropped, or none."""
+        values, maker = self._values, self._values.makers[key]
+        own = [each for each in values.values_of[maker] if values.makers.get(each) == maker]
+        outputs = {each for name in values.graph.outputs for each in values.values_of.get(name, ())}
+        staying = values.fixed | self._crossing | self._sent | outputs
+        return maker in self._again and staying.isdisjoint(own)
+
+    def _add_node(self, name: str) -> None:
+        if name not in self._values.repeatable:
+            return
+        self._again[name] = variable = self._program.add_variable(self._seconds(name), whole=True)
+        if own := self._values.own.get(name):
+            self._constant += own
+            self._bytes.append((variable, -own))
+
+    def _add_reads(self, name: str, variable: int) -> None:
+        values = self._values
+        inputs = values.graph.nodes[values.graph.positions[name]].inputs
+        for key in {key for each in inputs for key in values.values_of.get(each, ())}:
+            if key in values.makers and self._is_own(key) and values.makers[key] != name:
+                self._require(key, 0.0, [(variable, -1.0)])
+
+    def _require(self, key: Key, lower: float, more: Collection[Term]) -> None:
+        """Require that a value is kept or computed again: at all, or if a node runs again."""
+        if key not in self._kept:
+            self._kept[key] = self._program.add_variable()
+            self._bytes.append((self._kept[key], self._values.bytes([key])))
+        terms = [(self._kept[key], 1.0), *more]
+        if self._can_drop(key):
+            terms.append((self._again[self._values.makers[key]], 1.0))
+        self._program.add_row(terms, lower, math.inf)
+
+    def _seconds(self, name: str) -> float:
+        node = self._values.graph.nodes[self._values.graph.positions[name]]
+        touched = {key for each in (name, *node.inputs) for key in self._values.values_of.get(each, ())}
+        moved = self._values.bytes(key for key in touched if key in self._values.makers)
+        # A view runs no kernel.
+        makes = any(self._values.makers.get(key) == name for key in self._values.values_of.get(name, ()))
+        return node.flops / FLOPS + moved / BYTES + OVERHEAD if makes else OVERHEAD / 10
+
+    def _read(self, solution: object) -> BudgetChoice:
+        found = [float(x) for x in solution]  # type: ignore[attr-defined]
+        again = [name for name, variable in self._again.items() if found[variable] > 0.5]
+        makers = self._values.makers
+        # All else that a node makes which runs again is dropped: that is never dearer, whatever the program left open.
+        staying = [makers[key] for key in (*self._crossing, *self._sent) if key in makers]
+        chosen = self._values.drop(again, staying)
+        dropped = self._values.on_stage(chosen, self._nodes, [makers[key] for key in self._sent], is_best=True)
+        return BudgetChoice(dropped, self.kept_bytes(dropped))
+
+
+def dropped_on_stages(
+    partition: Partition, recompute: Sequence[str], keeping: Sequence[SavedTensors], scale: float = 1.0
+) -> tuple[DroppedTensors, ...]:
+    """Return what the forward passes of every stage drop.
+
+    Args:
+        partition: the graph and its cuts into stages.
+        recompute: of every stage, what it recomputes: "none", "selective", "full" or "budget:BYTES".
+        keeping: of every stage, what the graph's operators save on one of its ranks, at the samples of a microbatch.
+        scale: factor of budgets, where elements are wider than in the training that they were said for.
+
+    Raises:
+        PolylaneError: a budget that nothing meets; with the least that would do.
+    """
+    seen = dict[int, SavedValues]()
+    for each in keeping:
+        if id(each) not in seen:
+            seen[id(each)] = SavedValues(partition.graph, each)
+    return tuple(
+        drop_on_stage(seen[id(keeping[stage])], partition, stage, mode, scale) for stage, mode in enumerate(recompute)
+    )
+
+
+def format_least(size: float) -> str:
+    """Format bytes as a budget that holds them, rounded up."""
+    unit, factor = next(((unit, factor) for unit, factor in _UNITS if size >= factor), _UNITS[-1])
+    return f"{math.ceil(size / factor * 100) / 100:g}{unit}"
+
+
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0))
+
+
+def drop_on_stage(
+    values: SavedValues, partition: Partition, stage: int, mode: str, scale: float = 1.0
+) -> DroppedTensors:
+    """Return what the forward passes of one stage drop, at the samples of ``values``.
+
+    Args:
+        values: what the graph makes and saves on a rank of the stage.
+        partition, stage: the graph's cuts into stages, and the number of the stage.
+        mode: what the stage recomputes, as in a plan.
+        scale: factor of a budget, where elements are wider than in the training that it was said for.
+
+    Raises:
+        PolylaneError: a budget that nothing meets; with the least that would do.
+    """
+    nodes = {node.name for node in partition.nodes(stage)}
+    leaving = {crossing.value for crossing in partition.crossings if crossing.producer == stage}
+    budget = budget_bytes(mode)
+    if budget is None:
+        dropped = drop_by_mode(values, mode)
+        return values.on_stage(dropped, nodes, leaving) if dropped else dropped
+    program = StageBudget(values, nodes, leaving)
+    found = program.solve(budget * scale)
+    if found is None:
+        least = program.least().kept_bytes / scale
+        raise PolylaneError(
+            f"recompute: stage {stage} needs a budget of {format_least(least)} at least for what a microbatch keeps "
+            f"between its passes, and {mode.removeprefix(BUDGET)} is less: give it that, or use more microbatches"
+        )
+    return found.dropped

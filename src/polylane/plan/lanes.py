@@ -1,0 +1,29 @@
+"""Lanes of a plan: the passes of every group of workers in a step, in the order of its schedule."""
+
+from __future__ import annotations
+
+from polylane.errors import PolylaneError
+from polylane.plan.order import parse_order
+from polylane.plan.plan import Plan
+from polylane.schedule.schedules import FOUND, schedule_lanes
+from polylane.schedule.stage_graph import StageGraph
+from polylane.schedule.synchronous import Lanes
+
+
+def lanes_of(plan: Plan, graph: StageGraph) -> Lanes:
+    """Return the passes of every group of workers in a step, in order.
+
+    Of an asynchronous plan, whose passes never pause, it is those of as many batches as are under way at once.
+
+    Args:
+        plan: what runs, with the order of its passes where the schedule is ``auto``.
+        graph: which of the plan's stages feed which.
+
+    Raises:
+        PolylaneError: the plan's order has not been found yet.
+    """
+    if plan.schedule != FOUND:
+        return schedule_lanes(plan.schedule, graph, plan.microbatches, workers=plan.stage_groups)
+    if not plan.order:
+        raise PolylaneError(f"{plan.title}: schedule: auto has no order of passes yet: it is found for measured times")
+    return parse_order(plan.order)

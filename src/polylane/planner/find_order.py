@@ -1,0 +1,201 @@
+"""Order of passes of a plan with ``schedule: auto``: found for its times, messages and memory, judged by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from polylane.cost.network.collectives import message_seconds
+from polylane.cost.plan_cost import CostModel, PlanCost
+from polylane.cost.predict import predict
+from polylane.cost.weight_halves import weight_shares
+from polylane.errors import PolylaneError
+from polylane.graph.partition import Partition
+from polylane.placement.operator_view import view_operators
+from polylane.plan.order import format_order
+from polylane.plan.plan import Plan
+from polylane.schedule.problem import NoScheduleFits, ScheduleProblem
+from polylane.schedule.schedules import NAMES, schedule_lanes
+from polylane.schedule.search import find_schedule
+from polylane.schedule.stage_graph import StageGraph
+from polylane.schedule.synchronous import Lanes
+
+# What the search knows of memory is rounded: a bound that the simulation finds broken is lowered by this factor.
+LOWER, TRIES = 0.85, 4
+
+
+def find_order(found: CostModel, partition: Partition, plan: Plan, batch: int, memory: float | None = None) -> Plan:
+    """Return the plan with its order of passes, if its schedule is ``auto`` and has none yet.
+
+    Orders that are searched for, with backward passes whole and in halves, and those of the named schedules that stages
+    on these workers can have, are simulated; the fastest one that fits into the memory is taken.
+
+    Args:
+        found: prices of the training on its cluster.
+        partition: the graph, cut into the plan's stages.
+        plan: the plan to be completed.
+        batch: samples of a step, over all replicas.
+        memory: bytes that a worker may hold; None: what its device has.
+
+    Raises:
+        PolylaneError: no order fits into the memory; it says what the one that needs least would take.
+    """
+    if plan.schedule != "auto" or plan.order:
+        return plan
+    best: tuple[float, Plan] | None = None
+    least: tuple[float, int] | None = None
+    for lanes in _candidates(found, partition, plan, batch, memory):
+        own = plan.model_copy(update={"order": format_order(lanes)})
+        if own.splits_backward and plan.sync.shard == "parameters":
+            continue  # weights are released between the halves
+        prediction = predict(found, partition, own, batch)
+        over = max(
+            (stage.memory.total - limit, group)
+            for group, (stage, limit) in enumerate(zip(prediction.stages, _limits(found, plan, memory), strict=True))
+        )
+        if over[0] <= 0 and (best is None or prediction.seconds < best[0]):
+            best = prediction.seconds, own
+        least = over if least is None or over < least else least
+    if best is None:
+        assert least is not None, "named schedules are among the candidates"
+        raise PolylaneError(
+            f"{plan.title}: schedule: auto: no order of passes fits into the memory of the workers of stage "
+            f"{plan.first_chunks[least[1]]}: the least would take {least[0] / 2**30:.2f} GiB more than there are"
+        )
+    return best[1]
+
+
+def find_measured_order(partition: Partition, plan: Plan, seconds: Sequence[tuple[float, float]]) -> Plan:
+    """Return the plan with its order of passes, found for measured times alone: where no cluster is described.
+
+    Messages are taken to be free, and no worker holds more microbatches than under 1F1B.
+
+    Args:
+        partition: the graph, cut into the plan's stages.
+        plan: the plan to be completed; as it is if its schedule is another one, or its order is there.
+        seconds: (forward, backward) of every node of the graph.
+    """
+    if plan.schedule != "auto" or plan.order:
+        return plan
+    graph, nodes = StageGraph.of_partition(partition), partition.graph
+    shares = weight_shares(nodes, view_operators(nodes, nodes.samples, 1), {})
+    forward, input_, weight = (np.zeros(plan.pipeline) for _ in range(3))
+    for position, ((there, back), share) in enumerate(zip(seconds, shares, strict=True)):
+        stage = partition.stage_of[nodes.nodes[position].name]
+        forward[stage] += there
+        input_[stage] += back * (1 - share)
+        weight[stage] += back * share
+    chunks, groups = len(plan.first_chunks), plan.stage_groups
+    # 1F1B holds as many microbatches as there are groups behind a worker, of each of its stages.
+    bounds = [float(groups.count(group) * chunks) for group in range(chunks)]
+    found = [
+        find_schedule(
+            ScheduleProblem(
+                graph=graph,
+                workers=groups,
+                microbatches=plan.microbatches,
+                forward=tuple(forward),
+                input_gradient=tuple(input_ if split else input_ + weight),
+                weight_gradient=tuple(weight) if split else (0.0,) * plan.pipeline,
+                memory=tuple(bounds),
+                split=split,
+            )
+        )
+        for split in ((True, False) if plan.sync.shard != "parameters" else (False,))
+    ]
+    # Halves cost a little more than the whole: they must be worth it.
+    best = min(found, key=lambda each: each.makespan * (1.02 if each is found[0] and len(found) > 1 else 1.0))
+    return plan.model_copy(update={"order": format_order(best.lanes)})
+
+
+def _limits(found: CostModel, plan: Plan, memory: float | None) -> list[float]:
+    """Return the bytes that a worker of each group may hold."""
+    groups = (plan.stages[first].devices for first in plan.first_chunks)
+    own = [min(device.memory for device in found.cluster.devices(ranks)) for ranks in groups]
+    return [limit if memory is None else min(limit, memory) for limit in own]
+
+
+def _candidates(
+    found: CostModel, partition: Partition, plan: Plan, batch: int, memory: float | None
+) -> Iterator[Lanes]:
+    """Yield orders of passes, those of named schedules first."""
+    graph = StageGraph.of_partition(partition)
+    named = [lanes for name in NAMES if (lanes := _lanes_or_none(name, graph, plan)) is not None]
+    yield from named
+    # Memory beside activations is that of any order.
+    first = named[0] if named else find_schedule(_plain_problem(graph, plan)).lanes
+    scene = PlanCost(found, partition, plan.model_copy(update={"order": format_order(first)}), batch)
+    for split in (True, False):
+        bounds = [
+            limit - (total := scene.predict_stage(stage).memory).total + total.activations
+            for stage, limit in zip(plan.first_chunks, _limits(found, plan, memory), strict=True)
+        ]
+        for _ in range(TRIES):
+            try:
+                lanes = find_schedule(build_problem(scene, graph, bounds, split)).lanes
+            except NoScheduleFits:
+                break
+            yield lanes
+            bounds = [bound * LOWER for bound in bounds]
+
+
+def _lanes_or_none(name: str, graph: StageGraph, plan: Plan) -> Lanes | None:
+    """Return the lanes of a named schedule; None where it has other stages on its workers."""
+    try:
+        return schedule_lanes(name, graph, plan.microbatches, plan.stage_groups)
+    except ValueError:
+        return None
+
+
+def _plain_problem(graph: StageGraph, plan: Plan) -> ScheduleProblem:
+    """Return the scheduling problem of equal stages without messages."""
+    one = (1.0,) * plan.pipeline
+    return ScheduleProblem(
+        graph=graph,
+        workers=plan.stage_groups,
+        microbatches=plan.microbatches,
+        forward=one,
+        input_gradient=one,
+        weight_gradient=one,
+    )
+
+
+def build_problem(scene: PlanCost, graph: StageGraph, bounds: Sequence[float], split: bool) -> ScheduleProblem:
+    """Return the scheduling problem of a plan's stages.
+
+    Args:
+        scene: prices of the plan's stages.
+        graph: which stages feed which.
+        bounds: bytes of activations that each group of workers may hold; empty: no bound.
+        split: whether the halves of a backward pass may be apart.
+    """
+    plan, overhead, stages = scene.plan, scene.basis.host_overhead, range(scene.plan.pipeline)
+    costs = [scene.pass_costs(stage) for stage in stages]
+    forward = tuple(own.forward + own.waits + shard.waits + overhead for own, shard in costs)
+    if split:
+        input_ = tuple(own.backward_input + own.backward_waits + overhead for own, _ in costs)
+        weight = tuple(own.backward_weight + shard.backward_waits + overhead for own, shard in costs)
+    else:
+        input_ = tuple(own.backward + own.backward_waits + shard.backward_waits + overhead for own, shard in costs)
+        weight = (0.0,) * len(costs)
+    hop = dict[tuple[int, int], float]()
+    for crossing in scene.partition.crossings:
+        start = crossing.producer
+        size = scene.sharded_graph(start).busiest_value_bytes(crossing.value, scene.local_samples(start))
+        for end in crossing.consumers:
+            ends = plan.stages[start].devices[0], plan.stages[end].devices[0]
+            seconds = message_seconds(scene.basis.cluster, size, *ends, len(plan.stages[end].devices))
+            hop[start, end] = hop.get((start, end), 0.0) + seconds
+    return ScheduleProblem(
+        graph=graph,
+        workers=plan.stage_groups,
+        microbatches=plan.microbatches,
+        forward=forward,
+        input_gradient=input_,
+        weight_gradient=weight,
+        hop=hop,
+        activation_bytes=tuple(float(scene.microbatch_memory(stage).live_bytes) for stage in stages),
+        memory=tuple(bounds),
+        split=split,
+    )

@@ -1,0 +1,46 @@
+"""Orders that are found for a plan: never later than a named schedule by the simulation, and within the memory."""
+
+from __future__ import annotations
+
+import pytest
+
+import jobs
+from polylane.cost.predict import predict
+from polylane.errors import PolylaneError
+from polylane.plan.order import parse_order
+from polylane.plan.spec import parse
+from polylane.planner.find_order import find_measured_order, find_order
+from polylane.planner.problem import fit_plan
+from polylane.schedule.live import peak_live
+
+NAMED = ("naive", "afab", "1f1b", "zb-h1", "zb-h2")
+
+
+@pytest.mark.parametrize("microbatches", [4, 8])
+def test_it_is_never_later_than_a_named_schedule(microbatches: int) -> None:
+    basis = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
+    line = f"pipeline=4,microbatches={microbatches}"
+    named = {name: predict(basis, *fit_plan(basis, parse(f"{line},schedule={name}"), 64), 64).seconds for name in NAMED}
+    partition, plan = fit_plan(basis, parse(f"{line},schedule=auto"), 64)
+    found = find_order(basis, partition, plan, 64)
+    assert predict(basis, partition, found, 64).seconds <= min(named.values()) * (1 + 1e-12)
+    assert find_order(basis, partition, found, 64) is found, "an order that is there is kept"
+
+
+def test_it_keeps_within_the_memory() -> None:
+    basis = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
+    partition, plan = fit_plan(basis, parse("pipeline=4,microbatches=8,schedule=auto"), 4096)
+    whole = predict(basis, *fit_plan(basis, parse("pipeline=4,microbatches=8"), 4096), 4096)
+    bound = max(stage.memory.total for stage in whole.stages)
+    found = find_order(basis, partition, plan, 4096, memory=bound)
+    assert max(stage.memory.total for stage in predict(basis, partition, found, 4096).stages) <= bound
+    with pytest.raises(PolylaneError, match=r"no order of passes fits .* the least would take .* GiB more"):
+        find_order(basis, partition, plan, 4096, memory=bound / 100)
+
+
+def test_measured_times_alone_keep_to_the_memory_of_1f1b() -> None:
+    graph = jobs.blocks(8, 256)
+    basis = jobs.basis(graph, "4:a100-80g")
+    partition, plan = fit_plan(basis, parse("pipeline=4,microbatches=8,schedule=auto"), 64)
+    found = find_measured_order(partition, plan, [(1.0, 2.0)] * len(graph.nodes))
+    assert max(peak_live(parse_order(found.order))) <= 4
