@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,8 @@ from polylane.runtime.workers.world import World
 class Task:
     """A model with one batch, the same for every contender.
 
-    ``halves`` cuts a copy of the model in two by hand, as torch.distributed.pipelining needs it.
+    ``units`` takes a copy of the model to pieces by hand, which run one after the other: torch.distributed.pipelining
+    and others need modules that are the stages.
     """
 
     name: str
@@ -33,7 +34,7 @@ class Task:
     loss: Callable[[nn.Module, Any], Tensor]
     output_loss: Callable[[Tensor, Tensor], Tensor]
     batch: tuple[Tensor, Tensor]
-    halves: Callable[[nn.Module], tuple[nn.Module, nn.Module]]
+    units: Callable[[nn.Module], list[nn.Module]]
 
 
 def optimizer(parameters: Any) -> torch.optim.Optimizer:
@@ -84,7 +85,9 @@ def pipelining(task: Task, kind: type[ScheduleGPipe] | type[Schedule1F1B], micro
     """torch.distributed.pipelining on two workers, cut by hand in the middle."""
 
     def setup(rank: int) -> Callable[[], None]:
-        module = task.halves(copy.deepcopy(task.model))[rank]
+        units = task.units(copy.deepcopy(task.model))
+        half = (len(units) + 1) // 2
+        module = nn.Sequential(*(units[half:] if rank else units[:half]))
         stage = PipelineStage(module, rank, 2, torch.device("cpu"))
         schedule = kind(stage, microbatches, loss_fn=task.output_loss)
         steps = optimizer(module.named_parameters())
@@ -119,6 +122,40 @@ def polylane(task: Task, plan: str, workers: int) -> Contender:
     return Contender(f"polylane {plan}", workers, setup)
 
 
+class _Embedding(nn.Module):
+    """What the GPT does before its blocks, without dropout."""
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.token, self.position = whole.token, whole.position
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        return found
+
+
+class _AttentionHalf(nn.Module):
+    """The first half of a block, without dropout."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.norm, self.attention = block.norm1, block.attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))
+
+
+class _MlpHalf(nn.Module):
+    """The second half of a block, without dropout."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.norm, self.mlp = block.norm2, block.mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
 def gpt(samples: int = 16) -> Task:
     """The 6-layer GPT of examples/gpt.py: hidden 256, 8 heads, sequence 128."""
     from polylane.recipe import load
@@ -128,25 +165,26 @@ def gpt(samples: int = 16) -> Task:
     model = recipe.model()
     batch = torch.utils.data.default_collate([recipe.data("train")[i] for i in range(samples)])
 
-    class First(nn.Module):
-        def __init__(self, whole: Any) -> None:
-            super().__init__()
-            self.token, self.position, self.blocks = whole.token, whole.position, whole.blocks[:3]
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
-            for block in self.blocks:
-                x = block(x)
-            return x
-
-    def halves(whole: Any) -> tuple[nn.Module, nn.Module]:
-        return First(whole), nn.Sequential(*whole.blocks[3:], whole.norm, whole.head)
+    def units(whole: Any) -> list[nn.Module]:
+        halves = [half for block in whole.blocks for half in (_AttentionHalf(block), _MlpHalf(block))]
+        return [_Embedding(whole), *halves, nn.Sequential(whole.norm, whole.head)]
 
     def output_loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     name = f"GPT, 6 layers, hidden 256, sequence 128, batch {samples}"
-    return Task(name, model, recipe.loss, output_loss, batch, halves)
+    return Task(name, model, recipe.loss, output_loss, batch, units)
+
+
+def untie(task: Task) -> Task:
+    """Return the task with a copy of its model in which no two modules share a parameter: some cannot train that."""
+    model, seen = copy.deepcopy(task.model), set[int]()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in seen:
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+            seen.add(id(parameter))
+    return replace(task, model=model)
 
 
 def mlp(width: int = 1024, samples: int = 128) -> Task:
@@ -160,7 +198,7 @@ def mlp(width: int = 1024, samples: int = 128) -> Task:
         return F.mse_loss(model(batch[0]), batch[1])
 
     name = f"MLP, 10 layers of {width}, batch {samples}"
-    return Task(name, model, loss, F.mse_loss, batch, lambda m: (m[:10], m[10:]))
+    return Task(name, model, loss, F.mse_loss, batch, list)
 
 
 TASKS: dict[str, Callable[[], Task]] = {"gpt": gpt, "mlp": mlp, "tiny": lambda: mlp(16, 8)}

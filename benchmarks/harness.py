@@ -44,6 +44,7 @@ class Contender:
         workers: processes it takes.
         setup: see :data:`Setup`; runs in each of them, inside a gloo process group when there are several.
         threads: intra-op threads of each.
+        answers: what the last step of the last turn returned, by rank.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Contender:
     processes: list[Any] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     extra: list[Any] = field(default_factory=list)
+    answers: list[Any] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -133,6 +135,7 @@ def turn(contender: Contender, steps: int, lead: int = 0) -> float:
         pipe.send((lead, steps))
     answers = [pipe.recv() for pipe in contender.pipes]
     contender.extra.append(answers[0][1])
+    contender.answers = [answer for _, answer in answers]
     return max(seconds for seconds, _ in answers)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks import published_rows as rows
+from benchmarks import published_zero_bubble as zero_bubble
 from benchmarks.published_costs import predicted
 from benchmarks.published_gpipe import speedup
 from benchmarks.published_scores import Case, mean, mean_error, percentile, problems, rank_correlation, regret
@@ -45,20 +46,40 @@ def _known(path: Path) -> bool:
     return True
 
 
-def compared(found: Sequence[rows.Row | rows.Speedup]) -> list[Case]:
+def compared(found: Sequence[rows.AnyRow]) -> list[Case]:
     """Every row beside its prediction."""
-    return [_case(row) for row in found]
+    told = slowdowns(found)
+    return [_case(row, told) for row in found]
 
 
-def _case(row: rows.Row | rows.Speedup) -> Case:
+def _case(row: rows.AnyRow, told: Mapping[zero_bubble.Gpt, float]) -> Case:
     if isinstance(row, rows.Speedup):
         return Case(row.name, row.speedup, speedup(row.run), unit="x")
+    if isinstance(row, rows.Throughput):
+        expected = zero_bubble.prediction(row.run).seconds * told.get(row.run.model, 1.0)
+        return Case(row.name, row.seconds, expected, row.problem, told=row.run.schedule == zero_bubble.TOLD)
     return Case(row.name, row.seconds, predicted(row), row.problem)
+
+
+def slowdowns(found: Sequence[rows.AnyRow]) -> dict[zero_bubble.Gpt, float]:
+    """By model, measured over predicted seconds of its rows of 1F1B: how fast the devices were with its products."""
+    ratios: dict[zero_bubble.Gpt, list[float]] = {}
+    for row in found:
+        if isinstance(row, rows.Throughput) and row.run.schedule == zero_bubble.TOLD:
+            ratios.setdefault(row.run.model, []).append(row.seconds / zero_bubble.prediction(row.run).seconds)
+    return {model: mean(each) for model, each in ratios.items()}
+
+
+def memories(found: Sequence[rows.AnyRow]) -> list[Case]:
+    """Memory of rows that say it, beside its prediction, in GB."""
+    told = [row for row in found if isinstance(row, rows.Throughput)]
+    return [Case(row.name, row.memory / 1e9, zero_bubble.memory(row.run) / 1e9, unit="GB") for row in told]
 
 
 def summary(cases: Sequence[Case]) -> str:
     """Errors, and where plans compete, how well the predictions choose."""
-    text = f"{len(cases)} rows, error {mean_error(cases):.1%}, mean {mean([c.error for c in cases]):+.1%}"
+    own = [case for case in cases if not case.told]
+    text = f"{len(own)} rows, error {mean_error(own):.1%}, mean {mean([c.error for c in own]):+.1%}"
     each = problems(cases)
     if not each:
         return text
@@ -72,7 +93,7 @@ def summary(cases: Sequence[Case]) -> str:
 
 def worst(cases: Sequence[Case]) -> list[str]:
     """Lines of the rows with the largest errors."""
-    ordered = sorted(cases, key=lambda case: -abs(case.error))[:WORST]
+    ordered = sorted((case for case in cases if not case.told), key=lambda case: -abs(case.error))[:WORST]
     return [
         f"  {c.error:+7.1%}  measured {c.measured:9.3f} {c.unit}  predicted {c.predicted:9.3f} {c.unit}  {c.name}"
         for c in ordered
@@ -87,6 +108,9 @@ def run(paths: Sequence[Path]) -> None:
         cases = compared(found)
         print(f"{path.name}: {summary(cases)}; {time.perf_counter() - started:.0f} s")
         print("\n".join(worst(cases)), flush=True)
+        if held := memories(found):
+            print(f"{path.name}, memory: {summary(held)}")
+            print("\n".join(worst(held)), flush=True)
         for row, case in zip(found, cases, strict=True):
             kinds.setdefault(row.kind, []).append(case)
     if len(paths) > 1:

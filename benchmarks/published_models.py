@@ -74,13 +74,14 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embeddings, blocks and a head tied to the embeddings.
+    """Embeddings, blocks and a head, tied to the embeddings or not.
 
     Args:
         vocab, length, hidden, ffn, heads, layers: sizes.
         fused: whether attention is one operator.
         steps: whether scores are scaled, masked and converted by operators of their own, where it is not.
         dropout: of scores, of what blocks add, and of the embeddings.
+        tied: whether the head has the weights of the embeddings.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Decoder(nn.Module):
         fused: bool,
         dropout: float,
         steps: bool = False,
+        tied: bool = True,
     ) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocab, hidden), nn.Embedding(length, hidden)
@@ -109,7 +111,8 @@ class Decoder(nn.Module):
         )
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, vocab, bias=False)
-        self.head.weight = self.token.weight
+        if tied:
+            self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(samples, length) -> logits (samples, length, vocab)."""

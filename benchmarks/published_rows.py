@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.published_gpipe import Experiment, experiment
+from benchmarks.published_zero_bubble import MODELS, SCHEDULES, PipelineRun
 from polylane.cost.operators.training_options import Recompute, TrainingOptions
 from polylane.cost.state_sharding import Sharding
 from polylane.errors import PolylaneError
@@ -98,6 +99,28 @@ class Speedup:
     speedup: float
 
 
+@dataclass(frozen=True)
+class Throughput:
+    """One measurement of a GPT model in a pipeline.
+
+    Attributes:
+        kind: of its file.
+        name: for reports.
+        run: what was trained, and how.
+        seconds: of a step, as measured.
+        memory: bytes of the worker that has most, as measured.
+        problem: what is equal for schedules that compete.
+    """
+
+    kind: str
+    name: str
+    run: PipelineRun
+    seconds: float
+    memory: float
+    problem: Hashable
+
+
+AnyRow = Row | Speedup | Throughput
 Record = Mapping[str, str]
 _Name = TypeVar("_Name", bound=str)
 
@@ -112,7 +135,7 @@ class Kind:
     """
 
     columns: tuple[str, ...]
-    row: Callable[[Record], Row | Speedup]
+    row: Callable[[Record], AnyRow]
 
 
 def gpt_plan(r: Record) -> Row:
@@ -210,6 +233,20 @@ def gpipe(r: Record) -> Speedup:
     )
 
 
+def zero_bubble(r: Record) -> Throughput:
+    """Schedules of one model; the seconds follow from the samples per device and second."""
+    model, schedule = named({name: name for name in MODELS}, r, "model"), named(SCHEDULES, r, "schedule")
+    run = PipelineRun(MODELS[model], count(r, "stages"), count(r, "microbatches"), schedule)
+    return Throughput(
+        kind="zero_bubble",
+        name=f"{model} on {run.stages}, {run.microbatches} microbatches: {r['schedule']} as {schedule}",
+        run=run,
+        seconds=run.batch / run.stages / figure(r, "samples_per_gpu_per_second"),
+        memory=figure(r, "memory_gb") * 1e9,
+        problem=(model, run.stages, run.microbatches),
+    )
+
+
 _SIZES = ("layers", "hidden", "heads", "seq_len", "vocab", "gpu", "gpus", "gpus_per_node", "global_batch", "recompute")
 _DEGREES = ("data", "tensor", "pipeline")
 KINDS = {
@@ -228,6 +265,9 @@ KINDS = {
         megatron,
     ),
     "gpipe": Kind(("stages", "microbatches", "torchgpipe_speedup"), gpipe),
+    "zero_bubble": Kind(
+        ("model", "stages", "microbatches", "schedule", "samples_per_gpu_per_second", "memory_gb"), zero_bubble
+    ),
 }
 
 
@@ -282,7 +322,7 @@ def kind_of(columns: Collection[str]) -> str:
     return closest
 
 
-def read(path: Path) -> list[Row | Speedup]:
+def read(path: Path) -> list[AnyRow]:
     """The rows of a file.
 
     Raises:
@@ -299,7 +339,7 @@ def read(path: Path) -> list[Row | Speedup]:
         raise PolylaneError(f"{path}: {error}") from None
 
 
-def _row(kind: Kind, record: Record, line: int) -> Row | Speedup:
+def _row(kind: Kind, record: Record, line: int) -> AnyRow:
     try:
         return kind.row(record)
     except PolylaneError as error:

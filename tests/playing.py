@@ -47,7 +47,10 @@ def scheduled(
 
     def tasks_of(action: Action) -> Iterator[Task]:
         stage, microbatch, last = action.stage, action.microbatch, len(lanes) - 1
-        back = action.kind is ActionKind.BACKWARD
+        if action.kind is ActionKind.BACKWARD_WEIGHT:  # no other stage waits for it
+            yield Task(action, ticks[action.kind])
+            return
+        back = action.kind is not ActionKind.FORWARD
         source, target = (stage + 1, stage - 1) if back else (stage - 1, stage + 1)
         if 0 <= source <= last:
             yield Task(Action(ActionKind.RECEIVE, stage, microbatch, "", source, back), key=(source, stage, microbatch))

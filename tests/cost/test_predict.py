@@ -48,6 +48,14 @@ def test_a_pipeline_takes_what_its_schedule_takes_and_its_messages(schedule: str
     assert theory <= found.seconds <= theory + update + sum(messages)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2"])
+def test_all_of_the_lanes_time_is_told_where_steps_overlap(schedule: str) -> None:
+    found = predicted(f"pipeline=4,schedule={schedule},microbatches=8")
+    assert found.utilization + found.bubble + found.exposed_communication == pytest.approx(1)
+    assert found.seconds == found.timeline.makespan() - found.overlap
+    assert (found.overlap > 0) == (schedule == "zb-h2")
+
+
 def test_replicas_take_a_pass_the_rest_of_the_reductions_and_the_update() -> None:
     hidden, exposed = predicted("data=8"), predicted("data=8", overlap=False)
     assert hidden.seconds < exposed.seconds

@@ -799,7 +799,7 @@ COUNTS = [
 
 SCHEDULED = [
     Mutant(
-        "receives-in-program-order", "a worker with several stages receives messages in the order in which it needs them",
+        "receives-in-program-order", "a worker with several stages receives messages in the order of its needs",
         "program.lower:lower", "order_receives(programs)", "programs",
         "tests/properties/test_program_laws.py", unseen="the deadlock check refuses it",
     ),

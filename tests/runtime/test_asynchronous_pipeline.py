@@ -20,6 +20,8 @@ WIDTHS = (6, 8, 8, 8, 4)
 def step_all(job: Job) -> dict[str, Any]:
     results = [job.step(batch) for batch in BATCHES]
     state = job.state_dict()
+    begins = [(span.rank, span.start) for span in job.timeline(steps=4).spans]
+    assert len(set(begins)) == len(begins), "what a worker does is measured once"
     pipeline = job._role._binding.pipeline
     stages = {name: stages[0] for name, stages in job._role._holding.owning_stages.items()}
     return {

@@ -170,6 +170,7 @@ def summary(graph: Graph, cluster: Cluster, prediction: Prediction, method: Trai
         "batch": prediction.batch,
         "method": {**asdict(method), "shard": plan.sync.shard},
         "step_seconds": step,
+        "overlap_seconds": prediction.overlap,
         "samples_per_second": prediction.samples_per_second,
         "model_flops": flops,
         "flops_per_second_per_device": each,
@@ -293,6 +294,9 @@ def print_prediction(found: dict[str, Any]) -> None:
         f"{found['mfu']:.1%} of the peak; workers compute {found['utilization']:.1%} of the time, wait in the pipeline "
         f"{found['bubble']:.1%}, for messages {found['exposed_communication']:.1%}."
     )
+    if found["overlap_seconds"]:
+        early = printing.format_duration(found["overlap_seconds"])
+        screen.print(f"Each step begins {early} before the last worker is done with the one before it.")
     if found.get("apart"):
         screen.print(f"Replicas are up to {printing.format_plural(found['apart'], 'step')} apart.")
     for row in found["bytes"]:

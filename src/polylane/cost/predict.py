@@ -8,6 +8,7 @@ from functools import cached_property
 
 from polylane.cost.parameter_servers import ServerCosts
 from polylane.cost.plan_cost import CostModel, PlanCost, StagePrediction
+from polylane.cost.simulator.consecutive_steps import overlap_seconds
 from polylane.cost.simulator.server_queue import ServedSteps
 from polylane.cost.simulator.simulate import simulate_tasks
 from polylane.cost.task_lanes import TaskBuilder
@@ -41,6 +42,7 @@ class Prediction:
         period: steps between two averagings over replicas (local SGD); ``timeline`` is the step that ends with one.
         local_step_timeline: timeline of the steps without averaging; None if all steps are equal.
         served: how replicas advance that synchronize through parameter servers, over many steps; else None.
+        overlap: seconds by which a step begins before the last worker is done with the one before it.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class Prediction:
     period: int = 1
     local_step_timeline: Timeline | None = None
     served: ServedSteps | None = None
+    overlap: float = 0.0
 
     def mean_over_period(self, of: Callable[[Timeline], float]) -> float:
         """Return the mean over a period of a figure of a step's timeline."""
@@ -60,8 +63,8 @@ class Prediction:
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a step, on average over a period; with servers, over many steps of all replicas."""
-        return self.served.seconds if self.served is not None else self.mean_over_period(Timeline.makespan)
+        """Seconds of a step, on average over a period and over steps that overlap; with servers, of all replicas."""
+        return self.served.seconds if self.served else self.mean_over_period(Timeline.makespan) - self.overlap
 
     @cached_property
     def utilization(self) -> float:
@@ -79,7 +82,8 @@ class Prediction:
     @property
     def bubble(self) -> float:
         """Fraction (0 to 1) of the lanes' time in which nothing happens: the pipeline bubble."""
-        return self._share_of_lane_time(lambda timeline: sum(timeline.idle()))
+        # Steps that overlap do so where lanes would idle.
+        return self._share_of_lane_time(lambda timeline: sum(timeline.idle()) - len(self.lanes) * self.overlap)
 
     @property
     def exposed_communication(self) -> float:
@@ -137,12 +141,16 @@ def predict(
         timeline, between = simulate_tasks([[*a, *b] for a, b in zip(tasks, sums, strict=True)], hosts), timeline
     if plan.is_asynchronous:
         timeline = _cut_steady_step(timeline, plan.microbatches)
+    # One step behind the other: those without averaging, sums at servers or batches of several steps in each.
+    overlap = 0.0
+    if plan.pipeline > 1 and not (alone or served or plan.is_asynchronous):
+        overlap = overlap_seconds(tasks, timeline, hosts)
     steps = None
     if served:
         found = ServerCosts(scene).advance(timeline, lanes)
         timeline, steps = found.timeline, found.steps
     stages = tuple(scene.predict_stage(first) for first in plan.first_chunks)
-    return Prediction(plan, timeline, stages, batch, lanes, plan.sync.every if alone else 1, between, steps)
+    return Prediction(plan, timeline, stages, batch, lanes, plan.sync.every if alone else 1, between, steps, overlap)
 
 
 def _cut_steady_step(timeline: Timeline, microbatches: int) -> Timeline:

@@ -306,35 +306,6 @@ def _check_meshes(plan: Plan) -> None:
     check_axes([stage.placements for stage in plan.stages], [plan.axes_of(s) for s in range(plan.pipeline)], plan.title)
 
 
-<<<<<<< HEAD
-=======
-def _check_devices(plan: Plan) -> None:
-    """Refuse ranks that are named twice, or that are not all of 0 to the number of workers."""
-    seen: dict[int, int] = {}
-    for index, stage in enumerate(plan.stages):
-        first = plan.first_chunk(index)
-        alike = first != index and stage.devices == plan.stages[first].devices and plan.have_same_mesh(first, index)
-        if alike and plan.schedule in WITH_CHUNKS:
-            continue  # a further chunk of the same workers
-        for device in stage.devices:
-            if device in seen:
-                where = f"stages.{index}.devices names {device} twice"
-                if seen[device] != index:
-                    where = f"device {device} is on stages {seen[device]} and {index}"
-                chunks = "; stages that share workers have the same devices, in the same order, and the same mesh"
-                more = chunks * (plan.schedule in WITH_CHUNKS)
-                raise PolylaneError(f"{plan.title}: {where}: every worker has one place{more}")
-            seen[device] = index
-    # All different, so they are 0 to most if and only if none of these is missing.
-    most = len(seen) - 1
-    missing = next((device for device in range(len(seen)) if device not in seen), None)
-    if missing is not None:
-        other = next(device for device in seen if not 0 <= device <= most)
-        wrong = f"{other} is there, but {missing} is not"
-        raise PolylaneError(f"{plan.title}: devices must be numbered from 0 to {most}: {wrong}")
-
-
->>>>>>> w/recomp
 def _check_chunks(plan: Plan) -> None:
     """Refuse stages on other workers than the schedule gives them to."""
     if plan.order and plan.schedule != FOUND:

@@ -88,7 +88,7 @@ def step_shares(prediction: Prediction) -> tuple[StepShare, ...]:
         ISSUING: issuing,
         "collectives of split operators": waits,
         "gradients and messages that nothing hides": exposed,
-        "waiting for other stages": timeline.idle()[lane],
+        "waiting for other stages": max(0.0, timeline.idle()[lane] - prediction.overlap),
         "the optimizer": own.update_seconds,
     }
     return tuple(

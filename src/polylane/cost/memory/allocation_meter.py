@@ -16,8 +16,7 @@ class AllocationMeter(TorchDispatchMode):
 
     A storage counts once, however many tensors view it; fake tensors count as if they had data. A kernel's own
     workspace that it never returns is not seen. Under a dispatch mode autograd accumulates gradients in new memory,
-    where
-    otherwise it does so in place.
+    where otherwise it does so in place.
 
     Attributes:
         current_bytes: bytes of all counted storages that are alive.
@@ -43,8 +42,11 @@ class AllocationMeter(TorchDispatchMode):
         return result
 
     def ignore_tensors(self, tensors: Iterable[Tensor]) -> None:
-        """Exclude the storages of these tensors."""
+        """Exclude the storages of these tensors, from now on if they were counted."""
         for tensor in tensors:
+            if (counted := self._alive.pop(storage_id(tensor), None)) is not None:
+                self.current_bytes -= counted[1]
+                self._count -= counted[1] > 0
             self._watch(tensor, 0)
 
     def add(self, tensor: Tensor) -> None:

@@ -129,8 +129,8 @@ class AsynchronousExecutor(Executor):
             own = self.pipeline.batches.get(number - action.steps_back)
             if own is not None and runs(action, own.state.tables):
                 own.executor._run_of(own, action, number - action.steps_back)
-                spans += own.state.spans
-                own.state.spans = []
+                # Taken out again: the state of an earlier step's batch holds what was measured in that step.
+                spans.append(own.state.spans.pop())
 
     def _run_of(self, own: _BatchUnderWay, action: Action, number: int) -> None:
         """Run one action of a batch, by its number."""
