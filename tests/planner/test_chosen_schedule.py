@@ -51,7 +51,7 @@ def best_of(line: str, **given: object) -> RankedPlan:
 
 
 def played(option: ScheduleOption, stages: int, microbatches: int, times: tuple[float, float, float]) -> float:
-    """Ticks of a schedule of equal stages, whose messages take no time."""
+    """Ticks from one step to the next under a schedule of equal stages, whose messages take no time."""
     name, chunks = option
     forward, first, second = ((each / chunks,) * stages * chunks for each in times)
     workers, graph = assign_stages(name, stages, chunks), StageGraph.chain(stages * chunks)
@@ -64,10 +64,11 @@ def played(option: ScheduleOption, stages: int, microbatches: int, times: tuple[
         weight_gradient=second,
         split=splits_backward(name),
     )
-    lanes = schedule_lanes(name, graph, microbatches, workers)
-    found = play_orders(problem, lanes_to_orders(problem, lanes))
+    orders = lanes_to_orders(problem, schedule_lanes(name, graph, microbatches, workers))
+    found = play_orders(problem, orders)
     assert found is not None
-    return found.makespan
+    # A worker that ends early begins the next step early: the longest that one is busy with a step is its period.
+    return max(found.heads[o[-1]] + problem.seconds[o[-1]] - found.heads[o[0]] for o in orders)
 
 
 @pytest.mark.parametrize("option", [("naive", 1), *COMPARED])
@@ -79,8 +80,8 @@ def test_the_estimate_is_the_schedules_own_time_for_equal_stages(
         return
     times = StageSeconds(np.ones(stages), 2 * np.ones(stages), np.ones(stages))
     found = pipeline_seconds(option, times, microbatches)
-    # The zero-bubble schedules that need 2k - 1 microbatches are estimated a little too low where there are fewer.
-    slack = 0.06 if option[0] in ("zb-h2", "zb-v") and microbatches < 2 * stages - 1 else 1e-9
+    # The schedules that need 2k - 1 microbatches for no bubble are estimated a little too low where there are fewer.
+    slack = 0.1 if option[0] in ("zb-h2", "zb-v") and microbatches < 2 * stages - 1 else 1e-9
     ticks = played(option, stages, microbatches, (1, 1, 1))
     assert ticks * (1 - slack) <= found <= ticks * (1 + 1e-9)
 

@@ -77,7 +77,7 @@ def usable_options(
 
 
 def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: int) -> float:
-    """Return the seconds from the first pass of a step to its last, as an estimate.
+    """Return the seconds of the passes of a step, from one step to the next, as an estimate.
 
     1F1B's is that of Huang et al., GPipe, 2019, section 2.3, for unequal stages, with the messages that a forward of the
     steady state waits for. The others' follow from their bubbles for equal stages (docs/schedules.md), where what one
@@ -104,15 +104,20 @@ def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: 
         period = max(busy, way / (k + (k - 1) / chunks))
         fill = (total - slowest) / chunks if m >= k else total - slowest + (m - 1) * slowest * (1 / chunks - 1)
         return max(way, m * period + fill + hops)
-    shortest = there + hops + (m - 1) * float((forward + first).max()) + float(weight.min())
-    others = np.delete(np.stack([forward, first, weight]), int(whole.argmax()), axis=1)
-    f, i, w = others
+    f, i, w = np.delete(np.stack([forward, first, weight]), int(whole.argmax()), axis=1)
+    # The last microbatch goes there and back behind all others.
+    shortest = there + hops + (m - 1) * float((forward + first).max()) + float(weight.min()) / chunks
+    if name == "zb-h1":
+        period = max(slowest + times.overhead, (there + hops) / k)
+        return max(shortest, m * period + float((i + np.maximum(0, f - w)).sum()) + hops)
+    # A worker may begin the next step while others are at this one: what counts is how long it takes itself.
     if name == "zb-v":
+        waiting = float(forward.sum()) + hops - (m + 1) / 2 * float(forward[0])  # of the first worker, until it has a loss
         period = max(slowest + 4 * times.overhead, (there + 2 * hops) / k)
-        return max(shortest + hops, m * period + float((f / 2 + np.maximum(0, f + i - 2 * w) / 2).sum()) + hops)
-    live, fill = (k, i + np.maximum(0, f - w)) if name == "zb-h1" else (2 * k - 1, f + np.maximum(0, f + i - 2 * w))
-    period = max(slowest + times.overhead, (there + hops) / live)
-    return max(shortest, m * period + float(fill.sum()) + hops)
+        return max(shortest + hops, m * period + max(0.0, waiting, float(np.maximum(0, f + i - 2 * w).sum()) / 2))
+    waiting = there - float(first[0]) + hops - m * float(forward[0])  # of the first worker, for its first gradient
+    period = max(slowest + times.overhead, (there + hops) / (2 * k - 1))
+    return m * period + max(0.0, waiting, float(np.maximum.reduce([np.zeros_like(f), i - f, f + i - 2 * w]).sum()))
 
 
 def live_microbatches(option: ScheduleOption, stages: int, microbatches: int) -> Array:

@@ -126,10 +126,16 @@ def _change(estimates: CurveCache, candidate: RatedPlan, option: ScheduleOption)
 
 
 def _play_passes(priced: PricedPlan) -> float:
-    """Return the seconds of the passes of a step and of the messages between them, each as early as it can be."""
+    """Return the seconds of the passes of a step and of the messages between them, each as early as it can be.
+
+    Steps follow each other at the distance at which no worker has two at once.
+    """
     plan, graph = priced.plan, StageGraph.of_partition(priced.partition)
     problem = build_problem(priced.costs, graph, (), splits_backward(plan.schedule))
     lanes = schedule_lanes(plan.schedule, graph, plan.microbatches, plan.stage_groups)
-    played = play_orders(problem, lanes_to_orders(problem, lanes))
+    orders = lanes_to_orders(problem, lanes)
+    played = play_orders(problem, orders)
     assert played is not None  # named schedules have no circles
-    return played.makespan
+    ends, begins = ([played.heads[order[at]] for order in orders] for at in (-1, 0))
+    last = (problem.seconds[order[-1]] for order in orders)
+    return max(end + own - begin for begin, end, own in zip(begins, ends, last, strict=True))
