@@ -125,9 +125,11 @@ def test_with_fast_links_and_memory_theory_names_the_winner_and_its_gain(stages:
     assert best.plan.schedule != "1f1b"
     # Products take as long for either gradient as forward; what lies between them has no second half.
     parts = [stage.passes for stage in plain.prediction.stages]
-    times = tuple(float(np.mean([getattr(p, n) for p in parts])) for n in ("forward", "backward_input", "backward_weight"))
-    assert times[1] == pytest.approx(times[0], rel=0.2) and times[2] == pytest.approx(times[0], rel=0.2)
-    ticks = {option: played(option, stages, microbatches, times) for option in COMPARED}
+    forward, first, second = (
+        float(np.mean([getattr(p, n) for p in parts])) for n in ("forward", "backward_input", "backward_weight")
+    )
+    assert first == pytest.approx(forward, rel=0.2) and second == pytest.approx(forward, rel=0.2)
+    ticks = {option: played(option, stages, microbatches, (forward, first, second)) for option in COMPARED}
     after = plain.prediction.seconds - ticks[PLAIN_SCHEDULE]
     assert 0 < after < 0.1 * plain.prediction.seconds, "messages, launches and the optimizer"
     theory = plain.prediction.seconds / (min(ticks.values()) + after)
@@ -211,3 +213,35 @@ def test_the_search_has_no_regret_beside_all_schedules_of_all_plans(cluster: str
     found = best_of(line, cluster=cluster, batch=batch, limit=limit, graph=graph)
     assert (found.plan.spec, found.prediction.seconds) == (best.plan.spec, best.prediction.seconds)
     assert found.prediction.seconds <= (1 + 2 * GAIN) * min(each.prediction.seconds for each in everything)
+
+
+def test_what_is_chosen_is_explained_beside_the_runner_up() -> None:
+    line = "data=1,sequence=1,tensor=1,microbatches=8"
+    answer = answered(line, batch=16384 * 8)
+    best, told = answer.ranked_plans[0], advice.advise(answer)
+    found = told.schedule
+    assert found is not None and found.name == advice.describe_schedule(best.candidate.option)
+    simulated = [trial for trial in best.trials if trial.is_simulated]
+    assert found.runner_up in {advice.describe_schedule(trial.option) for trial in simulated}
+    (said,) = (each for each in advice.advice_sentences(told, best, str) if each.startswith("Schedule "))
+    assert f"Schedule {found.name}, under which workers wait" in said and f"with {found.runner_up} it would" in said
+    assert advice.compare_schedules(best_of(f"{line},schedule=1f1b", batch=16384 * 8)) is None
+
+
+def test_of_chunks_that_are_asked_for_the_schedule_that_fits_is_taken() -> None:
+    """The estimate takes the faster of two schedules with two chunks; that which fits is found behind it."""
+    line, graph = "data=1,sequence=1,tensor=1,pipeline=4,microbatches=16", jobs.attending(8, 256, 2048, True)
+    estimates = CurveCache(jobs.basis(graph, "4:a100-80g"), 32)
+    sizes = {option: peak_of(option, estimates) for option in (("interleaved", 2), ("zb-v", 2))}
+    leaner = min(sizes, key=sizes.__getitem__)
+    best = best_of(f"{line},chunks=2", batch=32, limit=sizes[leaner] + 1, graph=graph)
+    assert best.candidate.option == leaner and best.peak_bytes <= sizes[leaner]
+
+
+def test_a_bound_of_all_schedules_is_no_more_than_any_estimate() -> None:
+    estimates = CurveCache(jobs.basis(jobs.blocks(4, 64), "8:a100-80g"), 16)
+    for uniform in enumerate_uniform_plans(4, 4, 16, estimates.max_stages):
+        least = min_step_seconds(estimates, uniform, COMPARED)
+        for option in COMPARED:
+            candidate = rate_uniform_plan(estimates, uniform, math.inf, [option])
+            assert candidate is None or least <= candidate.seconds * (1 + 1e-12)

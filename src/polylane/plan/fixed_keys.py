@@ -10,7 +10,7 @@ from polylane.errors import PolylaneError
 from polylane.plan import spec as specs
 from polylane.plan.spec import AUTO, DEGREES, PRECISIONS, Degrees, Spec
 from polylane.plan.sync import KEYS, SUM, SyncOptions, parse_sync
-from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, RUNNABLE
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, RUNNABLE
 from polylane.settings import split_pairs
 
 # Keys of a plan that a search can be told; what else a plan can say, it finds or leaves at its default.
@@ -152,7 +152,8 @@ def _parse(text: str) -> FixedKeys:
     # The plan of one line knows how numbers are written, and which are too large.
     line = ",".join(f"{key}={given[key]}" for key in (*DEGREES, "microbatches") if key in given)
     spec = specs.parse(line) if line else None
-    schedule, chunks = given.get("schedule"), specs.parse_count("chunks", given["chunks"]) if "chunks" in given else None
+    schedule = given.get("schedule")
+    chunks = specs.parse_count("chunks", given["chunks"]) if "chunks" in given else None
     counts = {key: int(getattr(spec, key)) for key in (*DEGREES, "microbatches") if key in given}
     _check_schedule(schedule, chunks, counts.get("pipeline"))
     precision = given.get("precision")
@@ -170,6 +171,10 @@ def _check_schedule(schedule: str | None, chunks: int | None, pipeline: int | No
     """
     if schedule is not None and schedule not in RUNNABLE:
         raise PolylaneError(f"schedule={schedule} is not known, known are {', '.join(RUNNABLE)}")
+    if schedule == FOUND:
+        raise PolylaneError(
+            f"schedule={FOUND} is an order for the stages of one plan: search without it, and write it into what is found"
+        )
     if schedule is None and chunks is None:
         return
     schedule = schedule or ("interleaved" if chunks != 1 else COMPARED[0][0])

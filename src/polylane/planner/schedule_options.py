@@ -15,9 +15,9 @@ from polylane.schedule.schedules import ASYNCHRONOUS, splits_backward
 
 # The schedule that every estimate starts from.
 PLAIN_SCHEDULE = COMPARED[0]
-# Relative speed-up that other schedules must bring: twice if they keep more microbatches than 1F1B's first worker. So of
-# equally fast ones, the plainest comes first.
-GAIN = 0.005
+# Relative speed-up that other schedules must bring: twice if they keep more microbatches than 1F1B's first worker, so
+# that of equally fast ones the plainest comes first.
+GAIN = 0.01
 _LEAN = ("zb-h1", "zb-v")
 
 
@@ -29,7 +29,7 @@ class StageSeconds:
         forward, backward: seconds of a pass, by worker.
         weight: of ``backward``, seconds of the half that makes gradients of weights.
         hops: seconds of all messages of a microbatch, there and back, where every worker has one stage.
-        overhead: seconds of the host for every pass of a stage, contained in both passes once; each further pass adds it.
+        overhead: seconds of the host for every pass of a stage, in both passes once; each further pass adds it.
     """
 
     forward: Array
@@ -79,10 +79,15 @@ def usable_options(
 def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: int) -> float:
     """Return the seconds of the passes of a step, from one step to the next, as an estimate.
 
-    1F1B's is that of Huang et al., GPipe, 2019, section 2.3, for unequal stages, with the messages that a forward of the
-    steady state waits for. The others' follow from their bubbles for equal stages (docs/schedules.md), where what one
-    stage adds to the bubble is what it takes itself; a microbatch's way there and back, over the microbatches that are
-    live, bounds the period from below.
+    1F1B's is that of Huang et al., GPipe, 2019, section 2.3, for unequal stages, with the messages that a forward of
+    the steady state waits for. The others' follow from their bubbles for equal stages (docs/schedules.md), where what
+    one stage adds to the bubble is what it takes itself; a microbatch's way there and back, over the microbatches that
+    are live, bounds the period from below.
+
+    Args:
+        option: the schedule, and the stages of every worker.
+        times: seconds of one microbatch on every worker.
+        microbatches: number of microbatches of a step.
     """
     name, chunks = option
     forward, backward, weight, m, k = times.forward, times.backward, times.weight, microbatches, len(times.forward)
@@ -98,7 +103,7 @@ def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: 
         return m * max(slowest, (total + hops) / k)
     there = float((forward + first).sum())  # seconds of the passes that other stages wait for
     if name == "interleaved":
-        # Each pass of a chunk has a launch of its own; each message too, and one leads from the last worker to the first.
+        # Each pass of a chunk has a launch of its own. One more message leads from the last worker to the first.
         busy = slowest + 2 * (chunks - 1) * times.overhead
         way = total + chunks * hops * k / max(1, k - 1)
         period = max(busy, way / (k + (k - 1) / chunks))
@@ -112,10 +117,12 @@ def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: 
         return max(shortest, m * period + float((i + np.maximum(0, f - w)).sum()) + hops)
     # A worker may begin the next step while others are at this one: what counts is how long it takes itself.
     if name == "zb-v":
-        waiting = float(forward.sum()) + hops - (m + 1) / 2 * float(forward[0])  # of the first worker, until it has a loss
+        # The first worker waits for its last chunk.
+        waiting = float(forward.sum()) + hops - (m + 1) / 2 * float(forward[0])
         period = max(slowest + 4 * times.overhead, (there + 2 * hops) / k)
         return max(shortest + hops, m * period + max(0.0, waiting, float(np.maximum(0, f + i - 2 * w).sum()) / 2))
-    waiting = there - float(first[0]) + hops - m * float(forward[0])  # of the first worker, for its first gradient
+    # The first worker waits for its first gradient.
+    waiting = there - float(first[0]) + hops - m * float(forward[0])
     period = max(slowest + times.overhead, (there + hops) / (2 * k - 1))
     return m * period + max(0.0, waiting, float(np.maximum.reduce([np.zeros_like(f), i - f, f + i - 2 * w]).sum()))
 
@@ -123,7 +130,7 @@ def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: 
 def live_microbatches(option: ScheduleOption, stages: int, microbatches: int) -> Array:
     """Return the microbatches that every group of workers holds at once, in whole ones of all its stages."""
     name, chunks = option
-    place = np.arange(stages)
+    place = np.arange(float(stages))
     most: Array | float
     if name == "naive":
         most = 1

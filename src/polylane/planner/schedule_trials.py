@@ -71,7 +71,7 @@ def simulate_runner_up(estimates: CurveCache, best: RankedPlan) -> RankedPlan:
     fitting = [trial for trial in best.trials if not trial.missing_bytes]
     if not fitting or any(trial.is_simulated for trial in fitting):
         return best
-    changed = _change(estimates, best.candidate, fitting[0].option)
+    changed = with_schedule(estimates, best.candidate, fitting[0].option)
     assert changed is not None  # it was played
     rest = [trial for trial in best.trials if trial is not fitting[0]]
     return _keep_better(best, price_plan(estimates, changed).simulate(), rest)
@@ -106,7 +106,7 @@ def _build_variants(estimates: CurveCache, first: RankedPlan, options: Sequence[
     after = timeline.makespan() - max(span.end for span in timeline.spans if span.action.kind in PASSES)
     found = list[_Variant]()
     for option in usable:
-        changed = _change(estimates, candidate, option)
+        changed = with_schedule(estimates, candidate, option)
         if changed is None:
             continue
         priced = price_plan(estimates, changed)
@@ -115,7 +115,7 @@ def _build_variants(estimates: CurveCache, first: RankedPlan, options: Sequence[
     return found
 
 
-def _change(estimates: CurveCache, candidate: RatedPlan, option: ScheduleOption) -> RatedPlan | None:
+def with_schedule(estimates: CurveCache, candidate: RatedPlan, option: ScheduleOption) -> RatedPlan | None:
     """Return a candidate with another schedule, cut for it; None where its stages cannot be divided into chunks."""
     if option[1] > 1 and (candidate.stage_of_piece or len(set(candidate.meshes)) > 1):
         return None

@@ -10,13 +10,13 @@ from polylane.cost.state_sharding import Sharding
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
-from polylane.planner.ranked_plan import RankedPlan, price_plan, weighted_seconds
+from polylane.planner.ranked_plan import PricedPlan, RankedPlan, price_plan, weighted_seconds
 from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize, usable_options
-from polylane.planner.schedule_trials import choose_schedule, simulate_runner_up
+from polylane.planner.schedule_trials import choose_schedule, simulate_runner_up, with_schedule
 from polylane.planner.search_progress import Told, tell_nobody
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.stage_meshes import search_unequal_meshes
-from polylane.planner.uniform_plans import RatedPlan, UniformPlan, cut_for_plain_schedule
+from polylane.planner.uniform_plans import RatedPlan, UniformPlan
 
 # Share of the memory within which a plan that is estimated to fit will fit.
 SURE = 0.85
@@ -131,9 +131,7 @@ def _search(
     every = [c for c in every if wish.fixed.allows(c.meshes, c.microbatches) and keep(c)]
     fitting = sorted((c for c in every if c.fits), key=_weighted_estimate)
     excluded = [c for c in every if not c.fits]
-    exact, too_big = (
-        _exact(estimates, _drop_near_duplicates(fitting), wish, finalists, told) if finalists else ([], {})
-    )
+    exact, too_big = _exact(estimates, _drop_near_duplicates(fitting), wish, finalists, told) if finalists else ([], {})
     exact.sort(key=lambda f: _weigh(f.candidate, f.prediction.seconds))
     exact[:1] = [simulate_runner_up(estimates, best) for best in exact[:1]]
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
@@ -159,11 +157,12 @@ def _exact(
             break
         told("simulated", len(found) + len(too_big))
         # The estimate's memory is a bound of the search; only the prediction's peak decides.
-        one = _realize_where_it_fits(estimates, candidate, wish)
-        passes += one.plan.pipeline * one.plan.microbatches
-        if one.peak_bytes > candidate.memory_limit:
-            too_big[id(candidate)] = replace(candidate, peak_bytes=float(one.peak_bytes))
+        priced = _price_where_it_fits(estimates, candidate, wish)
+        if priced.peak_bytes > candidate.memory_limit:
+            too_big[id(candidate)] = replace(candidate, peak_bytes=float(priced.peak_bytes))
             continue
+        one = priced.simulate()
+        passes += one.plan.pipeline * one.plan.microbatches
         beat = min((each.prediction.seconds for each in found), default=math.inf)
         one, more = choose_schedule(estimates, one, wish.fixed.schedules, beat)
         passes += more
@@ -171,14 +170,21 @@ def _exact(
     return found, too_big
 
 
-def _realize_where_it_fits(estimates: CurveCache, candidate: RatedPlan, wish: SearchRequest) -> RankedPlan:
-    """Return a candidate as a full plan; with 1F1B, which keeps the least, where its schedule does not fit."""
-    priced = price_plan(estimates, candidate)
-    leaner = candidate.option != PLAIN_SCHEDULE and PLAIN_SCHEDULE in wish.fixed.schedules
-    if leaner and priced.peak_bytes > candidate.memory_limit:
-        plain = cut_for_plain_schedule(estimates, candidate)
-        priced = price_plan(estimates, plain) if plain is not None else priced
-    return priced.simulate()
+def _price_where_it_fits(estimates: CurveCache, candidate: RatedPlan, wish: SearchRequest) -> PricedPlan:
+    """Return a candidate as a full plan; with another schedule, the plainest, where its own does not fit."""
+    first, limit = price_plan(estimates, candidate), candidate.memory_limit
+    options = wish.fixed.schedules if first.peak_bytes > limit else ()
+    for option in usable_options(
+        options, len(candidate.meshes), candidate.microbatches, estimates.max_stages, candidate.sync
+    ):
+        changed = None if option == candidate.option else with_schedule(estimates, candidate, option)
+        priced = None if changed is None else price_plan(estimates, changed)
+        if priced is not None and priced.peak_bytes <= limit:
+            return priced
+        # Where 1F1B does not fit, no other does.
+        if option == PLAIN_SCHEDULE:
+            break
+    return first
 
 
 def _with_fixed_schedule(candidates: Sequence[RatedPlan], wish: SearchRequest, most: int) -> list[RatedPlan]:
