@@ -11,7 +11,7 @@ EPOCHS ?= 4
 WORKERS := tests/equivalence tests/runtime
 
 .PHONY: install test test-workers test-alone test-all mutants check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
-	bench-transport bench-sync bench-sharded trainings zoo-batchnorm clean
+	bench-transport bench-sync bench-sharded bench-memory bench-zero-bubble bench-gpipe bench-staleness trainings zoo-batchnorm clean
 
 install: $(INSTALLED)
 
@@ -76,6 +76,19 @@ bench-sync: $(INSTALLED)
 bench-sharded: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.sharded $(ARGS)
 
+# Bytes that schedules keep alive; the picture of docs/benchmarks.md too.
+bench-memory: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.memory_laws --plot docs/memory-laws.svg $(ARGS)
+
+bench-zero-bubble: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.zero_bubble $(ARGS)
+
+bench-gpipe: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.gpipe $(ARGS)
+
+bench-staleness: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.staleness $(ARGS)
+
 bench-planner: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)
 
@@ -83,7 +96,7 @@ bench-scale: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.scale $(ARGS)
 
 # Measurements that others published, as files of a folder: `make bench-published FOLDER=measured`, or one of them, or
-# any with such columns: `make bench-published FILE=other.csv`.
+# any with such columns: `make bench-published FILE=other.csv`. With ARGS=--choose, FSDP's rows are not told how they ran.
 bench-published: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER)) $(ARGS)
 

@@ -177,14 +177,19 @@ def gpt(samples: int = 16) -> Task:
 
 
 def untie(task: Task) -> Task:
-    """Return the task with a copy of its model in which no two modules share a parameter: some cannot train that."""
-    model, seen = copy.deepcopy(task.model), set[int]()
+    """Return the task with a copy of its model in which no two modules share a parameter."""
+    return replace(task, model=untie_parameters(copy.deepcopy(task.model)))
+
+
+def untie_parameters(model: nn.Module) -> nn.Module:
+    """Give every module of a model parameters of its own: asynchronous pipelines and others refuse shared ones."""
+    seen = set[int]()
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(parameter) in seen:
                 setattr(module, name, nn.Parameter(parameter.detach().clone()))
             seen.add(id(parameter))
-    return replace(task, model=model)
+    return model
 
 
 def mlp(width: int = 1024, samples: int = 128) -> Task:

@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for entry in entries:
             print(f"| {entry.name} | {', '.join(f'{size / 2**20:.0f}' for size in step_memory(entry))} |", flush=True)
     if importlib.util.find_spec("torchgpipe") is None:
-        print("\nNot measured: torchgpipe. To have it: pip install --no-deps --target FOLDER torchgpipe; PYTHONPATH=FOLDER")
+        print("\nNot measured: torchgpipe (pip install --no-deps --target FOLDER torchgpipe, then PYTHONPATH=FOLDER)")
 
 
 if __name__ == "__main__":

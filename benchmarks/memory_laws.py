@@ -1,4 +1,4 @@
-"""python -m benchmarks.memory_laws: activations that every schedule keeps alive, measured, against theory and prediction.
+"""python -m benchmarks.memory_laws: activations that every schedule keeps, measured, against theory and prediction.
 
 A GPT on a pipeline of four workers, by batches of more and more microbatches of the same size. Bytes do not depend on
 how busy the machine is.
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.contenders import untie_parameters
 from benchmarks.harness import make_parser
 from benchmarks.memory_plot import draw
 from benchmarks.pass_memory import OneMicrobatch, PassMemory, play_live, watch_passes
@@ -152,8 +153,10 @@ def measure(subject: Subject, workers: int, cases: Sequence[tuple[str, int]]) ->
     alone = {name: subject.compiled(name, workers, 1) for name in {alike(schedule) for schedule, _ in cases}}
     steps = [m + 2 * workers if schedule == "pipedream" else 4 for schedule, m in cases]
 
+    counted = list(zip(trainings, steps, strict=True))
+
     def work(_: Any) -> tuple[list[WorkerPasses], dict[str, WorkerPasses]]:
-        many = [passes_of(each, subject.example(each.plan.microbatches), n) for each, n in zip(trainings, steps)]
+        many = [passes_of(each, subject.example(each.plan.microbatches), n) for each, n in counted]
         return many, {name: passes_of(each, subject.example(1), 1) for name, each in alone.items()}
 
     measured = fork_workers(work, workers)
@@ -235,8 +238,7 @@ def gpt(layers: int) -> Subject:
     """A small GPT on the text model's data, its head untied from the embedding."""
     recipe = load("examples/gpt.py", {"layers": str(layers), "hidden": "64", "seq_len": "128", "dropout": "0.0"})
     torch.manual_seed(0)
-    model: Any = recipe.model()
-    model.head.weight = nn.Parameter(model.token.weight.detach().clone())
+    model = untie_parameters(recipe.model())
     data = recipe.data("train")
 
     def example(microbatches: int) -> Any:

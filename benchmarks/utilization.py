@@ -1,4 +1,4 @@
-"""python -m benchmarks.utilization: measured utilization of the GPT on two workers against theory, for every schedule."""
+"""python -m benchmarks.utilization: measured utilization of the 2-stage GPT against theory, for every schedule."""
 
 from __future__ import annotations
 

@@ -58,14 +58,18 @@ def test_every_benchmark_has_a_command_line(
 QUICK = [
     pytest.param("__main__", ["tiny"], "polylane pipeline=2,schedule=1f1b,microbatches=2", id="benchmarks"),
     pytest.param("balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
+    pytest.param("gpipe", ["tiny"], r"\| polylane schedule=1f1b \| \d+, \d+ \|", id="gpipe"),
+    pytest.param("memory_laws", [], r"\| 1f1b \| 2, 1 \| ([\d.]+ MiB) \| \1 \|", marks=slow, id="memory_laws"),
     pytest.param("planner", ["--tasks", "digits"], "7 cases: median error", marks=slow, id="planner"),
     pytest.param("scale", [], r"\| 2 layers of GPT-3 \| 8 a100-80g \|", marks=slow, id="scale"),
     pytest.param("sharded", ["tiny"], "polylane shard=parameters", marks=slow, id="sharded"),
+    pytest.param("staleness", ["digits"], r"schedule=pipedream` \| 1, 0 \| [\d.]+", marks=slow, id="staleness"),
     pytest.param("sync", ["--only", "outer="], r"\| `data=2,every=8,outer=0.7:0.9` \| [\d.]+%", marks=slow, id="sync"),
     pytest.param("tensor", ["tiny"], "Their losses differ by ", id="tensor"),
     pytest.param("transport", [], r"\| broadcast \| 2 \| 1 \|", id="transport"),
-    pytest.param("utilization", [], r"\| 1f1b, 2 \| [\d.]+%", id="utilization"),
+    pytest.param("utilization", [], r"(?s)\| 1f1b, 2 \| [\d.]+%.*\| pipedream, 2 \| [\d.]+%", id="utilization"),
     pytest.param("witnesses", [], r"\| digits \| data=2 \|", marks=slow, id="witnesses"),
+    pytest.param("zero_bubble", ["tiny"], "torch ScheduleZBVZeroBubble", marks=slow, id="zero_bubble"),
     pytest.param("zoo_batch_norm", ["--plans", "data=2"], "1 equal", marks=slow, id="zoo_batch_norm"),
 ]
 
