@@ -62,7 +62,7 @@ def test_the_schedules_that_are_compared_are_those_that_may_be() -> None:
         ("data=x", "plan 'data=x': data=x must be a whole number"),
         ("chunky=2", "unknown key 'chunky'"),
         ("schedule=zb-h3", "schedule=zb-h3 is not known, known are naive"),
-        ("schedule=auto", "search without it, and write it into what is found"),
+        ("schedule=auto", "search without it, and write it into the plan found"),
         ("schedule=1f1b,chunks=2", "the schedule 1f1b has one stage on a worker"),
         ("schedule=zb-v,chunks=3", "the schedule zb-v has exactly 2 chunks"),
         ("pipeline=1,chunks=2", "are of a pipeline's workers"),

@@ -173,7 +173,7 @@ def _check_schedule(schedule: str | None, chunks: int | None, pipeline: int | No
         raise PolylaneError(f"schedule={schedule} is not known, known are {', '.join(RUNNABLE)}")
     if schedule == FOUND:
         raise PolylaneError(
-            f"schedule={FOUND} is an order for the stages of one plan: search without it, and write it into what is found"
+            f"schedule={FOUND} orders the stages of one plan: search without it, and write it into the plan found"
         )
     if schedule is None and chunks is None:
         return

@@ -43,7 +43,7 @@ class ScheduleAdvice:
     """The best plan's pipeline schedule, beside the others of the same stages and microbatches.
 
     Attributes:
-        name: the schedule.
+        name: name of the best plan's schedule, and its chunks.
         bubble: fraction of the workers' time in which they wait.
         runner_up: the next best one; "" if none fits.
         runner_up_times: its simulated step, relative to that of the best; None if there is none.

@@ -68,7 +68,8 @@ class PricedPlan:
     """A candidate as a full plan with its prices, before it is simulated.
 
     Attributes:
-        candidate, plan, partition: as in :class:`RankedPlan`.
+        candidate: the plan as it was estimated, whose schedule it has.
+        plan, partition: the full plan, and the graph cut into all its stages.
         basis: the cost model with the placements of the plan's meshes.
         costs: seconds, bytes and memory of every stage.
     """

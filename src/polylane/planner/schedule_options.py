@@ -54,7 +54,7 @@ def usable_options(
         stages: number of groups of workers in the pipeline.
         microbatches: number of microbatches of a step.
         most_stages: most stages into which the graph can be cut.
-        sync: how replicas synchronize.
+        sync: how replicas synchronize, and whether they share parameters out.
     """
     if stages == 1 and PLAIN_SCHEDULE in options:
         return [PLAIN_SCHEDULE]  # one worker alone waits for nobody
