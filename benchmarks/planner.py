@@ -22,7 +22,7 @@ from polylane.cost.predict import predict
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse
 from polylane.planner import problem as setup
-from polylane.planner.search import weighted_seconds
+from polylane.planner.ranked_plan import weighted_seconds
 from polylane.probe.machine import local_cluster
 from polylane.recipe import load as load_recipe
 from polylane.runtime.job import Job

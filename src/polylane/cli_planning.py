@@ -53,6 +53,19 @@ _Every = Annotated[
 ]
 
 
+_Schedule = Annotated[
+    str | None,
+    typer.Option(
+        "--schedule",
+        metavar="NAME",
+        help="The plan's key schedule: 1f1b, afab, interleaved, zb-h1, ... Default: what the plan says, or the search "
+        "finds.",
+    ),
+]
+_Chunks = Annotated[
+    int | None,
+    typer.Option("--chunks", metavar="V", help="The plan's key chunks: stages of every worker (1F1B: interleaved)."),
+]
 _Reserve = Annotated[
     str | None,
     typer.Option(
@@ -118,9 +131,6 @@ _Slow = Annotated[
 ]
 _Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write the predicted swimlanes as a page.")]
 _Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the predicted swimlanes as a picture.")]
-_Chunks = Annotated[
-    int, typer.Option("--chunks", metavar="V", help="Virtual stages of every worker (interleaved 1F1B).")
-]
 
 
 def simulate(
@@ -138,7 +148,8 @@ def simulate(
     svg: _Svg = None,
     breakdown: Annotated[bool, typer.Option("--breakdown", help="Print the times by kind of operator.")] = False,
     profile: _Profile = False,
-    chunks: _Chunks = 1,
+    schedule: _Schedule = None,
+    chunks: _Chunks = None,
     every: _Every = None,
     reserve: _Reserve = None,
     json: Json = False,
@@ -174,6 +185,7 @@ def simulate(
         html=html,
         svg=svg,
         breakdown=breakdown,
+        schedule=schedule,
         chunks=chunks,
         every=every,
     )
@@ -208,6 +220,8 @@ def plan(
     recompute: _Recompute = "none",
     shard: _Shard = None,
     every: _Every = None,
+    schedule: _Schedule = None,
+    chunks: _Chunks = None,
     reserve: _Reserve = None,
     top: Annotated[int, typer.Option("--top", metavar="N", min=1, help="How many plans to show.")] = 5,
     output: Annotated[
@@ -218,9 +232,10 @@ def plan(
 ) -> None:
     """Find the fastest plan for a cluster, and say why it is.
 
-    Compares replicas and what they share out, pipelines, split operators, stages with meshes of their own and numbers
-    of microbatches by estimated times, and simulates the best of them. Says what bounds the best plan, what would make
-    it faster, and what does not fit. What changes a training's numbers (every=, wire=, ...) is never chosen unasked.
+    Compares replicas and what they share out, pipelines and their schedules, split operators, stages with meshes of
+    their own and numbers of microbatches by estimated times, and simulates the best of them. Says what bounds the best
+    plan, what would make it faster, and what does not fit. What changes a training's numbers (every=, wire=, the
+    asynchronous schedules, ...) is never chosen unasked.
 
     \b
     Examples:
@@ -240,6 +255,8 @@ def plan(
         recompute=recompute,
         shard=shard,
         every=every,
+        schedule=schedule,
+        chunks=chunks,
         reserve=reserve,
         profile=profile,
         plan=plan,

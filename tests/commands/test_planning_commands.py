@@ -17,6 +17,7 @@ from polylane.cli import app
 from polylane.commands.requests import WorkersRequest
 from polylane.commands.user_inputs import choose_plan
 from polylane.plan.plan_file import load
+from polylane.schedule.schedules import ASYNCHRONOUS
 
 RECIPE = """
 import torch
@@ -188,6 +189,39 @@ def test_the_plan_that_is_written_is_the_one_that_was_priced(recipe: Path, optio
     assert found["step_seconds"] == pytest.approx(first["step_seconds"], rel=1e-9)
 
 
+@pytest.mark.parametrize("option", ["--plan pipeline=4,microbatches=8", "--plan pipeline=4 --chunks 2"])
+def test_the_schedule_that_is_chosen_is_written_and_simulated_alike(recipe: Path, option: str) -> None:
+    cluster = ["--cluster", "4:a100-80g", "--batch", "65536", "--set", "width=1024", "--set", "depth=32", "--json"]
+    planned = call("plan", "layers.py", *cluster, *option.split(), "-o", "plan.yaml")
+    assert planned.exit_code == 0, planned.output
+    found, plan = json.loads(planned.stdout), load("plan.yaml")
+    first, told = found["plans"][0], found["advice"]["schedule"]
+    assert plan.schedule not in ("1f1b", *ASYNCHRONOUS) and len(plan.first_chunks) == 4
+    assert plan.most_chunks == 2 or "--chunks" not in option
+    assert told["name"].split()[0] == plan.schedule and told["runner_up"] != told["name"]
+    assert any(line.startswith(f"Schedule {told['name']}, under which workers wait") for line in found["words"])
+    result = call("simulate", "layers.py", *cluster, "--plan", "plan.yaml")
+    assert result.exit_code == 0, result.output
+    simulated = json.loads(result.stdout)
+    assert simulated["plan"] == first["plan"]
+    assert simulated["step_seconds"] == pytest.approx(first["step_seconds"], rel=1e-9)
+
+
+def test_a_schedule_that_the_user_fixes_is_kept(recipe: Path) -> None:
+    line = "layers.py --cluster 4:a100-80g --batch 4096 --set depth=16 --json"
+    for option, schedule in (
+        ("--plan pipeline=4,schedule=afab", "afab"),
+        ("--plan pipeline=4,schedule=pipedream", "pipedream"),
+    ):
+        planned = call("plan", *line.split(), *option.split())
+        assert planned.exit_code == 0, planned.output
+        assert all(f"schedule={schedule}" in row["plan"] for row in json.loads(planned.stdout)["plans"])
+    result = call("simulate", *line.split(), "--plan", "auto,pipeline=4", "--schedule", "zb-h1")
+    assert result.exit_code == 0 and "schedule=zb-h1" in json.loads(result.stdout)["plan"], result.output
+    result = call("simulate", *line.split(), "--plan", "pipeline=4", "--schedule", "zb-v")
+    assert result.exit_code == 0 and json.loads(result.stdout)["chunks"] == 2, result.output
+
+
 def test_a_plan_that_is_written_with_parts_instead_of_copies_is_trained_so(recipe: Path) -> None:
     what = [
         "layers.py",
@@ -291,7 +325,7 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         ("simulate layers.py --cluster 2:a100-80g --plan data=2,every=2 --every 4", "but the plan says every=2"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2,shard=gradients --shard none", "says shard=gradients"),
         ("simulate layers.py --cluster 2:a100-80g --plan auto,data=two", "data=two must be a whole number"),
-        ("plan layers.py --cluster 2:a100-80g --plan schedule=afab", "unknown key 'schedule', known are data"),
+        ("plan layers.py --cluster 2:a100-80g --plan slow=1:0.5", "unknown key 'slow', known are data"),
         (
             "plan layers.py --cluster 2:a100-80g --plan shard=gradients --shard optimizer",
             "the plan says shard=gradients",
@@ -300,7 +334,20 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 2", "there is one stage: add pipeline=2"),
         ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2 --chunks 99", "2 stages of 99 chunks are 198"),
         ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2,schedule=afab --chunks 2", "afab has one stage"),
-        ("simulate layers.py --cluster 2:a100-80g --plan auto --chunks 2", "what auto finds cannot be divided further"),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan auto,chunks=3 --chunks 2",
+            "--chunks 2, but the plan says chunks=3",
+        ),
+        ("plan layers.py --cluster 2:a100-80g --schedule zb-x", "schedule=zb-x is not known, known are naive"),
+        ("plan layers.py --cluster 2:a100-80g --schedule zb-v --chunks 3", "zb-v has exactly 2 chunks on a worker"),
+        (
+            "plan layers.py --cluster 2:a100-80g --plan schedule=afab --schedule zb-h1",
+            "but the plan says schedule=afab",
+        ),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan pipeline=2,schedule=afab --schedule zb-h1",
+            "leave one of them",
+        ),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 0", "--every must be at least 1, not 0"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --every 2 --shard gradients", "replicas that are"),
         ("plan layers.py --cluster 2:a100-80g --dtype float16 -o plan.yaml", "leave out --dtype, or -o"),

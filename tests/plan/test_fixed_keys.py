@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from polylane.errors import PolylaneError
-from polylane.plan.fixed_keys import FixedKeys, parse_auto, parse_fixed
+from polylane.plan.fixed_keys import COMPARED, FixedKeys, parse_auto, parse_fixed
 from polylane.plan.spec import Degrees, parse
 
 
@@ -14,7 +14,16 @@ def test_auto_alone_fixes_nothing() -> None:
     assert parse_auto("data=2") is None and parse_auto(None) is None and parse_auto(parse("data=2")) is None
 
 
-@pytest.mark.parametrize("line", ["data=2", "data=1,microbatches=4,shard=parameters", "tensor=2,every=8,outer=0.7:0.9"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data=2",
+        "schedule=zb-v,chunks=2",
+        "chunks=3",
+        "data=1,microbatches=4,shard=parameters",
+        "tensor=2,every=8,outer=0.7:0.9",
+    ],
+)
 def test_what_is_said_is_said_again(line: str) -> None:
     fixed = parse_auto(f"auto,{line}")
     assert fixed is not None and str(fixed) == line and parse_fixed(str(fixed)) == fixed
@@ -36,11 +45,28 @@ def test_what_changes_the_numbers_is_never_tried_unasked() -> None:
         assert parse_fixed(said).shardings == ()
 
 
+def test_the_schedules_that_are_compared_are_those_that_may_be() -> None:
+    assert parse_fixed("").schedules == COMPARED
+    assert set(parse_fixed("chunks=2").schedules) == {("interleaved", 2), ("zb-v", 2)}
+    assert parse_fixed("chunks=3").schedules == (("interleaved", 3),)
+    assert {name for name, _ in parse_fixed("chunks=1").schedules} == {"1f1b", "afab", "zb-h1", "zb-h2"}
+    assert set(parse_fixed("schedule=interleaved").schedules) == {("interleaved", 2), ("interleaved", 4)}
+    assert parse_fixed("schedule=naive").schedules == (("naive", 1),)
+    assert parse_fixed("data=2").with_schedule("zb-v").schedules == (("zb-v", 2),)
+    assert parse_fixed("schedule=interleaved").with_schedule(chunks=5).schedules == (("interleaved", 5),)
+
+
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
         ("data=x", "plan 'data=x': data=x must be a whole number"),
         ("chunky=2", "unknown key 'chunky'"),
+        ("schedule=zb-h3", "schedule=zb-h3 is not known, known are naive"),
+        ("schedule=auto", "search without it, and write it into the plan found"),
+        ("schedule=1f1b,chunks=2", "the schedule 1f1b has one stage on a worker"),
+        ("schedule=zb-v,chunks=3", "the schedule zb-v has exactly 2 chunks"),
+        ("pipeline=1,chunks=2", "are of a pipeline's workers"),
+        ("chunks=0", "chunks=0 must be a whole number of at least 1"),
         ("shard=all", "shard=all must be none, optimizer"),
         ("shard=optimizer,every=2", "needs replicas that are alike"),
         ("precision=float16", "precision=float16 is not known"),

@@ -13,7 +13,8 @@ from polylane.graph.graph import Graph
 from polylane.plan.spec import Degrees
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
-from polylane.planner.search import SearchRequest, realize_plan, search
+from polylane.planner.ranked_plan import realize_plan
+from polylane.planner.search import SearchRequest, search
 from polylane.planner.stage_curves import StageCurves
 from polylane.planner.stage_meshes import StageMeshSearch
 from polylane.planner.uniform_plans import UniformPlan, enumerate_uniform_plans, min_step_seconds, rate_uniform_plan
@@ -87,7 +88,8 @@ def test_a_stage_takes_no_less_than_what_travels_beside_it() -> None:
     found = jobs.estimates(jobs.blocks(6, 512), CLUSTER, 8, shard="parameters")
     curves = found.curves(Degrees(8), 1, range(8))
     ends = np.arange(len(found.positions))
-    forward, backward = curves.stage_seconds(ends[:-1], ends[1:])
+    times = curves.stage_seconds(ends[:-1], ends[1:])
+    forward, backward = times.forward, times.backward
     assert (forward >= np.diff(curves.gather_seconds)).all()
     assert (backward >= np.diff(curves.gather_seconds + curves.scatter_seconds)).all()
     assert (forward >= np.diff(curves.forward) + curves.host_overhead).all()

@@ -9,7 +9,7 @@ from polylane.cost.predict import predict
 from polylane.plan.spec import Degrees
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
-from polylane.planner.search import realize_plan
+from polylane.planner.ranked_plan import realize_plan
 from polylane.planner.stage_meshes import search_unequal_meshes
 
 

@@ -13,7 +13,8 @@ import jobs
 from polylane.graph.graph import Graph
 from polylane.planner import advice
 from polylane.planner.balance import BalancedCuts
-from polylane.planner.search import SearchRequest, SearchResult, realize_plan, search
+from polylane.planner.ranked_plan import realize_plan
+from polylane.planner.search import SearchRequest, SearchResult, search
 from polylane.planner.uniform_plans import RatedPlan, enumerate_uniform_plans, min_step_seconds, rate_uniform_plan
 
 TIMES = st.lists(st.integers(1, 20), min_size=2, max_size=8)
@@ -91,7 +92,7 @@ def test_what_was_passed_over_is_looked_at_where_all_others_turn_out_too_big(mon
     graph, cluster = jobs.blocks(4, 256), "8:a100-80g,link=pcie-3"
     seen = list[int]()
 
-    def exact(estimates: object, candidates: list[RatedPlan], top: int, finalists: int, told: object) -> object:
+    def exact(estimates: object, candidates: list[RatedPlan], wish: object, finalists: int, told: object) -> object:
         seen.append(len(candidates))
         return (
             ([], {id(c): c for c in candidates}) if len(seen) == 1 else ([realize_plan(estimates, candidates[-1])], {})

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from polylane.commands.requests import PlanRequest
     from polylane.cost.operators.training_options import TrainingOptions
     from polylane.planner.problem import CapturedProblem
-    from polylane.planner.search import RankedPlan, SearchResult
+    from polylane.planner.ranked_plan import RankedPlan
+    from polylane.planner.search import SearchResult
 
 MOST = 1 << 14  # most devices that "would do" may propose where nothing fits
 

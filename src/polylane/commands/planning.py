@@ -153,11 +153,33 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
         both = f"--recompute {request.recompute}, but the plan says recompute={plan.recompute}"
         raise PolylaneError(f"{both}: leave one of them out")
     recompute = plan.recompute if request.recompute == NONE else request.recompute
+    plan = _with_schedule(plan, request.schedule)
     if isinstance(plan, Plan):
         patched = plan.model_copy(update={"sync": sync, "precision": precision, "recompute": recompute})
         check(patched)  # pydantic does not validate a copy with changes
         return patched
     return replace(plan, sync=sync, precision=precision, recompute=recompute)
+
+
+def _with_schedule(plan: Spec | Plan, schedule: str | None) -> Spec | Plan:
+    """Return the plan with another schedule, where one is given; a plan in one line gets its chunks as well.
+
+    Raises:
+        PolylaneError: the plan says another one, or its stages do not allow it.
+    """
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import Spec
+    from polylane.schedule.schedules import DEFAULT_CHUNKS, RUNNABLE
+
+    if schedule is None or schedule == plan.schedule:
+        return plan
+    if plan.schedule != Spec.schedule:
+        raise PolylaneError(f"--schedule {schedule}, but the plan says schedule={plan.schedule}: leave one of them out")
+    if schedule not in RUNNABLE:
+        raise PolylaneError(f"--schedule {schedule} is not known, known are {', '.join(RUNNABLE)}")
+    if isinstance(plan, Plan):
+        return plan.model_copy(update={"schedule": schedule})  # checked with what else changes
+    return replace(plan, schedule=schedule, chunks=DEFAULT_CHUNKS.get(schedule, 1) if plan.pipeline > 1 else 1)
 
 
 def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:
@@ -175,7 +197,13 @@ def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:
             raise PolylaneError(f"--{name} {value}, but the plan says {name}={getattr(fixed.sync, name)}")
     if fixed.precision is not None and request.dtype not in (None, fixed.precision):
         raise PolylaneError(f"--dtype {request.dtype}, but the plan says precision={fixed.precision}")
-    return fixed.with_sync(**given)
+    for name in ("schedule", "chunks"):
+        asked, said = getattr(request, name), getattr(fixed, name)
+        if None not in (asked, said) and asked != said:
+            raise PolylaneError(f"--{name} {asked}, but the plan says {name}={said}")
+    if request.chunks is not None and request.chunks < 1:
+        raise PolylaneError(f"--chunks must be at least 1, not {request.chunks}")
+    return fixed.with_sync(**given).with_schedule(request.schedule, request.chunks)
 
 
 def reserve_of(request: PredictRequest) -> MemoryReserve:

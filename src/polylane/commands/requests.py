@@ -112,6 +112,8 @@ class PredictRequest(RecipeRequest):
         shard: the plan's key: what is sharded over replicas (ZeRO): "none", "optimizer", "gradients" or "parameters";
             None: what the plan says, or what a search finds best.
         every: the plan's key: steps between two averages of the replicas' parameters; None: what the plan says.
+        schedule: the plan's key: name of the pipeline schedule; None: what the plan says, or what a search finds best.
+        chunks: the plan's key: stages of every worker; None: what the plan says, or what a search finds best.
         overlap: whether gradients are reduced during the backward pass.
         reserve: memory that a search keeps free on every device, as text: a share ("5%") or a size ("2 GiB"); None: the
             usual share.
@@ -123,6 +125,8 @@ class PredictRequest(RecipeRequest):
     recompute: str = "none"
     shard: str | None = None
     every: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
     overlap: bool = True
     reserve: str | None = None
     profile: bool = False
@@ -157,7 +161,6 @@ class SimulateRequest(PredictRequest):
         html: the page that the predicted swimlanes are written to; None: none.
         svg: the picture that the predicted swimlanes are written to; None: none.
         breakdown: print the times by kind of operator as well.
-        chunks: number of virtual stages of every worker, interleaved (1F1B).
     """
 
     plan: str
@@ -165,7 +168,6 @@ class SimulateRequest(PredictRequest):
     html: Path | None = None
     svg: Path | None = None
     breakdown: bool = False
-    chunks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

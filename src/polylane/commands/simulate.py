@@ -59,7 +59,8 @@ def run(request: SimulateRequest) -> None:
         plan = announce_best(
             search_for(captured, cluster, request.batch, method, fixed=fixed, reserve=planning.reserve_of(request))
         )
-    plan = divide_further(plan, request.chunks)
+    else:
+        plan = divide_further(plan, request.chunks or 1)
     check_plan(plan, cluster)
     method = method if request.dtype is not None else replace(method, dtype=plan.precision)
     basis = build_cost_model(captured, cluster, method)
@@ -97,14 +98,10 @@ def check(request: SimulateRequest, wanted: FixedKeys | None) -> None:
     Raises:
         PolylaneError: an option is out of range or excludes another; the message names it.
     """
-    if request.chunks < 1:
+    if request.chunks is not None and request.chunks < 1:
         raise PolylaneError(f"--chunks must be at least 1, not {request.chunks}")
     if wanted is not None:
         planning.fixed_keys(str(wanted), request)
-    if request.chunks > 1 and wanted is not None:
-        raise PolylaneError(
-            "--chunks takes a plan in one line, such as pipeline=4: what auto finds cannot be divided further"
-        )
 
 
 def divide_further(plan: Spec | Plan, chunks: int) -> Spec | Plan:

@@ -8,12 +8,29 @@ from typing import Any, Literal
 
 from polylane.errors import PolylaneError
 from polylane.plan import spec as specs
-from polylane.plan.spec import AUTO, DEGREES, PRECISIONS, Degrees
+from polylane.plan.spec import AUTO, DEGREES, PRECISIONS, Degrees, Spec
 from polylane.plan.sync import KEYS, SUM, SyncOptions, parse_sync
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, RUNNABLE
 from polylane.settings import split_pairs
 
 # Keys of a plan that a search can be told; what else a plan can say, it finds or leaves at its default.
-_KNOWN = (*DEGREES, "microbatches", "precision", *KEYS)
+_KNOWN = (*DEGREES, "microbatches", "schedule", "chunks", "precision", *KEYS)
+
+# A schedule, and the stages of every worker.
+ScheduleOption = tuple[str, int]
+
+# Numbers of chunks that a search tries where a schedule has any.
+CHUNKS = (2, 4)
+
+# Schedules that a search compares unasked, the plainest first: all compute the numbers of one device.
+COMPARED: tuple[ScheduleOption, ...] = (
+    ("1f1b", 1),
+    ("zb-h1", 1),
+    ("zb-h2", 1),
+    ("afab", 1),
+    ("zb-v", 2),
+    *(("interleaved", chunks) for chunks in CHUNKS),
+)
 
 
 @dataclass(frozen=True)
@@ -25,12 +42,32 @@ class FixedKeys:
         sync: how replicas synchronize; without words, the search tries what computes the same numbers.
         sync_keys: the keys of ``sync`` that were given.
         precision: of the passes; None: nothing was said.
+        schedule: name of the pipeline schedule; None: the search compares those that compute the same numbers.
+        chunks: number of stages of every worker; None: what the schedule has, or the search finds.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
     sync: SyncOptions = SUM
     sync_keys: frozenset[str] = frozenset()
     precision: str | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+
+    @property
+    def schedules(self) -> tuple[ScheduleOption, ...]:
+        """The schedules that a search compares, each with its chunks; what changes the numbers only where it is said.
+
+        Chunks without a schedule are those of any that may have so many.
+        """
+        if self.schedule is None:
+            if self.chunks is None:
+                return COMPARED
+            known = [option for option in COMPARED if option[1] == self.chunks]
+            return tuple(known) if known else (("interleaved", self.chunks),)
+        if self.chunks is not None:
+            return ((self.schedule, self.chunks),)
+        found = tuple(option for option in COMPARED if option[0] == self.schedule)
+        return found or ((self.schedule, DEFAULT_CHUNKS.get(self.schedule, 1)),)
 
     @property
     def shardings(self) -> tuple[Literal["optimizer", "gradients", "parameters"], ...]:
@@ -39,7 +76,8 @@ class FixedKeys:
         None where the user chose one, or a synchronization that shares nothing out. The numbers of a training do not
         depend on them: what changes numbers (``every``, ``wire``, ``compress``, ``staleness``) is never tried unasked.
         """
-        if "shard" in self.sync_keys or self.sync != SUM:
+        # Asynchronous pipelines share nothing out either.
+        if "shard" in self.sync_keys or self.sync != SUM or self.schedule in ASYNCHRONOUS:
             return ()
         return ("optimizer", "gradients", "parameters")
 
@@ -63,6 +101,16 @@ class FixedKeys:
                 return False
         return True
 
+    def with_schedule(self, schedule: str | None = None, chunks: int | None = None) -> FixedKeys:
+        """Return the keys with a schedule and its chunks, where they are not None.
+
+        Raises:
+            PolylaneError: the schedule is not known, or has no such chunks.
+        """
+        schedule, chunks = schedule or self.schedule, chunks or self.chunks
+        _check_schedule(schedule, chunks, self.counts.get("pipeline"))
+        return replace(self, schedule=schedule, chunks=chunks)
+
     def with_sync(self, **values: Any) -> FixedKeys:
         """Return the keys with further keys of ``sync``, where they are not None.
 
@@ -75,6 +123,8 @@ class FixedKeys:
 
     def __str__(self) -> str:
         words = [f"{key}={number}" for key, number in self.counts.items()]
+        words += [f"schedule={self.schedule}"] if self.schedule else []
+        words += [f"chunks={self.chunks}"] if self.chunks else []
         words += [f"precision={self.precision}"] if self.precision else []
         return ",".join([*words, *self.sync.to_words()])
 
@@ -102,12 +152,35 @@ def _parse(text: str) -> FixedKeys:
     # The plan of one line knows how numbers are written, and which are too large.
     line = ",".join(f"{key}={given[key]}" for key in (*DEGREES, "microbatches") if key in given)
     spec = specs.parse(line) if line else None
+    schedule = given.get("schedule")
+    chunks = specs.parse_count("chunks", given["chunks"]) if "chunks" in given else None
     counts = {key: int(getattr(spec, key)) for key in (*DEGREES, "microbatches") if key in given}
+    _check_schedule(schedule, chunks, counts.get("pipeline"))
     precision = given.get("precision")
     if precision not in (None, *PRECISIONS):
         raise PolylaneError(f"precision={precision} is not known, known are {', '.join(PRECISIONS)}")
     keys = {key: given[key] for key in KEYS if key in given}
-    return FixedKeys(counts, parse_sync(keys), frozenset(keys), precision)
+    return FixedKeys(counts, parse_sync(keys), frozenset(keys), precision, schedule, chunks)
+
+
+def _check_schedule(schedule: str | None, chunks: int | None, pipeline: int | None) -> None:
+    """Refuse a schedule and chunks that no pipeline of so many stages has, or none of any length.
+
+    Raises:
+        PolylaneError: the schedule is not known, or has no such chunks.
+    """
+    if schedule is not None and schedule not in RUNNABLE:
+        raise PolylaneError(f"schedule={schedule} is not known, known are {', '.join(RUNNABLE)}")
+    if schedule == FOUND:
+        raise PolylaneError(
+            f"schedule={FOUND} orders the stages of one plan: search without it, and write it into the plan found"
+        )
+    if schedule is None and chunks is None:
+        return
+    schedule = schedule or ("interleaved" if chunks != 1 else COMPARED[0][0])
+    pipeline = pipeline or 2
+    usual = DEFAULT_CHUNKS.get(schedule, 1) if pipeline > 1 else 1
+    Spec(schedule=schedule, pipeline=pipeline, chunks=chunks or usual)
 
 
 def parse_auto(text: object) -> FixedKeys | None:

@@ -240,7 +240,7 @@ def _parse_line(text: str) -> Spec:
     recompute = given.get("recompute", NONE)
     if recompute not in MODES and budget_bytes(recompute) is None:
         raise PolylaneError(f"recompute={_shorten(recompute)} {WANTED}")
-    counts = {key: _parse_count(key, given[key]) for key in _COUNTS if key in given}
+    counts = {key: parse_count(key, given[key]) for key in _COUNTS if key in given}
     microbatches = counts.pop("microbatches", None)
     sync = syncs.parse_sync({key: given[key] for key in syncs.KEYS if key in given})
     slow = tuple(stragglers.parse_stragglers(given["slow"]).items()) if "slow" in given else ()
@@ -290,7 +290,7 @@ def _parse_mesh(text: str, stage: int) -> Degrees:
         given = split_pairs(_pieces(text), Degrees._fields, "data=2") if text.strip() != "1" else {}
     except PolylaneError as error:
         raise PolylaneError(f"stage {stage}: {error}; a stage that is one worker is 1") from None
-    return Degrees(**{key: _parse_count(key, value) for key, value in given.items()})
+    return Degrees(**{key: parse_count(key, value) for key, value in given.items()})
 
 
 def _pieces(text: str) -> list[str]:
@@ -298,7 +298,12 @@ def _pieces(text: str) -> list[str]:
     return [piece for piece in text.split(",") if piece.strip()]
 
 
-def _parse_count(key: str, value: str) -> int:
+def parse_count(key: str, value: str) -> int:
+    """Parse the number that a key of a plan has.
+
+    Raises:
+        PolylaneError: it is no whole number of at least 1, or more than :data:`MOST`.
+    """
     # The length is checked before int(), which takes quadratic time, and raises ValueError above 4300 digits.
     if not (value.isascii() and value.isdecimal()) or not value.strip("0"):
         raise PolylaneError(f"{key}={_shorten(value)} must be a whole number of at least 1")

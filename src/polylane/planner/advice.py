@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from polylane.cluster.cluster import Cluster, Links
 from polylane.cluster.link import Link
 from polylane.cost.predict import Prediction
+from polylane.plan.fixed_keys import ScheduleOption
 from polylane.plan.spec import format_degrees
-from polylane.planner.search import RankedPlan, SearchRequest, SearchResult, search
+from polylane.planner.ranked_plan import RankedPlan
+from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize
+from polylane.planner.search import SearchRequest, SearchResult, search
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
 
@@ -36,6 +39,27 @@ class Improvement:
 
 
 @dataclass(frozen=True)
+class ScheduleAdvice:
+    """The best plan's pipeline schedule, beside the others of the same stages and microbatches.
+
+    Attributes:
+        name: name of the best plan's schedule, and its chunks.
+        bubble: fraction of the workers' time in which they wait.
+        runner_up: the next best one; "" if none fits.
+        runner_up_times: its simulated step, relative to that of the best; None if there is none.
+        plain_times: 1F1B's step relative to that of the best, maybe an estimate; None where it is one of these two.
+        not_fitting: (schedule, missing bytes of the worker with the most) of those that memory excludes.
+    """
+
+    name: str
+    bubble: float
+    runner_up: str
+    runner_up_times: float | None
+    plain_times: float | None
+    not_fitting: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
 class Advice:
     """Everything that is reported about the best plan of a search.
 
@@ -45,6 +69,7 @@ class Advice:
         alone: step time of one device relative to the best; None if the model does not fit on it.
         helps: changes that would speed up the step, the most effective first.
         excluded: (plan, relative step time, missing bytes) of plans that would be faster but do not fit.
+        schedule: the best plan's schedule beside the others, where there are any.
     """
 
     parts: tuple[StepShare, ...]
@@ -52,6 +77,7 @@ class Advice:
     alone: float | None
     helps: tuple[Improvement, ...]
     excluded: tuple[tuple[str, float, float], ...]
+    schedule: ScheduleAdvice | None = None
 
 
 def advise(answer: SearchResult) -> Advice:
@@ -67,7 +93,33 @@ def advise(answer: SearchResult) -> Advice:
             for c in answer.too_large_candidates
             if c.seconds < best.candidate.seconds * (1 - WORTH)
         ),
+        compare_schedules(best),
     )
+
+
+def compare_schedules(best: RankedPlan) -> ScheduleAdvice | None:
+    """Return the schedule of a plan beside the others that were tried; None where there is nothing to schedule."""
+    if not best.trials:
+        return None
+    seconds = best.prediction.seconds
+    lacking = tuple((describe_schedule(t.option), t.missing_bytes) for t in best.trials if t.missing_bytes)
+    # Only a simulated time is said.
+    other = min((t for t in best.trials if t.is_simulated), key=lambda t: penalize(t.seconds, t.option), default=None)
+    plain = next((t.seconds / seconds for t in best.trials if t.option == PLAIN_SCHEDULE), None)
+    return ScheduleAdvice(
+        describe_schedule(best.candidate.option),
+        best.prediction.bubble,
+        "" if other is None else describe_schedule(other.option),
+        None if other is None else other.seconds / seconds,
+        None if other is None or other.option == PLAIN_SCHEDULE else plain,
+        lacking,
+    )
+
+
+def describe_schedule(option: ScheduleOption) -> str:
+    """Return a schedule's name, with its chunks where it has any."""
+    name, chunks = option
+    return f"{name} with {chunks} chunks" if chunks > 1 else name
 
 
 def step_shares(prediction: Prediction) -> tuple[StepShare, ...]:
@@ -110,6 +162,9 @@ def plan_family(candidate: RatedPlan) -> str:
 def describe_candidate(candidate: RatedPlan) -> str:
     """Return a candidate as one line in the plan syntax."""
     words = [*format_degrees(candidate.meshes), f"microbatches={candidate.microbatches}"]
+    schedule, chunks = candidate.option
+    words += [] if candidate.option == PLAIN_SCHEDULE else [f"schedule={schedule}"]
+    words += [f"chunks={chunks}"] if chunks > 1 else []
     return ",".join([*words, *candidate.sync.to_words()])
 
 
@@ -191,6 +246,15 @@ def _explain_single_device(advice: Advice) -> str:
     return "what they would send each other takes longer than it saves"
 
 
+def _explain_schedule(found: ScheduleAdvice, show_bytes: Callable[[float], str]) -> str:
+    words = f"Schedule {found.name}, under which workers wait {found.bubble:.0%} of a step"
+    if found.runner_up:
+        words += f"; with {found.runner_up} it would take {found.runner_up_times:.2f} times as long"
+        words += f", with 1f1b about {found.plain_times:.2f}" if found.plain_times is not None else ""
+    lacking = " and ".join(f"{name} needs {show_bytes(lack)} more memory" for name, lack in found.not_fitting[:2])
+    return f"{words}{'; ' * bool(lacking)}{lacking}."
+
+
 def advice_sentences(advice: Advice, best: RankedPlan, show_bytes: Callable[[float], str]) -> Sequence[str]:
     """Return the advice as sentences for the user."""
     lines = []
@@ -198,6 +262,8 @@ def advice_sentences(advice: Advice, best: RankedPlan, show_bytes: Callable[[flo
         first, *rest = advice.parts
         also = ", ".join(f"{part.name} {part.share:.0%}" for part in rest)
         lines.append(f"Bound by {first.name}, {first.share:.0%} of a step{f'; then {also}' if also else ''}.")
+    if advice.schedule is not None:
+        lines.append(_explain_schedule(advice.schedule, show_bytes))
     for name, line, times in advice.families[:4]:
         lines.append(f"Best with {name} instead: {line}, {times:.2f} times as long.")
     if best.candidate.workers == 1:

@@ -133,7 +133,7 @@ def _candidates(
         ]
         for _ in range(TRIES):
             try:
-                lanes = find_schedule(_problem(scene, graph, bounds, split)).lanes
+                lanes = find_schedule(build_problem(scene, graph, bounds, split)).lanes
             except NoScheduleFits:
                 break
             yield lanes
@@ -161,8 +161,15 @@ def _plain_problem(graph: StageGraph, plan: Plan) -> ScheduleProblem:
     )
 
 
-def _problem(scene: PlanCost, graph: StageGraph, bounds: list[float], split: bool) -> ScheduleProblem:
-    """Return the scheduling problem of a plan's stages, with these bytes of activations on each group of workers."""
+def build_problem(scene: PlanCost, graph: StageGraph, bounds: Sequence[float], split: bool) -> ScheduleProblem:
+    """Return the scheduling problem of a plan's stages.
+
+    Args:
+        scene: prices of the plan's stages.
+        graph: which stages feed which.
+        bounds: bytes of activations that each group of workers may hold; empty: no bound.
+        split: whether the halves of a backward pass may be apart.
+    """
     plan, overhead, stages = scene.plan, scene.basis.host_overhead, range(scene.plan.pipeline)
     costs = [scene.pass_costs(stage) for stage in stages]
     forward = tuple(own.forward + own.waits + shard.waits + overhead for own, shard in costs)

@@ -6,17 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from polylane.cost.operators.training_options import TrainingOptions
-from polylane.cost.predict import Prediction, predict
 from polylane.cost.state_sharding import Sharding
-from polylane.graph.partition import Partition
-from polylane.plan import fit_to_graph as fit
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
-from polylane.plan.plan import Plan
-from polylane.plan.spec import PRECISIONS, Spec
 from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
-from polylane.planner.problem import fit_to_meshes
+from polylane.planner.ranked_plan import PricedPlan, RankedPlan, price_plan, weighted_seconds
+from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize, usable_options
+from polylane.planner.schedule_trials import choose_schedule, simulate_runner_up, with_schedule
 from polylane.planner.search_progress import Told, tell_nobody
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.stage_meshes import search_unequal_meshes
@@ -27,9 +23,6 @@ SURE = 0.85
 # How many of the best estimates are predicted exactly; fewer once their schedules add up to this many passes.
 FINALISTS = 12
 PASSES = 15_000
-# Relative speed-up that twice the workers must bring; and that replicas which share something out must bring, for what
-# that takes beyond its messages (flat copies, hooks) is not priced.
-FRUGAL, PLAIN = 0.01, 0.03
 # Plans that shard operators along both axes are rated only for this many rank counts, the best of single-axis plans.
 BOTH_AXES = 1
 # Plans are skipped if their lower bound exceeds the best time by this factor and their family has a plan already.
@@ -59,23 +52,6 @@ class SearchRequest:
     batch_is_indivisible: bool = False
     shardings: tuple[Sharding, ...] = ()
     fixed: FixedKeys = NOTHING_FIXED
-
-
-@dataclass(frozen=True)
-class RankedPlan:
-    """A plan with its exact prediction.
-
-    Attributes:
-        candidate: the plan as it was estimated.
-        plan: the candidate as a full plan.
-        partition: the graph cut into the plan's stages.
-        prediction: simulated step of the plan.
-    """
-
-    candidate: RatedPlan
-    plan: Plan
-    partition: Partition
-    prediction: Prediction
 
 
 @dataclass(frozen=True)
@@ -148,55 +124,91 @@ def _search(
     # Both searches divide the batch over replicas or microbatches.
     if not wish.batch_is_indivisible:
         most = max(wish.workers)
-        every += _search_unequal(estimates, wish, most)
+        other = _search_unequal(estimates, wish, most)
         if not wish.fixed.degrees:
-            every += plan_branches(estimates, most, wish.memory_limit)
+            other += plan_branches(estimates, most, wish.memory_limit)
+        every += _with_fixed_schedule(other, wish, estimates.max_stages)
     every = [c for c in every if wish.fixed.allows(c.meshes, c.microbatches) and keep(c)]
     fitting = sorted((c for c in every if c.fits), key=_weighted_estimate)
     excluded = [c for c in every if not c.fits]
-    exact, too_big = (
-        _exact(estimates, _drop_near_duplicates(fitting), wish.plan_count, finalists, told) if finalists else ([], {})
-    )
-    exact.sort(key=lambda f: weighted_seconds(f.prediction.seconds, f.plan.workers, f.plan.sync.shard != "none"))
+    exact, too_big = _exact(estimates, _drop_near_duplicates(fitting), wish, finalists, told) if finalists else ([], {})
+    exact.sort(key=lambda f: _weigh(f.candidate, f.prediction.seconds))
+    exact[:1] = [simulate_runner_up(estimates, best) for best in exact[:1]]
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
     fitting = [c for c in fitting if id(c) not in too_big]
     return SearchResult(estimates, wish, tuple(exact[: wish.plan_count]), tuple(fitting), tuple(excluded), passed)
 
 
 def _exact(
-    estimates: CurveCache, candidates: Sequence[RatedPlan], top: int, finalists: int, told: Told = tell_nobody
+    estimates: CurveCache,
+    candidates: Sequence[RatedPlan],
+    wish: SearchRequest,
+    finalists: int,
+    told: Told = tell_nobody,
 ) -> tuple[list[RankedPlan], dict[int, RatedPlan]]:
     """Predict the best candidates exactly; return them, and by id() those that turn out not to fit.
 
-    At least ``top`` plans if that many fit; more as long as that is little work.
+    At least the plans that are wanted if that many fit; more as long as that is little work.
     """
-    found, too_big, passes = list[RankedPlan](), dict[int, RatedPlan](), 0
+    found, too_big, passes, top = list[RankedPlan](), dict[int, RatedPlan](), 0, wish.plan_count
     for candidate in candidates:
         enough = passes > PASSES or len(found) >= max(finalists, 2 * top)
         if len(found) >= top and (enough or len(too_big) >= finalists):
             break
         told("simulated", len(found) + len(too_big))
-        one = realize_plan(estimates, candidate)
-        passes += one.plan.pipeline * one.plan.microbatches
         # The estimate's memory is a bound of the search; only the prediction's peak decides.
-        most = max(stage.memory.total for stage in one.prediction.stages)
-        if most > candidate.memory_limit:
-            too_big[id(candidate)] = replace(candidate, peak_bytes=float(most))
-        else:
-            found.append(one)
+        priced = _price_where_it_fits(estimates, candidate, wish)
+        if priced.peak_bytes > candidate.memory_limit:
+            too_big[id(candidate)] = replace(candidate, peak_bytes=float(priced.peak_bytes))
+            continue
+        one = priced.simulate()
+        passes += one.plan.pipeline * one.plan.microbatches
+        beat = min((each.prediction.seconds for each in found), default=math.inf)
+        one, more = choose_schedule(estimates, one, wish.fixed.schedules, beat)
+        passes += more
+        found.append(one)
     return found, too_big
 
 
-def weighted_seconds(seconds: float, workers: int, sharded: bool = False) -> float:
-    """Return seconds with a penalty per doubling of workers: of equally fast plans the one with fewer comes first.
+def _price_where_it_fits(estimates: CurveCache, candidate: RatedPlan, wish: SearchRequest) -> PricedPlan:
+    """Return a candidate as a full plan; with another schedule, the plainest, where its own does not fit."""
+    first, limit = price_plan(estimates, candidate), candidate.memory_limit
+    options = wish.fixed.schedules if first.peak_bytes > limit else ()
+    for option in usable_options(
+        options, len(candidate.meshes), candidate.microbatches, estimates.max_stages, candidate.sync
+    ):
+        changed = None if option == candidate.option else with_schedule(estimates, candidate, option)
+        priced = None if changed is None else price_plan(estimates, changed)
+        if priced is not None and priced.peak_bytes <= limit:
+            return priced
+        # Where 1F1B does not fit, no other does.
+        if option == PLAIN_SCHEDULE:
+            break
+    return first
 
-    So does one whose replicas share nothing out before one whose replicas do.
+
+def _with_fixed_schedule(candidates: Sequence[RatedPlan], wish: SearchRequest, most: int) -> list[RatedPlan]:
+    """Return those of candidates rated as 1F1B that may have one of the fixed schedules, with the first such one.
+
+    Their stages are not divided into chunks. Estimates stay those of 1F1B.
     """
-    return seconds * (1 + FRUGAL * math.log2(workers) + PLAIN * sharded)
+    if PLAIN_SCHEDULE in wish.fixed.schedules:
+        return list(candidates)
+    found = []
+    for candidate in candidates:
+        options = [option for option in wish.fixed.schedules if option[1] == 1]
+        usable = usable_options(options, len(candidate.meshes), candidate.microbatches, most, candidate.sync)
+        found += [replace(candidate, option=option) for option in usable[:1]]
+    return found
 
 
 def _weighted_estimate(candidate: RatedPlan) -> float:
-    return weighted_seconds(candidate.seconds, candidate.workers, candidate.sync.shard != "none")
+    return _weigh(candidate, candidate.seconds)
+
+
+def _weigh(candidate: RatedPlan, seconds: float) -> float:
+    """Return a candidate's seconds, estimated or simulated, with what it must be faster by than plainer plans."""
+    return penalize(weighted_seconds(seconds, candidate.workers, candidate.sync.shard != "none"), candidate.option)
 
 
 def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
@@ -264,9 +276,10 @@ class _UniformSearch:
 
     def _rate_best_first(self, uniforms: Sequence[UniformPlan]) -> list[tuple[UniformPlan, RatedPlan]]:
         """Rate plans in the order of their lower bounds; return those that were not skipped."""
-        found = []
+        found, options = [], self._wish.fixed.schedules
         for least, uniform in sorted(
-            ((uniform_plans.min_step_seconds(self._estimates, u), u) for u in uniforms), key=lambda pair: pair[0]
+            ((uniform_plans.min_step_seconds(self._estimates, u, options), u) for u in uniforms),
+            key=lambda pair: pair[0],
         ):
             axes = (uniform.data > 1, uniform.stages > 1, uniform.sequence > 1, uniform.tensor > 1)
             if self._is_hopeless(least, axes):
@@ -283,7 +296,8 @@ class _UniformSearch:
     def _rate_variants(self, uniform: UniformPlan) -> Iterator[RatedPlan]:
         """Yield a uniform plan with every kind of sharding that may be worth it."""
         for number, estimates in enumerate(self._variants if uniform.data > 1 else self._variants[:1]):
-            candidate = uniform_plans.rate_uniform_plan(estimates, uniform, self._wish.memory_limit)
+            wish = self._wish
+            candidate = uniform_plans.rate_uniform_plan(estimates, uniform, wish.memory_limit, wish.fixed.schedules)
             if candidate is None:
                 return
             yield candidate
@@ -312,20 +326,3 @@ def _search_unequal(estimates: CurveCache, wish: SearchRequest, workers: int) ->
         return []
     found = (search_unequal_meshes(each, workers, wish.memory_limit) for each in sharding_variants(estimates, wish))
     return next((plans for plans in found if plans), [])
-
-
-def realize_plan(estimates: CurveCache, candidate: RatedPlan) -> RankedPlan:
-    """Return a candidate as a full plan with its exact prediction."""
-    partition = Partition(estimates.basis.stages.graph, candidate.cuts, candidate.stage_of_piece)
-    plan = make_plan(partition, candidate, estimates.basis.method)
-    # Placements that unequal meshes allow: looser ones would flatter these plans beside uniform ones.
-    basis = fit_to_meshes(estimates.basis, partition, plan)
-    prediction = predict(basis, partition, plan, estimates.batch, exact=False)
-    return RankedPlan(candidate, plan, partition, prediction)
-
-
-def make_plan(partition: Partition, candidate: RatedPlan, method: TrainingOptions) -> Plan:
-    """Return a candidate's plan, with ranks ordered so that those that communicate most share a host."""
-    precision = method.dtype if method.dtype in PRECISIONS else PRECISIONS[0]
-    spec = Spec(schedule="1f1b", precision=precision, stages=candidate.meshes, sync=candidate.sync)
-    return fit.plan_from_partition(partition, spec, candidate.microbatches)

@@ -6,7 +6,7 @@ The figures are those of `polylane.cost`, but a pipeline's time comes from a for
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -31,6 +31,7 @@ from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.planner.balance import Array, BalancedCuts
+from polylane.planner.schedule_options import StageSeconds
 
 Places = NDArray[np.int64]
 # Collectives that overlap with the passes where parameters are sharded over replicas (ZeRO-3).
@@ -43,6 +44,7 @@ class StageCurves:
 
     Attributes:
         forward, backward: seconds of a pass, collectives included.
+        weight: of ``backward``, seconds of the half that makes gradients of weights.
         activation_bytes: bytes that a microbatch holds between its passes.
         elements: trained elements of a rank, counted at the first use of each parameter.
         frozen_bytes: bytes of a rank's parameters that are not trained, counted likewise.
@@ -54,6 +56,7 @@ class StageCurves:
 
     forward: Array
     backward: Array
+    weight: Array
     activation_bytes: Array
     elements: Array
     frozen_bytes: Array
@@ -67,15 +70,24 @@ class StageCurves:
         """Running sum of both passes' seconds, without host overhead and the bound of overlapped collectives."""
         return self.forward + self.backward
 
-    def stage_seconds(self, first: Places, end: Places) -> tuple[Array, Array]:
-        """Return forward and backward seconds of the stages between positions, host overhead included."""
+    def stage_seconds(self, first: Places, end: Places) -> StageSeconds:
+        """Return the seconds of a microbatch on the stages between positions, host overhead included."""
+        return self._pass_seconds(lambda curve: np.asarray(curve[end] - curve[first]))
 
-        def own(curve: Array) -> Array:
-            return np.asarray(curve[end] - curve[first])
+    def balanced_seconds(self, stages: int) -> StageSeconds:
+        """Return the seconds of a microbatch on so many stages that share the graph evenly."""
+        return self._pass_seconds(lambda curve: np.full(stages, (curve[-1] - curve[0]) / stages))
 
+    def _pass_seconds(self, own: Callable[[Array], Array]) -> StageSeconds:
+        """Return the seconds of stages, of which ``own`` returns the part of each in a running sum."""
         forward, backward = own(self.forward) + self.host_overhead, own(self.backward) + self.host_overhead
         gathers = own(self.gather_seconds)
-        return np.maximum(forward, gathers), np.maximum(backward, gathers + own(self.scatter_seconds))
+        return StageSeconds(
+            np.maximum(forward, gathers),
+            np.maximum(backward, gathers + own(self.scatter_seconds)),
+            own(self.weight),
+            overhead=self.host_overhead,
+        )
 
 
 @dataclass(frozen=True)
@@ -237,6 +249,7 @@ class CurveCache:
         return StageCurves(
             forward[at],
             backward[at],
+            table.backward_weight[at],
             held[at],
             self._elements(mesh)[at],
             self._frozen_bytes(mesh)[at],

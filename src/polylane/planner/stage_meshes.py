@@ -125,7 +125,7 @@ class StageMeshSearch:
         replicas = range(0, mesh.workers, mesh.sequence * mesh.tensor)
         samples = -(-self.estimates.batch // (self.microbatches * mesh.data))
         curves = self.estimates.curves(mesh, samples, replicas, m)
-        forward, backward = curves.stage_seconds(at[:, None], at[None, :])
+        times = curves.stage_seconds(at[:, None], at[None, :])
         elements, held = curves.elements[at], curves.activation_bytes[at]
         inward = np.array(
             [network.message_seconds(basis.cluster, float(b), 0, 1) if b else 0.0 for b in curves.cut_bytes[at]]
@@ -139,7 +139,7 @@ class StageMeshSearch:
         summed, handed = self.estimates.closing_seconds(SAMPLE, replicas, m)
         # About 70% of the gradient reduction overlaps with the last backward pass.
         ending = ending + own / SAMPLE * (summed * (0.3 if basis.method.overlap else 1.0) + handed)
-        seconds = forward + backward + 2 * inward[:, None]
+        seconds = times.forward + times.backward + 2 * inward[:, None]
         frozen = curves.frozen_bytes[at]
         return MeshOption(mesh, seconds, ending, own, held[None, :] - held[:, None], frozen[None, :] - frozen[:, None])
 

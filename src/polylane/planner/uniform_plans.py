@@ -5,15 +5,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from polylane.cluster.cluster import ranks_along
 from polylane.cost.network import collectives as network
+from polylane.plan.fixed_keys import ScheduleOption
 from polylane.plan.spec import Degrees
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.planner.balance import Array, BalancedCuts
+from polylane.planner.schedule_options import (
+    PLAIN_SCHEDULE,
+    StageSeconds,
+    live_microbatches,
+    penalize,
+    pipeline_seconds,
+    usable_options,
+)
 from polylane.planner.stage_curves import CurveCache, StageCurves
 
 
@@ -22,15 +31,16 @@ class RatedPlan:
     """A candidate plan with its estimated time and memory.
 
     Attributes:
-        meshes: degrees of the mesh of every stage.
-        cuts: positions of the graph at which all stages but the first begin.
+        meshes: degrees of the mesh of every stage; with chunks, of every group of workers.
+        cuts: positions of the graph at which all stages but the first begin, of all chunks.
         stage_of_piece: stage of every piece of the graph, if stages have several pieces; else empty (see
             :class:`polylane.graph.partition.Partition`).
-        microbatches: number of microbatches, which 1F1B schedules.
+        microbatches: number of microbatches of a step.
         seconds: estimated seconds of a step.
         peak_bytes: bytes of the worker that needs the most memory.
         memory_limit: bytes that a worker may have.
         sync: how replicas synchronize, and what they share out; the plain sum where there are none.
+        option: the schedule, and the stages of every worker.
     """
 
     meshes: tuple[Degrees, ...]
@@ -41,6 +51,7 @@ class RatedPlan:
     memory_limit: float
     stage_of_piece: tuple[int, ...] = ()
     sync: SyncOptions = SUM
+    option: ScheduleOption = PLAIN_SCHEDULE
 
     @property
     def workers(self) -> int:
@@ -59,7 +70,7 @@ class UniformPlan:
 
     Attributes:
         data, stages, sequence, tensor: number of ranks along each axis.
-        microbatches: number of microbatches, which 1F1B schedules.
+        microbatches: number of microbatches of a step.
     """
 
     data: int
@@ -79,24 +90,73 @@ class UniformPlan:
         return ranks_along(degrees, axis)
 
 
-def rate_uniform_plan(estimates: CurveCache, uniform: UniformPlan, limit: float) -> RatedPlan | None:
-    """Find the best cuts of a uniform plan and rate it; None if the graph has too few cut positions.
+def rate_uniform_plan(
+    estimates: CurveCache, uniform: UniformPlan, limit: float, options: Sequence[ScheduleOption] = (PLAIN_SCHEDULE,)
+) -> RatedPlan | None:
+    """Find the best cuts and the best schedule of a uniform plan, and rate it; None if there are no such cuts.
 
     Stages are cut so that each fits in memory, if possible, and the slowest is as fast as possible.
+
+    Args:
+        estimates: cost curves and memory bound on the cluster.
+        uniform: degrees and number of microbatches.
+        limit: bytes that a worker may have.
+        options: the schedules that it may have.
     """
     curves = stage_curves_of(estimates, uniform)
-    if curves is None:
+    sync = estimates.sync if uniform.data > 1 else SUM
+    options = usable_options(options, uniform.stages, uniform.microbatches, estimates.max_stages, sync)
+    if curves is None or not options:
         return None
     # If nothing fits it is cut without limit, to report how much memory is missing.
     ends = _stage_bounds(estimates, uniform, curves, limit) or _stage_bounds(estimates, uniform, curves, math.inf)
     if ends is None:
         return None
-    most = _max_stage_bytes(estimates, uniform, curves, ends)
-    seconds = _step_seconds(estimates, uniform, curves, ends)
-    cuts = tuple(int(estimates.positions[i]) for i in ends[1:-1])
+    times = _stage_seconds(estimates, uniform, curves, ends)
+    closing = _closing_seconds(estimates, uniform, curves, ends, times)
+    seconds = {option: pipeline_seconds(option, times, uniform.microbatches) + closing for option in options}
+    sizes: dict[ScheduleOption, float] = {}
+    # The first that fits is the best one; where none does, that which needs the least is reported.
+    for option in sorted(options, key=lambda each: penalize(seconds[each], each)):
+        live = live_microbatches(option, uniform.stages, uniform.microbatches)
+        sizes[option] = _max_stage_bytes(estimates, uniform, curves, ends, live)
+        if sizes[option] <= limit:
+            break
+    else:
+        option = min(options, key=sizes.__getitem__)
     meshes = (uniform.mesh,) * uniform.stages
-    sync = estimates.sync if uniform.data > 1 else SUM
-    return RatedPlan(meshes, cuts, uniform.microbatches, seconds, most, limit, sync=sync)
+    cuts = _cut_positions(estimates, ends)
+    found = RatedPlan(meshes, cuts, uniform.microbatches, seconds[option], sizes[option], limit, sync=sync)
+    return change_schedule(estimates, found, option) if option != PLAIN_SCHEDULE else found
+
+
+def change_schedule(estimates: CurveCache, candidate: RatedPlan, option: ScheduleOption) -> RatedPlan | None:
+    """Return a candidate of 1F1B with another schedule, cut into its chunks; None if there are no such cuts.
+
+    Time and memory are those of the candidate.
+    """
+    chunks = option[1]
+    if chunks == 1:
+        return replace(candidate, option=option)
+    mesh, stages = candidate.meshes[0], len(candidate.meshes)
+    uniform = UniformPlan(mesh.data, stages, mesh.sequence, mesh.tensor, candidate.microbatches)
+    curves = stage_curves_of(estimates, uniform)
+    ends = None if curves is None else _stage_bounds(estimates, uniform, curves, math.inf, chunks)
+    return None if ends is None else replace(candidate, option=option, cuts=_cut_positions(estimates, ends))
+
+
+def cut_for_plain_schedule(estimates: CurveCache, candidate: RatedPlan) -> RatedPlan | None:
+    """Return a uniform candidate as 1F1B would have it, with one stage on every worker; None if nothing is cut so."""
+    mesh = candidate.meshes[0]
+    if candidate.option[1] == 1:
+        return replace(candidate, option=PLAIN_SCHEDULE)
+    uniform = UniformPlan(mesh.data, len(candidate.meshes), mesh.sequence, mesh.tensor, candidate.microbatches)
+    own = estimates.with_sync(candidate.sync) if mesh.data > 1 else estimates
+    return rate_uniform_plan(own, uniform, candidate.memory_limit)
+
+
+def _cut_positions(estimates: CurveCache, ends: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(estimates.positions[i]) for i in ends[1:-1])
 
 
 def stage_curves_of(estimates: CurveCache, uniform: UniformPlan) -> StageCurves | None:
@@ -107,19 +167,23 @@ def stage_curves_of(estimates: CurveCache, uniform: UniformPlan) -> StageCurves 
     return estimates.curves(uniform.mesh, samples, uniform.ranks("data"), uniform.microbatches)
 
 
-def min_step_seconds(estimates: CurveCache, uniform: UniformPlan) -> float:
+def min_step_seconds(
+    estimates: CurveCache, uniform: UniformPlan, options: Sequence[ScheduleOption] = (PLAIN_SCHEDULE,)
+) -> float:
     """Return a lower bound of a step's seconds: perfectly balanced stages, no messages, no reductions."""
     curves = stage_curves_of(estimates, uniform)
-    if curves is None:
+    sync = estimates.sync if uniform.data > 1 else SUM
+    options = usable_options(options, uniform.stages, uniform.microbatches, estimates.max_stages, sync)
+    if curves is None or not options:
         return math.inf
-    passes = float(curves.pass_seconds[-1] - curves.pass_seconds[0])
-    beside = float(2 * curves.gather_seconds[-1] + curves.scatter_seconds[-1])
-    each = max(passes / uniform.stages + 2 * curves.host_overhead, beside / uniform.stages)
-    return (uniform.stages + uniform.microbatches - 1) * each
+    times = curves.balanced_seconds(uniform.stages)
+    return min(pipeline_seconds(option, times, uniform.microbatches) for option in options)
 
 
-def _stage_bounds(estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, limit: float) -> list[int] | None:
-    """Return the stage boundaries as indices into the positions; None if nothing fits."""
+def _stage_bounds(
+    estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, limit: float, chunks: int = 1
+) -> list[int] | None:
+    """Return the boundaries of all stages as indices into the positions; None if nothing fits."""
     # Parameters, gradients and states per trained element.
     weight = estimates.footprint.bytes_per_element(uniform.data)
     # With at least as many microbatches as stages, 1F1B's memory does not depend on their number: cuts are shared.
@@ -135,42 +199,38 @@ def _stage_bounds(estimates: CurveCache, uniform: UniformPlan, curves: StageCurv
     found = estimates.cuts_cache.get(key)
     if found is None:
         found = estimates.cuts_cache[key] = BalancedCuts(curves.pass_seconds, memory, room)
-    return found.cut_into(uniform.stages)
+    return found.cut_into(uniform.stages * chunks)
 
 
-def _max_stage_bytes(estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]) -> float:
-    """Return the bytes of a rank of the stage that needs the most memory."""
+def _max_stage_bytes(
+    estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int], live: Array
+) -> float:
+    """Return the bytes of a rank of the stage that needs the most memory, with so many live microbatches on each."""
     elements, held = (np.diff(curve[list(ends)]) for curve in (curves.elements, curves.activation_bytes))
-    live = np.minimum(uniform.microbatches, uniform.stages - np.arange(uniform.stages))
     held = held * live + np.diff(curves.frozen_bytes[list(ends)]) + estimates.gathered_bytes(uniform.mesh)
     return float(estimates.footprint(elements, held, uniform.data).max())
 
 
-def _step_seconds(estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]) -> float:
-    """Return the seconds of a step: pipeline fill and drain, slowest stage, messages, reductions, optimizer.
-
-    1F1B and GPipe take the same time: sum of all stages + (m - 1) times the slowest (Huang et al., GPipe, 2019, section
-    2.3, for unequal stages).
-    """
+def _stage_seconds(
+    estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int]
+) -> StageSeconds:
+    """Return the seconds of a microbatch on every stage, and of its messages between them."""
     cluster = estimates.basis.cluster
-    forward, backward = curves.stage_seconds(np.array(ends[:-1]), np.array(ends[1:]))
+    times = curves.stage_seconds(np.array(ends[:-1]), np.array(ends[1:]))
     hops = 0.0
     if uniform.stages > 1:
         ranks = uniform.ranks("pipeline")
         inner = uniform.sequence * uniform.tensor
         for bytes_, count in Counter(float(curves.cut_bytes[i]) for i in ends[1:-1]).items():
             hops += 2 * count * network.message_seconds(cluster, bytes_, ranks[0], ranks[1], inner)
-    passes = forward + backward
-    # Sends overlap with computation, but in 1F1B's steady state a forward waits for the backward that answers it.
-    slowest = float(passes.max()) + (hops / (uniform.stages - 1) if uniform.stages > 1 else 0.0)
-    pipeline = float(passes.sum()) + hops + (uniform.microbatches - 1) * slowest
-    return pipeline + _closing_seconds(estimates, uniform, curves, ends, backward - curves.host_overhead)
+    return replace(times, hops=hops)
 
 
 def _closing_seconds(
-    estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int], backward: Array
+    estimates: CurveCache, uniform: UniformPlan, curves: StageCurves, ends: Sequence[int], times: StageSeconds
 ) -> float:
     """Return the seconds after the last backward pass: exposed reductions, optimizer step, parameter all-gather."""
+    backward = times.backward - times.overhead
     basis, most, sharding = estimates.basis, 0.0, estimates.sharding(uniform.data, uniform.microbatches)
     device = basis.cluster.device(0)
     elements = np.diff(curves.elements[list(ends)])

@@ -1,0 +1,141 @@
+"""Schedule trials: a plan of the finalists with the schedule that the simulator finds fastest for its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from polylane.plan.fixed_keys import ScheduleOption
+from polylane.planner.find_order import build_problem
+from polylane.planner.ranked_plan import PricedPlan, RankedPlan, ScheduleTrial, price_plan
+from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize, usable_options
+from polylane.planner.stage_curves import CurveCache
+from polylane.planner.uniform_plans import RatedPlan, change_schedule, cut_for_plain_schedule
+from polylane.schedule.action import PASSES
+from polylane.schedule.problem import lanes_to_orders, play_orders
+from polylane.schedule.schedules import ASYNCHRONOUS, schedule_lanes, splits_backward
+from polylane.schedule.stage_graph import StageGraph
+
+# Schedules are simulated whose passes alone, played by longest paths, end within this factor of the best.
+NEAR = 1.02
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A candidate with another schedule: its prices, the seconds that its passes would take, and what it lacks."""
+
+    priced: PricedPlan
+    seconds: float
+    missing_bytes: float
+
+    @property
+    def option(self) -> ScheduleOption:
+        return self.priced.candidate.option
+
+    @property
+    def trial(self) -> ScheduleTrial:
+        return ScheduleTrial(self.option, self.seconds, False, self.missing_bytes)
+
+
+def choose_schedule(
+    estimates: CurveCache, first: RankedPlan, options: Sequence[ScheduleOption], beat: float
+) -> tuple[RankedPlan, int]:
+    """Return a plan with the schedule with which it is fastest and fits, and how many passes were simulated for that.
+
+    Every schedule's passes are played with the seconds of the plan's own stages; those that come near the best are
+    simulated. What does not fit is known without.
+
+    Args:
+        estimates: cost curves of the graph on the cluster.
+        first: the plan as it was simulated, with one of the schedules.
+        options: the schedules that it may have.
+        beat: seconds of the best of other plans: a schedule that is far from them is not simulated.
+    """
+    variants = _build_variants(estimates, first, options)
+    best, passes = first, 0
+    waiting = sorted((v for v in variants if not v.missing_bytes), key=lambda v: penalize(v.seconds, v.option))
+    tried = [v.trial for v in variants if v.missing_bytes]
+    for variant in waiting:
+        if penalize(variant.seconds, variant.option) > NEAR * min(beat, _weigh(best)):
+            tried.append(variant.trial)
+            continue
+        found = variant.priced.simulate()
+        passes += found.plan.pipeline * found.plan.microbatches
+        best = _keep_better(best, found, best.trials)
+    trials = sorted([*best.trials, *tried], key=lambda trial: trial.seconds)
+    return replace(best, trials=tuple(trials)), passes
+
+
+def simulate_runner_up(estimates: CurveCache, best: RankedPlan) -> RankedPlan:
+    """Return the plan with the next best of its schedules simulated, if none of those that fit was."""
+    fitting = [trial for trial in best.trials if not trial.missing_bytes]
+    if not fitting or any(trial.is_simulated for trial in fitting):
+        return best
+    changed = with_schedule(estimates, best.candidate, fitting[0].option)
+    assert changed is not None  # it was played
+    rest = [trial for trial in best.trials if trial is not fitting[0]]
+    return _keep_better(best, price_plan(estimates, changed).simulate(), rest)
+
+
+def _keep_better(best: RankedPlan, found: RankedPlan, tried: Sequence[ScheduleTrial]) -> RankedPlan:
+    """Return the better of two schedules of a plan, with the other one as a trial beside those given."""
+    loser = found
+    if _weigh(found) < _weigh(best):
+        # Estimates are compared with estimates: the schedule changes it as it changes the simulated time.
+        seconds = best.candidate.seconds * found.prediction.seconds / best.prediction.seconds
+        candidate = replace(found.candidate, seconds=seconds, peak_bytes=float(found.peak_bytes))
+        best, loser = replace(found, candidate=candidate), best
+    trials = [*tried, ScheduleTrial(loser.candidate.option, loser.prediction.seconds, True)]
+    return replace(best, trials=tuple(sorted(trials, key=lambda trial: trial.seconds)))
+
+
+def _weigh(found: RankedPlan) -> float:
+    return penalize(found.prediction.seconds, found.candidate.option)
+
+
+def _build_variants(estimates: CurveCache, first: RankedPlan, options: Sequence[ScheduleOption]) -> list[_Variant]:
+    """Return the plan with every other schedule that its graph and its replicas allow."""
+    candidate = first.candidate
+    stages, most = len(candidate.meshes), estimates.max_stages
+    usable = usable_options(options, stages, candidate.microbatches, most, candidate.sync)
+    usable = [option for option in usable if option != candidate.option]
+    if not usable or candidate.option[0] in ASYNCHRONOUS:
+        return []
+    # What follows the passes (reductions, the optimizer) stays.
+    timeline = first.prediction.timeline
+    after = timeline.makespan() - max(span.end for span in timeline.spans if span.action.kind in PASSES)
+    found = list[_Variant]()
+    for option in usable:
+        changed = with_schedule(estimates, candidate, option)
+        if changed is None:
+            continue
+        priced = price_plan(estimates, changed)
+        seconds = _play_passes(priced) + after
+        found.append(_Variant(priced, seconds, max(0.0, priced.peak_bytes - candidate.memory_limit)))
+    return found
+
+
+def with_schedule(estimates: CurveCache, candidate: RatedPlan, option: ScheduleOption) -> RatedPlan | None:
+    """Return a candidate with another schedule, cut for it; None where its stages cannot be divided into chunks."""
+    if option[1] > 1 and (candidate.stage_of_piece or len(set(candidate.meshes)) > 1):
+        return None
+    if candidate.option[1] > 1:
+        plain = cut_for_plain_schedule(estimates, candidate)
+        return None if plain is None else change_schedule(estimates, plain, option)
+    return change_schedule(estimates, replace(candidate, option=PLAIN_SCHEDULE), option)
+
+
+def _play_passes(priced: PricedPlan) -> float:
+    """Return the seconds of the passes of a step and of the messages between them, each as early as it can be.
+
+    Steps follow each other at the distance at which no worker has two at once.
+    """
+    plan, graph = priced.plan, StageGraph.of_partition(priced.partition)
+    problem = build_problem(priced.costs, graph, (), splits_backward(plan.schedule))
+    lanes = schedule_lanes(plan.schedule, graph, plan.microbatches, plan.stage_groups)
+    orders = lanes_to_orders(problem, lanes)
+    played = play_orders(problem, orders)
+    assert played is not None  # named schedules have no circles
+    ends, begins = ([played.heads[order[at]] for order in orders] for at in (-1, 0))
+    last = (problem.seconds[order[-1]] for order in orders)
+    return max(end + own - begin for begin, end, own in zip(begins, ends, last, strict=True))
