@@ -96,7 +96,7 @@ bench-scale: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.scale $(ARGS)
 
 # Measurements that others published, as files of a folder: `make bench-published FOLDER=measured`, or one of them, or
-# any with such columns: `make bench-published FILE=other.csv`.
+# any with such columns: `make bench-published FILE=other.csv`. With ARGS=--choose, FSDP's rows are not told how they ran.
 bench-published: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER)) $(ARGS)
 

@@ -28,6 +28,7 @@ from polylane.graph.batch import take_samples
 from polylane.inspection.plan_report import lanes_by_rank, price_stages, step_at_best
 from polylane.observe.timeline import Timeline
 from polylane.plan.fit_to_graph import assign_ranks
+from polylane.plan.lanes import lanes_of
 from polylane.plan.plan import Plan
 from polylane.plan.spec import parse
 from polylane.profiling.time_operators import measure_both
@@ -35,7 +36,6 @@ from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.schedule.action import ActionKind
-from polylane.schedule.schedules import schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 
 WIDTH, MICROBATCHES, SAMPLES, STEPS = 512, 8, 64, 8
@@ -113,11 +113,8 @@ def by_inspect(prepared: CompiledTraining, model: nn.Module, batch: list[Tensor]
 def by_stage_times(prepared: CompiledTraining, timelines: list[Timeline]) -> float:
     """That of the schedule, played with the measured mean times of the stages' passes; waiting inside them is idle."""
     plan, order = prepared.plan, StageGraph.of_partition(prepared.main_partition)
-    forward, backward = (
-        [stage_seconds(timelines, kind, stage) for stage in range(plan.pipeline)]
-        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-    )
-    played = simulate_schedule(schedule_lanes(plan.schedule, order, plan.microbatches), forward, backward, graph=order)
+    found = stage_seconds(timelines, plan.pipeline)
+    played = simulate_schedule(lanes_of(plan, order), found.forward, found.backward, graph=order)
     waits = {
         (kind, stage): statistics.fmean(
             span.waited

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import published_choices
 from benchmarks import published_rows as rows
 from benchmarks import published_zero_bubble as zero_bubble
 from benchmarks.published_costs import predicted
@@ -119,15 +120,39 @@ def run(paths: Sequence[Path]) -> None:
         print(f"in total: {mean_error([case for cases in kinds.values() for case in cases]):.1%} error")
 
 
+def choose(paths: Sequence[Path]) -> None:
+    """Print what would have been chosen for the rows of files that leave a choice.
+
+    Raises:
+        PolylaneError: no row does.
+    """
+    chosen = [(path, found) for path in paths if any(map(published_choices.can_choose, found := rows.read(path)))]
+    if not chosen:
+        raise PolylaneError("--choose needs rows of sharded replicas with all products in one dtype; there are none")
+    for path, found in chosen:
+        print(path.name)
+        for line in published_choices.report(found):
+            print(line, flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.published", description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="with the columns of a known kind")
     parser.add_argument("--folder", type=Path, help="where the files are; without FILE, all that are of a known kind")
+    parser.add_argument(
+        "--choose",
+        action="store_true",
+        help="of sharded replicas, choose recomputation and microbatch for each row instead of being told (minutes)",
+    )
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
     try:
-        run(files(given.files, given.folder))
+        found = files(given.files, given.folder)
+        if given.choose:
+            choose(found)
+        else:
+            run(found)
     except PolylaneError as error:
         print(f"benchmarks.published: {error}", file=sys.stderr)
         return 2

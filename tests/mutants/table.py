@@ -198,8 +198,8 @@ STATISTICS = [
     Mutant(
         "running-statistics-twice", "running means move twice in a step",
         "graph.operators.sync_batch_norm:batch_norm",
-        "running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)",
-        "[running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum) for _ in '12']",
+        "move_statistics(running_mean, mean, momentum)",
+        "[move_statistics(running_mean, mean, momentum) for _ in '12']",
         "tests/placement/rules/test_normalization_rules.py", network="data=2 optimizer=adamw",
     ),
     Mutant(

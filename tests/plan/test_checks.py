@@ -96,3 +96,23 @@ def test_stages_with_other_numbers_of_replicas_divide_samples_anew() -> None:
         False,
         False,
     )
+    in_turn = Plan(stages=other.stages, replicas="round-robin", microbatches=4)
+    assert in_turn.has_uneven_replicas and not in_turn.resplits_batch and in_turn.most_turns == 4
+    assert (in_turn.turns(0), in_turn.turns(2)) == (4, 2)
+    assert (in_turn.peers(0, 2), in_turn.peers(0, 2, 1), in_turn.peers(3, 0)) == ((2, 3), (3,), (0,))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"microbatches": 1}, "replicas: round-robin: 2 replicas cannot compute microbatches: 1 in turn: give 2 or"),
+        ({"sync": {"shard": "optimizer"}}, "sync (shard=optimizer) is for replicas that split every microbatch: leave"),
+        ({"schedule": "zb-h1"}, "schedule: zb-h1 needs as many replicas of every stage: give all the same data, or"),
+        ({"schedule": "pipedream", "microbatches": 3}, "schedule: pipedream needs as many replicas of every stage"),
+    ],
+)
+def test_replicas_in_turn_that_cannot_be(keys: dict[str, Any], says: str) -> None:
+    one = Stage(nodes=("a", "b"), devices=(0,)), Stage(nodes=("c", "d"), devices=(1, 2), mesh={"data": 2})
+    with pytest.raises(PolylaneError) as caught:
+        Plan.model_validate({"stages": one, "replicas": "round-robin", "microbatches": 4} | keys)
+    assert says in str(caught.value) and "\n" not in str(caught.value)

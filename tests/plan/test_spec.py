@@ -43,8 +43,8 @@ def test_microbatches_are_left_open() -> None:
         (
             "dat=2",
             "unknown key 'dat', known are data, pipeline, sequence, tensor, microbatches, chunks, schedule, "
-            "vertical_sync, precision, recompute, every, warmup, outer, shard, within, wire, compress, servers, "
-            "dedicated, staleness, slow, per_sample; did you mean data?",
+            "replicas, vertical_sync, precision, recompute, every, warmup, outer, shard, within, wire, compress, "
+            "servers, dedicated, staleness, slow, per_sample; did you mean data?",
         ),
         ("tensors=2", "unknown key 'tensors', known are data, pipeline, sequence"),
         ("tensors=2", "did you mean tensor?"),
@@ -65,6 +65,7 @@ def test_microbatches_are_left_open() -> None:
         ("data=1024,tensor=2048", "data=1024 times tensor=2048 would be more than 1,048,576 workers, the most"),
         ("data=", "'data=' is not of the form key=value"),
         ("schedule=gpipe", "schedule=gpipe is not known, known are naive, afab, 1f1b"),
+        ("data=2,replicas=in-turn", "replicas=in-turn is not known, known are split, round-robin"),
         ("precision=float16", "precision=float16 is not known, known are float32, bfloat16"),
     ],
 )

@@ -61,6 +61,7 @@ def write(parameters: dict[str, nn.Parameter], values: dict[str, Tensor]) -> Non
     [
         ("pipeline=4,schedule=pipedream", 4, 1, [4, 3, 2, 1]),
         ("pipeline=3,schedule=pipedream-2bw,microbatches=4", 3, 4, [2, 2, 2]),
+        ("data=2,pipeline=2,schedule=pipedream,replicas=round-robin", 2, 1, [2, 1] * 2),
         pytest.param("pipeline=2,schedule=pipedream", 2, 1, [2, 1], marks=pytest.mark.slow),
         pytest.param("pipeline=4,schedule=pipedream,vertical_sync=yes", 4, 1, [4] * 4, marks=pytest.mark.slow),
         pytest.param("data=2,pipeline=2,schedule=pipedream,microbatches=2", 2, 2, [2, 1] * 2, marks=pytest.mark.slow),
@@ -88,6 +89,8 @@ def test_a_run_is_the_replay_of_its_rule(plan: str, stages: int, microbatches: i
         ("data=2,pipeline=2,schedule=pipedream,every=2", {}, "leave sync out"),
         ("pipeline=2,schedule=afab,vertical_sync=yes", {}, "vertical_sync is for schedule: pipedream, not afab"),
         ("pipeline=2,schedule=pipedream", {"clip_norm": 1.0}, "clip_norm"),
+        ("data=2,pipeline=2,schedule=pipedream,microbatches=3,replicas=round-robin", {}, "is no multiple of data=2"),
+        ("[data=2 | 1],schedule=pipedream,replicas=round-robin", {}, "needs as many replicas of every stage"),
     ],
 )
 def test_what_is_refused(plan: str, options: dict[str, Any], says: str) -> None:

@@ -40,6 +40,7 @@ from polylane.samples.microbatch_limit import (
     min_samples_for,
     requested_microbatches,
 )
+from polylane.samples.running_norms import find_running_norms
 from polylane.sharding.stage_layouts import StageLayouts, layouts_like
 
 
@@ -157,7 +158,8 @@ class CompiledTraining:
                 replicas = 1 if graph.layouts.batch_is_sharded else self.plan.degree("data", stage)
                 for samples in set(sizes):
                     parts = self.microbatches_of(samples)
-                    shares = (compute_shares(samples, parts, replicas, replica) for replica in range(replicas))
+                    turns = self.plan.takes_turns
+                    shares = (compute_shares(samples, parts, replicas, replica, turns) for replica in range(replicas))
                     # Replicas that take steps of their own compute nothing where they have no sample.
                     padded = not self.plan.sync.is_replica_local
                     for count in {share.samples for own in shares for share in own if share.weight or padded}:
@@ -198,7 +200,8 @@ def compile_training(
     spec = parse(plan) if isinstance(plan, str) else plan
     requested = requested_microbatches(spec, problem.samples)
     # The samples of one rank in one microbatch: the sizes that determine time and memory.
-    samples = max(2, -(-problem.samples // (requested * spec.data)))
+    whole = spec.replicas == "round-robin"
+    samples = max(2, -(-problem.samples // (requested * (1 if whole else spec.data))))
     with python_kept(problem.model, *problem.losses):
         graphs = {name: problem.capture(samples, each) for name, each in problem.objectives.items()}
         fewest = min_samples_for(spec, graphs.values())
@@ -313,6 +316,14 @@ def _check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples
         raise PolylaneError(
             f"{plan.title}: sync ({','.join(plan.sync.to_words())}) is for losses that are means over samples, and in "
             "this one samples meet: leave sync out, or split by pipeline or tensor alone"
+        )
+    for partition in partitions.values() if plan.takes_turns else ():
+        names = {n.name for s in range(plan.pipeline) if plan.degree("data", s) > 1 for n in partition.nodes(s)}
+        find_running_norms(partition.graph.code.fx, names)  # for its errors alone
+    if couples_samples and plan.takes_turns and plan.data > 1:
+        raise PolylaneError(
+            f"{plan.title}: replicas: {plan.replicas} is for losses that are means over samples, and in this one "
+            "samples meet: leave replicas out, or split by pipeline or tensor alone"
         )
     if plan.sync.has_servers:
         assign_parameters(partitions, plan)  # for its errors alone

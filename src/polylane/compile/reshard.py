@@ -10,6 +10,7 @@ replicas (the "data" degree) of both stages and on the batch layout of the value
     different    REPLICATED, its gradient       each replica               one replica; they are summed in the end
     different    else, the value                all ranks with samples     all ranks
     different    else, the gradient             all ranks with samples     all ranks with samples
+    in turn      any                            the replica of the one     that of the other stage, of a microbatch
 
 A value split by sample (6 samples) from data=2, ranks 0 and 1, to data=3, ranks 2 to 4:
 
@@ -104,7 +105,9 @@ class Resharder:
     layouts: StageLayouts
     value_specs: Mapping[str, ValueSpec]
     batch_layouts: Mapping[str, BatchLayout]
-    _known_transfers: dict[tuple[str, int, int, int, bool], tuple[BoxTransfer, ...]] = field(default_factory=dict)
+    _known_transfers: dict[tuple[str, int, int, int, bool, int, int], tuple[BoxTransfer, ...]] = field(
+        default_factory=dict
+    )
     _boxes: dict[tuple[str, int, int], IndexBox] = field(default_factory=dict)
 
     def box_to_send(self, value: str, peer: int, samples: int, gradient: bool) -> IndexBox | None:
@@ -135,7 +138,8 @@ class Resharder:
         replicas by samples, so it is that of one device. Gradients get the same factors on the way back.
         """
         stages = [self.plan.stage_and_replica(rank)[0] for rank in (self.rank, peer)]
-        if not self.is_summed(value) or len(self._replica_ranks(stages[0])) == len(self._replica_ranks(stages[1])):
+        alike = len(self._replica_ranks(stages[0])) == len(self._replica_ranks(stages[1]))
+        if alike or self.plan.takes_turns or not self.is_summed(value):
             return 1.0
         producer, consumer = (peer, self.rank) if gradient else (self.rank, peer)
         start, stop, weight = self._sample_range(
@@ -144,24 +148,26 @@ class Resharder:
         return self._has_own_samples(producer, samples) * weight * (stop - start) / samples
 
     def _cached_piece(self, value: str, sender: int, receiver: int, samples: int, gradient: bool) -> IndexBox | None:
-        stages = self.plan.stage_and_replica(sender)[0], self.plan.stage_and_replica(receiver)[0]
+        (start, first), (end, second) = map(self.plan.stage_and_replica, (sender, receiver))
         own = self._cached_box(value, self.rank, samples)
         # Same mesh: all of this worker's shard goes to its counterpart. An empty shard makes no message.
-        if self.plan.have_same_mesh(*stages):
+        if self.plan.exchanges_shards(start, end):
             return relative_box(own, own) if box_volume(own) else None
-        for transfer in self._plan_transfers(value, *stages, samples, gradient):
+        # Only where replicas take turns does it matter which of them it is: each has the whole microbatch.
+        turns = (first, second) if self.plan.takes_turns else (0, 0)
+        for transfer in self._plan_transfers(value, start, end, samples, gradient, turns):
             if (transfer.sender, transfer.receiver) == (sender, receiver):
                 return relative_box(own, transfer.box)
         return None
 
     def _plan_transfers(
-        self, value: str, start: int, end: int, samples: int, gradient: bool
+        self, value: str, start: int, end: int, samples: int, gradient: bool, turns: tuple[int, int] = (0, 0)
     ) -> tuple[BoxTransfer, ...]:
-        key = (value, start, end, samples, gradient)
+        key = (value, start, end, samples, gradient, *turns)
         if key not in self._known_transfers:
             self._known_transfers[key] = tuple(
                 transfer
-                for senders, receivers in self._exchange_groups(value, start, end, samples, gradient)
+                for senders, receivers in self._exchange_groups(value, start, end, samples, gradient, turns)
                 for transfer in plan_reshard(
                     {rank: self._cached_box(value, rank, samples) for rank in senders},
                     {rank: self._cached_box(value, rank, samples) for rank in receivers},
@@ -170,10 +176,12 @@ class Resharder:
         return self._known_transfers[key]
 
     def _exchange_groups(
-        self, value: str, start: int, end: int, samples: int, gradient: bool
+        self, value: str, start: int, end: int, samples: int, gradient: bool, turns: tuple[int, int]
     ) -> list[tuple[list[int], list[int]]]:
         """Return (senders, receivers) of each group among which a value is resharded; the table of the module."""
         replicas = [self._replica_ranks(stage) for stage in (start, end)]
+        if self.plan.takes_turns:
+            return [(replicas[0][turns[0]], replicas[1][turns[1]])]
         if len(replicas[0]) == len(replicas[1]):
             return list(zip(*replicas, strict=True))
         senders, receivers = replicas
@@ -201,7 +209,7 @@ class Resharder:
 
     def _sample_range(self, rank: int, samples: int) -> tuple[int, int, int]:
         stage, replica = self.plan.stage_and_replica(rank)
-        if self.layouts.batch_is_sharded:
+        if self.layouts.batch_is_sharded or self.plan.takes_turns:
             return 0, samples, 1
         (share,) = compute_shares(samples, 1, self.plan.stages[stage].degree("data"), replica)
         return share.start, share.stop, share.weight

@@ -8,6 +8,8 @@ replicas. For 10 samples, microbatches=2 and data=3:
     replica 0             0 1                 5 6
     replica 1                 2 3                 7 8
     replica 2                     4                   9
+
+Where replicas take turns, a microbatch is not split again: replica r of d has microbatches r, r + d, r + 2d, ...
 """
 
 from __future__ import annotations
@@ -55,18 +57,26 @@ class SampleShare:
         return self.stop - self.start
 
 
-def compute_shares(batch: int, microbatches: int, replicas: int, replica: int) -> tuple[SampleShare, ...]:
+def compute_shares(
+    batch: int, microbatches: int, replicas: int, replica: int, in_turn: bool = False
+) -> tuple[SampleShare, ...]:
     """Compute the shares of one replica: one for each microbatch that has samples at all.
+
+    Of replicas in turn, those in a batch that is too short for all of them have none.
 
     Args:
         batch: samples of the whole batch.
         microbatches: number of microbatches that it is divided into.
         replicas: number of replicas, the data-parallel degree.
         replica: index of the replica that is asked for.
+        in_turn: whether the replicas compute whole microbatches in turn.
     """
     result = []
     for microbatch, (begin, end) in enumerate(split_bounds(batch, microbatches)):
-        if begin == end:
+        if begin == end or (in_turn and microbatch % replicas != replica):
+            continue
+        if in_turn:
+            result.append(SampleShare(microbatch, begin, end, 1))
             continue
         start, stop = (begin + b for b in split_bounds(end - begin, replicas)[replica])
         # A microbatch with fewer samples than replicas: the last replicas get padding instead of nothing, or they would
@@ -74,6 +84,10 @@ def compute_shares(batch: int, microbatches: int, replicas: int, replica: int) -
         empty = start == stop
         result.append(SampleShare(microbatch, begin if empty else start, begin + 1 if empty else stop, int(not empty)))
     return tuple(result)
+
+
+# The samples of a replica in turn that has no microbatch of a batch: one, which counts for nothing.
+PADDING = SampleShare(0, 0, 1, 0)
 
 
 def count_replica_samples(batch: int, microbatches: int, replicas: int) -> list[int]:

@@ -33,6 +33,7 @@ from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
 from polylane.program.lower import BUCKET_BYTES
 from polylane.program.server_assignment import server_rank
+from polylane.samples.running_norms import find_running_norms
 from polylane.schedule.asynchronous import weight_delays
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -146,7 +147,8 @@ class PlanCost:
 
     def local_samples(self, stage: int) -> int:
         """Return the most samples that a replica of a stage has in one microbatch."""
-        return -(-self.batch // (self.plan.microbatches * self.plan.degree("data", stage)))
+        parts = 1 if self.plan.takes_turns else self.plan.degree("data", stage)
+        return -(-self.batch // (self.plan.microbatches * parts))
 
     def node_ranges(self, stage: int) -> list[Range]:
         return [(first, end) for first, end, owner in self.partition.pieces if owner == stage]
@@ -182,8 +184,8 @@ class PlanCost:
     def _table(self, stage: int) -> CostTable:
         mesh, rank = self.plan.degrees(stage), self.plan.stages[stage].devices[0]
         # "data" is priced too: batch normalization sums its statistics over replicas inside the passes, unless each
-        # replica takes steps of its own, from its own samples.
-        shared = mesh.data > 1 and not self.plan.sync.is_replica_local
+        # replica takes steps of its own, from its own samples, or has whole microbatches.
+        shared = mesh.data > 1 and not (self.plan.sync.is_replica_local or self.plan.takes_turns)
         axes = ("data", *self.plan.axes_of(stage)) if shared else self.plan.axes_of(stage)
         groups = {axis: self.plan.ranks_along(rank, axis) for axis in axes}
         # Stages with equal devices and equally spanned groups share one table.
@@ -262,6 +264,19 @@ class PlanCost:
         load = self.trained_bytes(*self.plan.chunks(stage))
         return peak.shard_trained_bytes(load, self.basis.method, self.sharding(stage))
 
+    def kept_statistics_bytes(self, stage: int) -> int:
+        """Return the bytes of the statistics by which replicas in turn move running ones; 0 where there are none.
+
+        A mean and a variance of every normalization, in float64, for each microbatch.
+        """
+        plan, graph = self.plan, self.partition.graph
+        if not plan.takes_turns or plan.degree("data", stage) == 1:
+            return 0
+        names = {node.name for each in plan.chunks(stage) for node in self.partition.nodes(each)}
+        norms, _ = find_running_norms(graph.code.fx, names)
+        channels = sum(math.prod(graph.buffers[name].shape) for norm in norms for name in (norm.mean, norm.variance))
+        return 8 * plan.microbatches * channels
+
     def sharding(self, stage: int) -> StateSharding:
         """Return what the replicas of a stage share out, as the plan says."""
         return StateSharding.of(self.plan.sync, self.plan.degree("data", stage), self.plan.microbatches)
@@ -337,7 +352,7 @@ class PlanCost:
         if not plan.is_asynchronous:
             return 0
         graph = StageGraph.of_partition(self.partition)
-        return weight_delays(plan.schedule, graph, plan.microbatches, plan.vertical_sync)[stage]
+        return weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)[stage]
 
     def _synchronized_states(self, stage: int, trained: float, kept: float) -> float:
         """Return the bytes of states of a rank, with what synchronization keeps: residuals, anchors, servers' weights.

@@ -125,7 +125,7 @@ def predict(
     # One lane per stage is exact only if workers are interchangeable: same devices, no shared cores.
     unlike = len(basis.cluster.devices(ranks)) > 1 or basis.cluster.cores(0) is not None
     single = (every or unlike) and plan.workers <= LANES
-    lanes = tuple(ranks) if single else tuple(plan.stages[first].devices[0] for first in plan.first_chunks)
+    lanes = tuple(ranks) if single else _distinct_ranks(plan)
     scene = PlanCost(basis, partition, plan, batch, exact)
     doing = TaskBuilder(scene, lanes)
     by_rank = _lower_programs(scene, partition, None if single else lanes)
@@ -151,6 +151,16 @@ def predict(
         timeline, steps = found.timeline, found.steps
     stages = tuple(scene.predict_stage(first) for first in plan.first_chunks)
     return Prediction(plan, timeline, stages, batch, lanes, plan.sync.every if alone else 1, between, steps, overlap)
+
+
+def _distinct_ranks(plan: Plan) -> tuple[int, ...]:
+    """Return a rank of every stage; of replicas in turn one of each, unless they are equal pipelines side by side."""
+    alike = not plan.takes_turns or (not plan.has_uneven_replicas and plan.microbatches % plan.data == 0)
+    found = list[int]()
+    for first in plan.first_chunks:
+        devices = plan.stages[first].devices
+        found += devices[:1] if alike else devices[:: len(devices) // plan.degree("data", first)]
+    return tuple(found if alike else sorted(found))  # where that is every rank, the n-th lane is that of rank n
 
 
 def _cut_steady_step(timeline: Timeline, microbatches: int) -> Timeline:

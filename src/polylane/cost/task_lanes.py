@@ -109,6 +109,11 @@ class TaskBuilder:
             waits = sharing.backward_waits
             return Task(action, took.backward_weight + waits + overhead, waits, int(sharing.backward_sent))
         waits, bytes_ = self._parameter_collective(program)
+        if statistics := self._scene.kept_statistics_bytes(program.stage):
+            waits += network.collective_seconds(
+                self._scene.basis.cluster, "all_reduce", statistics, program.replicas, None
+            )
+            bytes_ += int(bytes_per_rank("all_reduce", statistics, len(program.replicas)))
         return Task(action, self._scene.predict_stage(program.stage).update_seconds + waits, waits, bytes_)
 
     def _parameter_collective(self, program: Program) -> tuple[float, int]:
@@ -131,7 +136,7 @@ class TaskBuilder:
         """
         folded = len(self._lanes) < self._plan.workers
         # Reversed, so that the first lane of a stage wins.
-        lane_of = {self._plan.stage_and_replica(rank)[0]: lane for lane, rank in reversed(list(enumerate(self._lanes)))}
+        lane_of = {self._stands_for(rank): lane for lane, rank in reversed(list(enumerate(self._lanes)))}
         found = dict[Hashable, _Route | None]()
         seen = set[Hashable]()
         for action in program.actions:
@@ -139,25 +144,31 @@ class TaskBuilder:
             if action.kind not in (ActionKind.SEND, ActionKind.RECEIVE) or own in found:
                 continue
             assert action.peer is not None and action.value is not None
-            other = self._plan.stage_and_replica(action.peer)[0]
+            group = self._stands_for(action.peer)
+            other = group[0]
             there, here = (program.stage, other) if action.kind is ActionKind.SEND else (other, program.stage)
             # Unfolded: a value is resharded box by box, so each of the receiver's peers sends it an equal
             # part.
             peers = 1
             if not folded:
                 receiver = action.peer if action.kind is ActionKind.SEND else program.rank
-                peers = len(self._plan.peers(receiver, there))
-            elif (action.kind, action.value, other, action.gradient) in seen:
+                peers = len(self._plan.peers(receiver, there, action.microbatch))
+            elif (action.kind, action.value, group, action.gradient) in seen:
                 found[own] = None
                 continue
-            seen.add((action.kind, action.value, other, action.gradient))
+            seen.add((action.kind, action.value, group, action.gradient))
             whole = self._scene.sharded_graph(here).busiest_value_bytes(action.value, self._scene.local_samples(here))
             size = whole / peers
-            lane = lane_of[other] if folded else action.peer
+            lane = lane_of[group] if folded else action.peer
             found[own] = _Route(
                 lane, int(size), self._message_transfer(size, there, here), (there, here) if folded else None
             )
         return found
+
+    def _stands_for(self, rank: int) -> tuple[int, int]:
+        """Return the stage of a rank, and its replica where each has microbatches of its own."""
+        stage, replica = self._plan.stage_and_replica(rank)
+        return stage, replica if self._plan.takes_turns else 0
 
     def _message_transfer(self, size: float, source: int, target: int) -> TransferTime:
         """Return the transfer of a message between ranks of two stages."""

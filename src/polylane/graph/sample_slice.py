@@ -49,6 +49,8 @@ class SampleSlice:
         weight: 1, or 0 for padding samples: a replica without samples of its own computes on another's, and counts for
             nothing, so that every collective inside a forward or backward pass finds all its members.
         sum_replicas: sums a tensor over the replicas of this microbatch, in place; None when there is only one.
+        keep_statistics: takes the mean and the unbiased variance of a batch normalization, in the order of the calls,
+            where running statistics move at the end of the step (replicas in turn); None: they move at once.
         region: the local part of a random value that is sharded over ranks; None: all of it.
         loss_samples: number of samples over which the loss is a mean; 0: all of the batch.
         whole: returns a statistic over all those samples, from its node's name and the local value; None where the
@@ -63,6 +65,7 @@ class SampleSlice:
     seed: int = 0
     weight: int = 1
     sum_replicas: Callable[[Tensor], Tensor] | None = None
+    keep_statistics: Callable[[Tensor, Tensor], None] | None = None
     region: TensorRegion | None = None
     loss_samples: int = 0
     whole: Callable[[str, Any], Any] | None = None

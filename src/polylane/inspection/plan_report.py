@@ -16,7 +16,7 @@ from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.profile import Both, Profile
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost
-from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.cost.simulator.schedule_tasks import simulate_replicas, simulate_schedule
 from polylane.graph.batch import split_bounds
 from polylane.graph.partition import Partition
 from polylane.graph.precision import dtypes_under_autocast
@@ -25,7 +25,7 @@ from polylane.observe.timeline import Timeline
 from polylane.placement.enumerate_strategies import enumerate_strategies
 from polylane.placement.operator_view import view_operators
 from polylane.placement.rewrite import AxisSplit
-from polylane.plan.lanes import lanes_of
+from polylane.plan.lanes import lanes_of, replica_lanes_of
 from polylane.plan.plan import Plan
 from polylane.planner import problem as setup
 from polylane.probe.machine import running_cluster
@@ -115,15 +115,25 @@ def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[tuple[fl
         passes: (forward, backward, weight half of the backward) seconds of a microbatch, for each stage.
     """
     order = StageGraph.of_partition(partition)
-    played = simulate_schedule(
-        lanes_of(plan, order),
-        [forward for forward, _, _ in passes],
-        [backward for _, backward, _ in passes],
-        graph=order,
-        weight=[weight for _, _, weight in passes] if plan.splits_backward else 0,
-    )
     title, notes = f"{plan.spec} · at best", {"stages": str(plan.pipeline)}
+    there, back, weight = ([each[i] for each in passes] for i in range(3))
+    halves = weight if plan.splits_backward else 0
+    if plan.takes_turns:
+        played = simulate_replicas(replica_lanes_of(plan, order), there, back, order, halves)
+        return replace(_replicas_by_rank(played, plan), unit="seconds", title=title, notes=notes)
+    played = simulate_schedule(lanes_of(plan, order), there, back, graph=order, weight=halves)
     return replace(lanes_by_rank(played, plan), unit="seconds", title=title, notes=notes)
+
+
+def _replicas_by_rank(timeline: Timeline, plan: Plan) -> Timeline:
+    """Return a timeline with a lane for every rank, from one with a lane for each replica of each group of workers."""
+    ranks = list[Sequence[int]]()
+    for first in plan.first_chunks:
+        devices, replicas = plan.stages[first].devices, plan.degree("data", first)
+        size = len(devices) // replicas
+        ranks += [devices[replica * size : (replica + 1) * size] for replica in range(replicas)]
+    spans = tuple(replace(span, rank=rank) for span in timeline.spans for rank in ranks[span.rank])
+    return replace(timeline, spans=spans, ranks=plan.workers)
 
 
 def lanes_by_rank(timeline: Timeline, plan: Plan) -> Timeline:
@@ -269,7 +279,8 @@ def _sent(relays: Resharder, value: str, start: int, end: int, samples: int, gra
     total = 0
     for rank, times in _senders(relays, start, end, samples):
         own = replace(relays, rank=rank)  # shares the boxes that were computed for other ranks
-        pieces = (own.box_to_send(value, peer, samples, gradient) for peer in relays.plan.peers(rank, end))
+        # Where replicas take turns, the first ones have the first microbatch.
+        pieces = (own.box_to_send(value, peer, samples, gradient) for peer in relays.plan.peers(rank, end, 0))
         total += times * sum(box_volume(piece) for piece in pieces if piece is not None)
     return total
 
@@ -280,9 +291,11 @@ def _senders(relays: Resharder, start: int, end: int, samples: int) -> list[tupl
     Between equal meshes only the numbers of samples differ, so that one replica stands for all of the same size.
     """
     plan, devices = relays.plan, relays.plan.stages[start].devices
-    if relays.layouts.batch_is_sharded or not plan.have_same_mesh(start, end):
+    if not plan.takes_turns and (relays.layouts.batch_is_sharded or not plan.have_same_mesh(start, end)):
         return [(rank, 1) for rank in devices]
     replicas = plan.degree("data", start)
+    if plan.takes_turns:
+        return [(rank, 1) for rank in devices[: len(devices) // replicas]]
     # Local samples of each replica; one without samples computes on a padding sample.
     hand = [max(1, stop - first) for first, stop in split_bounds(samples, replicas)]
     inner, firsts = len(devices) // replicas, {count: hand.index(count) for count in set(hand)}

@@ -50,6 +50,7 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
         stages=stages,
         schedule=spec.schedule,  # type: ignore[arg-type]
         vertical_sync=spec.vertical_sync,
+        replicas=spec.replicas,  # type: ignore[arg-type]
         microbatches=microbatches,
         precision=spec.precision,  # type: ignore[arg-type]
         sync=spec.sync,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from polylane.errors import PolylaneError
 from polylane.plan.order import parse_order
 from polylane.plan.plan import Plan
+from polylane.schedule.round_robin import replica_lanes
 from polylane.schedule.schedules import FOUND, schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -13,7 +14,8 @@ from polylane.schedule.synchronous import Lanes
 def lanes_of(plan: Plan, graph: StageGraph) -> Lanes:
     """Return the passes of every group of workers in a step, in order.
 
-    Of an asynchronous plan, whose passes never pause, it is those of as many batches as are under way at once.
+    Of replicas in turn it is those of the first one: no other has more microbatches. Of an asynchronous plan, whose
+    passes never pause, it is those of as many batches as are under way at once.
 
     Args:
         plan: what runs, with the order of its passes where the schedule is ``auto``.
@@ -22,8 +24,26 @@ def lanes_of(plan: Plan, graph: StageGraph) -> Lanes:
     Raises:
         PolylaneError: the plan's order has not been found yet.
     """
+    if plan.takes_turns:
+        return tuple(lanes[0] for lanes in replica_lanes_of(plan, graph))
     if plan.schedule != FOUND:
         return schedule_lanes(plan.schedule, graph, plan.microbatches, workers=plan.stage_groups)
     if not plan.order:
         raise PolylaneError(f"{plan.title}: schedule: auto has no order of passes yet: it is found for measured times")
     return parse_order(plan.order)
+
+
+def replica_lanes_of(plan: Plan, graph: StageGraph) -> tuple[Lanes, ...]:
+    """Return for every group of workers the passes of each of its replicas; one lane where all do the same.
+
+    Args:
+        plan: what runs, as of :func:`lanes_of`.
+        graph: which of the plan's stages feed which.
+
+    Raises:
+        PolylaneError: the plan's order has not been found yet.
+    """
+    if not plan.takes_turns:
+        return tuple((lane,) for lane in lanes_of(plan, graph))
+    replicas = [degrees.data for degrees in plan.meshes]
+    return replica_lanes(plan.schedule, graph, plan.microbatches, replicas, plan.stage_groups)

@@ -13,11 +13,12 @@ from polylane.errors import PolylaneError
 from polylane.plan.order import check_order, has_halves
 from polylane.plan.pinned_placements import check_axes
 from polylane.plan.recompute import NONE, Recompute
+from polylane.plan.schedule_checks import check_accumulation, check_asynchronous, check_chunks, check_turns
 from polylane.plan.spec import Degrees, check_workers, format_degrees
 from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, check_devices, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
-from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, WITH_CHUNKS, assign_stages, splits_backward
+from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, WITH_CHUNKS, splits_backward
 from polylane.yaml_file import Count, StrictMapping
 
 _OPERATOR_AXES = ("sequence", "tensor")
@@ -35,6 +36,8 @@ class Plan(StrictMapping):
         vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
         order: under ``auto``, the passes of every group of workers (:mod:`polylane.plan.order`); empty until found.
         microbatches: number of microbatches of a step.
+        replicas: whether the replicas of a stage split every microbatch, or compute whole ones in turn ("round-robin":
+            replica r of d has microbatches r, r + d, r + 2d, ...; PipeDream's replicated stages).
         sync: how replicas synchronize gradients or weights.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
         recompute: what backward passes recompute: one of :data:`.recompute.MODES`, or a budget ("budget:200MB").
@@ -52,6 +55,7 @@ class Plan(StrictMapping):
     vertical_sync: bool = False
     order: tuple[str, ...] = ()
     microbatches: Count = 1
+    replicas: Literal["split", "round-robin"] = "split"
     sync: SyncOptions = SUM
     precision: Literal["float32", "bfloat16"] = "float32"
     recompute: Recompute = NONE
@@ -169,9 +173,36 @@ class Plan(StrictMapping):
         return all(self.have_same_mesh(0, stage) for stage in range(self.pipeline))
 
     @property
-    def resplits_batch(self) -> bool:
-        """Whether stages have different numbers of replicas, so that batches are resplit between them."""
+    def has_uneven_replicas(self) -> bool:
+        """Whether stages have different numbers of replicas."""
         return len({degrees.data for degrees in self.meshes}) > 1
+
+    @property
+    def resplits_batch(self) -> bool:
+        """Whether stages divide a microbatch over different numbers of replicas: it is resplit between them."""
+        return self.has_uneven_replicas and not self.takes_turns
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether the replicas of a stage compute whole microbatches in turn."""
+        return self.replicas == "round-robin"
+
+    @property
+    def most_turns(self) -> int:
+        """Number of microbatches of a step that a worker computes on, of the one that has most."""
+        return max(self.turns(stage) for stage in range(self.pipeline))
+
+    def turns(self, stage: int) -> int:
+        """Return the number of microbatches of a step that the first replica of a stage computes on."""
+        return -(-self.microbatches // (self.degree("data", stage) if self.takes_turns else 1))
+
+    def exchanges_shards(self, a: int, b: int) -> bool:
+        """Return whether a rank of one stage sends its whole shard of a value to one counterpart on the other.
+
+        Stages with the same mesh do, and those that differ only in how many replicas compute microbatches in turn.
+        """
+        axes = _OPERATOR_AXES if self.takes_turns else MESH
+        return all(self.degree(axis, a) == self.degree(axis, b) for axis in axes)
 
     def recompute_of(self, stage: int) -> str:
         """Return what a stage recomputes."""
@@ -228,21 +259,40 @@ class Plan(StrictMapping):
         every = ({**here, axis: index} for index in range(self.degree(axis, stage)))
         return tuple(self.rank_at(stage, at["data"], at) for at in every)
 
-    def peers(self, rank: int, stage: int) -> tuple[int, ...]:
+    def peers(self, rank: int, stage: int, microbatch: int | None = None) -> tuple[int, ...]:
         """Return the ranks of another stage with which this one may exchange values.
 
         On a stage with the same mesh it is the counterpart alone; with as many replicas, all ranks of the same replica;
-        else all ranks of the stage.
+        else all ranks of the stage. Where replicas take turns, it is the replica that has the same microbatch.
+
+        Args:
+            rank: the rank that is asked for.
+            stage: number of the other stage.
+            microbatch: number of the microbatch whose values are exchanged; None: any that the rank may have.
         """
         own, (_, replica) = self._stage_and_indices(rank)[0], self.stage_and_replica(rank)
         devices = self.stages[stage].devices
+        if self.takes_turns:
+            degree = self.degree("data", stage)
+            # Microbatches r, r + d, ... meet all replicas whose number is r modulo the common divisor of both degrees.
+            step = math.gcd(self.degree("data", own), degree)
+            met = range(replica % step, degree, step) if microbatch is None else (microbatch % degree,)
+            found = [self._replica_ranks(stage, each) for each in met]
+            if self.exchanges_shards(own, stage):
+                at = self._replica_ranks(own, replica).index(rank)
+                found = [ranks[at : at + 1] for ranks in found]
+            return tuple(itertools.chain(*found))
         if self.have_same_mesh(own, stage):
             return (devices[self._index.places[rank][1]],)
         if self.degree("data", own) != self.degree("data", stage):
             return devices
+        return self._replica_ranks(stage, replica)
+
+    def _replica_ranks(self, stage: int, replica: int) -> tuple[int, ...]:
+        """Return the ranks of a replica of a stage."""
         # Data is the outermost axis of the mesh, so a replica's ranks are consecutive in the list of devices.
-        size = len(devices) // self.degree("data", stage)
-        return devices[replica * size : (replica + 1) * size]
+        size = len(self.stages[stage].devices) // self.degree("data", stage)
+        return self.stages[stage].devices[replica * size : (replica + 1) * size]
 
     def pins(self, axis: str, stages: Collection[int] | None = None) -> dict[str, str]:
         """Return the placements that stages (default: all) pin on one axis, by name of a parameter or node."""
@@ -273,7 +323,8 @@ class Plan(StrictMapping):
     @property
     def spec(self) -> str:
         """The plan in one line, as :func:`.spec.parse` reads it; bounds and placements of the stages are left out."""
-        words = [*format_degrees(self.group_meshes), f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
+        words = [*format_degrees(self.group_meshes), *([f"replicas={self.replicas}"] if self.takes_turns else [])]
+        words += [f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
         words += [f"chunks={self.most_chunks}"] if self.most_chunks > 1 else []
         words += ["vertical_sync=yes"] if self.vertical_sync else []
         words += [] if self.precision == "float32" else [f"precision={self.precision}"]
@@ -293,6 +344,12 @@ def check(plan: Plan) -> None:
     check_devices(plan.stages, plan.title, plan.schedule in WITH_CHUNKS)
     _check_chunks(plan)
     _check_sync(plan)
+    replicas = [degrees.data for degrees in plan.meshes]
+    if plan.takes_turns:
+        check_turns(plan.title, replicas, plan.schedule, plan.microbatches, plan.sync)
+    check_asynchronous(plan.title, plan.schedule, plan.vertical_sync, plan.sync)
+    if plan.schedule == "pipedream-2bw":
+        check_accumulation(plan.title, plan.pipeline, plan.microbatches, plan.most_turns)
 
 
 def _check_meshes(plan: Plan) -> None:
@@ -316,28 +373,14 @@ def _check_chunks(plan: Plan) -> None:
         except PolylaneError as error:
             raise PolylaneError(f"{plan.title}: {error}") from None
         return
-    groups, given = len(plan.first_chunks), plan.stage_groups
-    chunks, left = divmod(plan.pipeline, groups)
-    try:
-        wanted = None if left else assign_stages(plan.schedule, groups, chunks)
-    except ValueError as error:
-        raise PolylaneError(f"{plan.title}: stages: {error}") from None
-    if given != wanted:
-        stage = 0 if wanted is None else next(s for s in range(plan.pipeline) if given[s] != wanted[s])
-        why = (
-            f"{plan.pipeline} stages on {groups} groups of workers, some with more than others"
-            if wanted is None
-            else f"stage {stage} is on the workers of stage {plan.first_chunk(stage)}, and the schedule "
-            f"{plan.schedule} has it on those of stage {plan.first_chunks[wanted[stage]]}"
-        )
-        raise PolylaneError(f"{plan.title}: stages: {why}")
+    check_chunks(plan.title, plan.schedule, plan.stage_groups, plan.first_chunks)
 
 
 def _check_sync(plan: Plan) -> None:
     """Refuse sync options that the meshes do not allow."""
     sync = plan.sync
     # A replica that takes steps of its own, or that servers count, must be one replica of every stage.
-    if plan.resplits_batch and (sync.is_replica_local or sync.has_servers):
+    if plan.has_uneven_replicas and (sync.is_replica_local or sync.has_servers):
         key = "kind: parameter_server" if sync.has_servers else f"every: {sync.every}"
         raise PolylaneError(f"{plan.title}: sync.{key} needs as many replicas of every stage: give all the same data")
     for stage in range(plan.pipeline):
@@ -351,23 +394,6 @@ def _check_sync(plan: Plan) -> None:
             f"{plan.title}: schedule: {plan.schedule} and shard: parameters exclude each other, since weights are "
             "released between the two halves of a backward pass: take shard: gradients, or another schedule"
         )
-    _check_asynchronous(plan)
     for rank in plan.slow:
         if not 0 <= rank < plan.workers:
             raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {plan.workers} workers")
-
-
-def _check_asynchronous(plan: Plan) -> None:
-    """Refuse what an asynchronous pipeline cannot have, and what only it can have."""
-    if plan.vertical_sync and plan.schedule != "pipedream":
-        raise PolylaneError(f"{plan.title}: vertical_sync is for schedule: pipedream, not {plan.schedule}")
-    if plan.is_asynchronous and not plan.sync.is_plain_sum:
-        raise PolylaneError(
-            f"{plan.title}: sync ({','.join(plan.sync.to_words())}): under schedule: {plan.schedule} replicas sum the "
-            "gradients of every update: leave sync out"
-        )
-    if plan.schedule == "pipedream-2bw" and plan.microbatches < plan.pipeline - 1:
-        raise PolylaneError(
-            f"{plan.title}: microbatches: {plan.microbatches}: schedule: pipedream-2bw of {plan.pipeline} stages needs "
-            f"at least {plan.pipeline - 1}, so that an update is there when the next batch but one begins"
-        )

@@ -19,9 +19,10 @@ from polylane.settings import split_pairs
 AUTO = "auto"
 
 PRECISIONS = ("float32", "bfloat16")
+REPLICAS = ("split", "round-robin")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches", "chunks")
-_KEYS = (*_COUNTS, "schedule", "vertical_sync", "precision", "recompute", *syncs.KEYS, "slow", "per_sample")
+_KEYS = (*_COUNTS, "schedule", "replicas", "vertical_sync", "precision", "recompute", *syncs.KEYS, "slow", "per_sample")
 
 # Most workers that a plan may have, and most microbatches: ten times the largest machines.
 MOST = 2**20
@@ -71,6 +72,8 @@ class Spec:
         recompute: what backward passes recompute instead of saving it, as in a :class:`polylane.plan.plan.Plan`.
         chunks: number of stages of every worker.
         vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
+        replicas: "split", each replica of a stage computes a part of every microbatch; or "round-robin", they compute
+            whole microbatches in turn.
 
     Raises:
         PolylaneError: degrees are given beside stages that have others, there are too many workers, or the schedule
@@ -91,6 +94,7 @@ class Spec:
     recompute: str = NONE
     chunks: int = 1
     vertical_sync: bool = False
+    replicas: str = "split"
 
     def __post_init__(self) -> None:
         if self.stages:
@@ -147,8 +151,8 @@ class Spec:
 
     @property
     def resplits_batch(self) -> bool:
-        """Whether stages have different numbers of replicas, so that batches are resplit between them."""
-        return len({degrees.data for degrees in self.group_meshes}) > 1
+        """Whether stages divide a microbatch over different numbers of replicas: it is resplit between them."""
+        return self.replicas == "split" and len({degrees.data for degrees in self.group_meshes}) > 1
 
     @property
     def workers(self) -> int:
@@ -190,10 +194,14 @@ def check_workers(workers: int, degrees: Sequence[str]) -> None:
 def default_microbatches(spec: Spec, batch: int) -> int:
     """Return the spec's microbatches; default: four for every stage (GPipe, section 2.3), if there are samples.
 
-    One under ``pipedream``, which fills the pipeline with the batches of further steps.
+    One under ``pipedream``, which fills the pipeline with the batches of further steps. Replicas that compute whole
+    microbatches in turn need as many of them each.
     """
     if spec.microbatches is not None:
         return spec.microbatches
+    if spec.replicas == "round-robin":
+        each = 1 if spec.pipeline == 1 or spec.schedule == "pipedream" else 4 * spec.pipeline
+        return spec.data * max(1, min(each, batch // spec.data))
     if spec.schedule == "pipedream":
         return 1
     return 1 if spec.pipeline == 1 else max(1, min(4 * spec.pipeline, batch // spec.data))
@@ -226,6 +234,9 @@ def _parse_line(text: str) -> Spec:
         raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(RUNNABLE)}")
     if precision not in PRECISIONS:
         raise PolylaneError(f"precision={_shorten(precision)} is not known, known are {', '.join(PRECISIONS)}")
+    replicas = given.get("replicas", "split")
+    if replicas not in REPLICAS:
+        raise PolylaneError(f"replicas={_shorten(replicas)} is not known, known are {', '.join(REPLICAS)}")
     recompute = given.get("recompute", NONE)
     if recompute not in MODES and budget_bytes(recompute) is None:
         raise PolylaneError(f"recompute={_shorten(recompute)} {WANTED}")
@@ -243,6 +254,7 @@ def _parse_line(text: str) -> Spec:
         **counts,
         chunks=chunks,
         schedule=schedule,
+        replicas=replicas,
         vertical_sync=_parse_switch("vertical_sync", given.get("vertical_sync", "no")),
         microbatches=microbatches,
         precision=precision,

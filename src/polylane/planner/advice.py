@@ -78,7 +78,7 @@ def step_shares(prediction: Prediction) -> tuple[StepShare, ...]:
     # The busiest lane is the bottleneck; its waits inside passes are reported separately from exposed messages.
     lane = max(range(timeline.ranks), key=lambda rank: timeline.busy()[rank])
     stage = prediction.plan.stage_and_replica(prediction.lanes[lane])[0]
-    own, microbatches = prediction.stages[stage], prediction.plan.microbatches
+    own, microbatches = prediction.stages[stage], prediction.plan.turns(stage)
     waits = microbatches * own.collective_seconds
     exposed = max(0.0, timeline.exposed_communication()[lane] - waits)
     issuing = microbatches * own.passes.stalled

@@ -193,7 +193,7 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
         # Balanced by the times on the widest mesh, with the local samples that it leaves; weights are the
         # stages' workers.
         widest = max(plan.meshes, key=lambda mesh: mesh.workers)
-        samples = -(-batch // (microbatches * widest.data))
+        samples = -(-batch // (microbatches * (widest.data if plan.replicas == "split" else 1)))
         table = CurveCache(found, batch).table(widest, samples)
         times = np.diff(table.forward + table.backward + table.waits + table.backward_waits)
         partition = balance_stages(graph, len(plan.meshes), list(times), [mesh.workers for mesh in plan.meshes])

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from polylane.graph.graph import Graph, TensorInfo
 from polylane.graph.partition import Partition, StageCrossing
-from polylane.plan.lanes import lanes_of
+from polylane.plan.lanes import replica_lanes_of
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.asynchronous import steady_step, steps_in_flight
+from polylane.schedule.round_robin import renumber
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
 
@@ -53,28 +54,33 @@ def lower(
     return order_receives(programs) if only is None and plan.most_chunks > 1 else programs
 
 
-def _lanes_of_step(plan: Plan, graph: StageGraph) -> Lanes:
-    """Return what each group of workers does in a step: its passes, and in asynchronous pipelines its updates."""
+def _lanes_of_step(plan: Plan, graph: StageGraph) -> tuple[Lanes, ...]:
+    """Return what each group of workers does in a step: its passes, and in asynchronous pipelines its updates.
+
+    Of every group there is a lane for each of its replicas; one for all of them where they do the same.
+    """
     if plan.is_asynchronous:
-        return steady_step(graph, plan.microbatches)
-    return lanes_of(plan, graph)
+        turns = range(plan.data if plan.takes_turns else 1)
+        return tuple(
+            tuple(renumber(lane, first, len(turns)) for first in turns) for lane in steady_step(graph, plan.most_turns)
+        )
+    return replica_lanes_of(plan, graph)
 
 
 def _assemble_program(
-    partition: Partition, plan: Plan, lanes: Lanes, summed: Sequence[GradientBucket], rank: int
+    partition: Partition, plan: Plan, lanes: Sequence[Lanes], summed: Sequence[GradientBucket], rank: int
 ) -> Program:
     """Assemble a worker's program: passes with their messages, then gradient sums, then the optimizer step.
 
     Args:
         partition: the graph and its cuts into the plan's stages.
         plan: what runs where, for meshes and ranks.
-        lanes: for every group of workers, its passes in order.
+        lanes: for every group of workers, the passes of its replicas in order; one lane if all do the same.
         summed: gradient buckets of all ranks, in the order of reduction.
         rank: rank of the worker whose program it is.
     """
     first, replica = plan.stage_and_replica(rank)
     own_stages = plan.chunks(first)
-    peers = [plan.peers(rank, other) for other in range(partition.stages)]
     sources = _local_sources(partition, plan, own_stages)
     receives = {
         s: [c for c in partition.crossings if s in c.consumers and (c.value, s) not in sources] for s in own_stages
@@ -89,11 +95,14 @@ def _assemble_program(
         *(Action(ActionKind.REDUCE, first, value=bucket.name) for bucket in own if len(bucket.ranks) > 1),
         Action(ActionKind.STEP, first),
     ]
-    actions = list[Action]()
-    for action in lanes[plan.stage_groups[first]]:
+    # Which replica of another stage has a microbatch depends on its number only where replicas take turns.
+    same = [] if plan.takes_turns else [plan.peers(rank, other) for other in range(partition.stages)]
+    actions, of_replicas = list[Action](), lanes[plan.stage_groups[first]]
+    for action in of_replicas[replica % len(of_replicas)]:
         if action.kind is ActionKind.STEP:
             actions += [replace(each, steps_back=action.steps_back) for each in update]
         else:
+            peers = same or [plan.peers(rank, other, action.microbatch) for other in range(partition.stages)]
             actions += _with_communication(action, peers, receives[action.stage], sends[action.stage])
     return Program(
         rank=rank,
@@ -106,6 +115,8 @@ def _assemble_program(
         buckets=own,
         partition=partition,
         coordinates=plan.coordinates(rank),
+        microbatches=plan.microbatches,
+        takes_turns=plan.takes_turns,
     )
 
 
@@ -140,7 +151,7 @@ def unroll(programs: Sequence[Program], plan: Plan, steps: int = 2) -> tuple[Pro
     Microbatches are numbered through. After the last step come as many more as its batch is under way.
     """
     count = plan.microbatches
-    after = steps_in_flight(StageGraph.of_partition(programs[0].partition), count)
+    after = steps_in_flight(StageGraph.of_partition(programs[0].partition), plan.most_turns)
     steps += after
 
     def actions(program: Program) -> Iterator[Action]:

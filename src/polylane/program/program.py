@@ -42,6 +42,8 @@ class Program:
         buckets: gradients that it reduces, in the order of reduction.
         partition: the graph and its cuts into stages.
         coordinates: the worker's index on each axis along which operators are sharded.
+        microbatches: number of microbatches that the batch is divided into, those of other replicas included.
+        takes_turns: whether the replicas compute whole microbatches in turn, and do not split every one.
     """
 
     rank: int
@@ -54,6 +56,8 @@ class Program:
     buckets: tuple[GradientBucket, ...]
     partition: Partition
     coordinates: Mapping[str, int]
+    microbatches: int
+    takes_turns: bool
 
     def inputs(self, stage: int) -> tuple[StageCrossing, ...]:
         """Return the values that come in to a stage for each microbatch, from whichever stage."""

@@ -19,7 +19,7 @@ from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.shared_buffers import stages_of_buffers
 from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.parameters.weight_versions import WeightVersions
-from polylane.runtime.pipeline.asynchronous import AsynchronousPipeline
+from polylane.runtime.pipeline.asynchronous import AsynchronousExecutor, AsynchronousPipeline
 from polylane.runtime.pipeline.bind_program import bind_program, lower_programs
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
@@ -103,10 +103,10 @@ class ProgramBinder:
     def _open_pipeline(self) -> AsynchronousPipeline:
         """Return an empty pipeline, with versions of this worker's weights."""
         graph, plan = StageGraph.of_partition(self._prepared.main_partition), self._plan
-        delays = weight_delays(plan.schedule, graph, plan.microbatches, plan.vertical_sync)
+        delays = weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)
         (trainer,) = self._trainers.values()
         versions = WeightVersions(trainer.full_parameters, delays[self._local_model.stage])
-        return AsynchronousPipeline(versions, steps_in_flight(graph, plan.microbatches))
+        return AsynchronousPipeline(versions, steps_in_flight(graph, plan.most_turns))
 
     def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
         prepared = self._prepared
@@ -142,6 +142,12 @@ class ProgramBinder:
 
     def fit_to_samples(self, bound: BoundProgram, samples: int) -> BoundProgram:
         plan, parts = self._plan, bound.executor.microbatches
+        if isinstance(bound.executor, AsynchronousExecutor) and plan.takes_turns and samples < plan.data:
+            raise PolylaneError(
+                f"replicas={plan.replicas}: under schedule={plan.schedule} each of {plan.data} replicas needs a "
+                f"microbatch of every batch, and one has {samples} samples: leave it out, with drop_last=True of "
+                "batches()"
+            )
         own = tuple(count_replica_samples(samples, parts, plan.data)) if plan.sync.is_replica_local else ()
         return replace(bound, executor=bound.executor.fit_to_samples(samples), passes=min(parts, samples), counted=own)
 
@@ -225,4 +231,4 @@ class ProgramBinder:
 def truncate_program(program: Program, microbatches: int) -> Program:
     """Return a program of the first microbatches only, for a batch that is too short for all of them."""
     actions = tuple(a for a in program.actions if a.microbatch is None or a.microbatch < microbatches)
-    return replace(program, actions=actions)
+    return replace(program, actions=actions, microbatches=microbatches)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
+from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
 from polylane.observe.timeline import Span
 from polylane.plan.plan import Plan
@@ -203,7 +203,8 @@ class TrainingRole:
             count = self._summed(state, together)[1]
             if count:
                 trainer.scale_gradients(state.samples_in_mean / count)
-        self._rule.update_weights(name, trainer, bool(state.tables.shares))
+        samples = bool(state.tables.shares) or not lane.executor.is_replica_local
+        self._rule.update_weights(name, trainer, samples)
         self._rule.after_step(name, lane.counted)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
@@ -248,7 +249,8 @@ class TrainingRole:
     def shares(self, samples: int) -> tuple[SampleShare, ...]:
         """Return this worker's shares of a batch of ``samples`` samples."""
         program = next(iter(self._programs.values()))[self.world.rank]
-        return compute_shares(samples, self._prepared.microbatches_of(samples), len(program.replicas), program.replica)
+        parts, replicas = self._prepared.microbatches_of(samples), len(program.replicas)
+        return compute_shares(samples, parts, replicas, program.replica, program.takes_turns) or (PADDING,)
 
     def optimizer_of(self, name: str) -> torch.optim.Optimizer:
         return self._trainers[name].optimizer

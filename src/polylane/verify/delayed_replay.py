@@ -31,7 +31,7 @@ def replay_delayed(training: ComparedTraining) -> ReferenceRun:
     prepared, plan = training.prepared, training.prepared.plan
     one = ReferenceReplica(training, 0, 1)
     graph = StageGraph.of_partition(prepared.main_partition)
-    delays = weight_delays(plan.schedule, graph, plan.microbatches, plan.vertical_sync)
+    delays = weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)
     delay_of = {name: delays[stages[0]] for name, stages in prepared.owning_stages.items()}
     kept = {0: _copy(one.trained_parameters)}  # version -> values
     losses = list[float]()

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from halves import pipeline, take_gradients
 from torch import Tensor, nn
 
+from halves import pipeline, take_gradients
 from polylane.graph.capture.capture import capture
 from polylane.graph.sample_slice import SampleSlice
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from polylane.cost.simulator.longest_path import longest_path
 from polylane.cost.simulator.matching import Role, ScheduledTask, Transmission
@@ -11,6 +12,7 @@ from polylane.cost.simulator.task import Task, TransferTime, describe_action
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import PASSES, Action, ActionKind
 from polylane.schedule.stage_graph import StageGraph
+from polylane.schedule.synchronous import Lanes
 
 
 def simulate_schedule(
@@ -52,6 +54,39 @@ def simulate_schedule(
     longest_path(passes.run(lane, actions, spans[lane]) for lane, actions in enumerate(lanes))
     _check_all_ran(lanes, spans, graph)
     return Timeline(tuple(span for lane in spans for span in lane), ranks=len(lanes), unit="ticks")
+
+
+def simulate_replicas(
+    lanes: Sequence[Lanes],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    graph: StageGraph,
+    weight: float | Sequence[float] | None = None,
+) -> Timeline:
+    """Simulate the passes of replicas that compute whole microbatches in turn, without communication.
+
+    Args:
+        lanes: for every group of workers, the passes of each of its replicas; one stage for each group where groups
+            have different numbers of replicas.
+        forward, backward, graph, weight: as of :func:`simulate_schedule`, by stage.
+
+    Returns:
+        The timeline; ranks number the replicas of the first group, then those of the second, and so on.
+    """
+    counts = [len(of_replicas) for of_replicas in lanes]
+    if len(set(counts)) == 1:
+        # Replicas with the same number are a pipeline of their own.
+        spans = list[Span]()
+        for replica in range(counts[0]):
+            played = simulate_schedule([each[replica] for each in lanes], forward, backward, graph=graph, weight=weight)
+            spans += [replace(span, rank=span.rank * counts[0] + replica) for span in played.spans]
+        return replace(played, spans=tuple(spans), ranks=sum(counts))
+    every = [lane for of_replicas in lanes for lane in of_replicas]
+    # No two stages share a lane, so that every value is a message.
+    passes = _SchedulePasses(graph, {}, pass_ticks(graph.stages, forward, backward, weight), 0)
+    found: list[list[Span]] = [[] for _ in every]
+    longest_path(passes.run(number, lane, found[number]) for number, lane in enumerate(every))
+    return Timeline(tuple(span for of_lane in found for span in of_lane), ranks=len(every), unit="ticks")
 
 
 class _SchedulePasses:

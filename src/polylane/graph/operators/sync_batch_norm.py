@@ -85,16 +85,30 @@ def batch_norm(
     """aten.batch_norm in training, over all replicas' samples of the microbatch."""
     if part.sum_replicas is None:
         _require_values(part, x.numel() // max(x.shape[1], 1))
+        if part.keep_statistics is not None and running_mean is not None and running_var is not None:
+            # With a momentum of 1 running statistics become those of this microbatch alone.
+            mean, variance = torch.zeros_like(running_mean), torch.zeros_like(running_var)
+            result = torch.batch_norm(x, weight, bias, mean, variance, training, 1.0, eps, cudnn_enabled)
+            part.keep_statistics(mean, variance)
+            return result
         return torch.batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled)
     out, mean, variance, total = SyncStatistics.apply(x, weight, bias, part, eps)  # type: ignore[no-untyped-call]
     _require_values(part, int(total))
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
-            running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
             # torch's running variance is unbiased, the normalizing one is not.
             unbiased = variance * (total / (total - 1))
-            running_var.mul_(1 - momentum).add_(unbiased.to(running_var.dtype), alpha=momentum)
+            if part.keep_statistics is not None:
+                part.keep_statistics(mean, unbiased)
+            else:
+                move_statistics(running_mean, mean, momentum)
+                move_statistics(running_var, unbiased, momentum)
     return out  # type: ignore[no-any-return]
+
+
+def move_statistics(running: Tensor, of_microbatch: Tensor, momentum: float) -> None:
+    """Move running statistics towards those of a microbatch, in place."""
+    running.mul_(1 - momentum).add_(of_microbatch.to(running.dtype), alpha=momentum)
 
 
 def _require_values(part: SampleSlice, count: int) -> None:

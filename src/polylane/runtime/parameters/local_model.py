@@ -91,7 +91,7 @@ class LocalModel:
             self.stage,
             plan.pipeline,
             column_ranks(plan, world.rank),
-            not plan.resplits_batch or replica == 0,
+            not plan.has_uneven_replicas or replica == 0,
             self.tensors.buffers,
             world.device,
             self.transport,

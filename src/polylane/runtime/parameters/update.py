@@ -138,7 +138,7 @@ def _counted_names(holding: LocalModel, held: Iterable[str]) -> list[str]:
     """Return names whose local shard counts in the sums of :func:`_make_replica_sum`: each distinct shard once."""
     plan, shards = holding.prepared.plan, holding.shards
     first = plan.stage_and_replica(holding.world.rank)[1] == 0
-    if not (plan.resplits_batch or holding.shard_units.units):
+    if not (plan.has_uneven_replicas or holding.shard_units.units):
         first = True  # the sum is over one replica; otherwise it is over all, and only replica 0 counts
     mine = filter(holding.shard_spec.speaks_for, held)
     return [n for n in mine if (shards.is_counted if n in shards.buffer_of else first)]

@@ -77,7 +77,7 @@ def build_tables(
         shares: by microbatch, the samples that this worker computes on.
         batch_is_sharded: whether replicas shard operators along the batch, so that each sees the whole microbatch.
     """
-    ends = split_bounds(samples, count_microbatches(program))
+    ends = split_bounds(samples, program.microbatches)
     whole = {i: ends[i][1] - ends[i][0] for i in shares}
     # Operators sharded along the batch work on sizes of the whole microbatch, and know their own rows by their shard.
     held = whole if batch_is_sharded else {i: share.samples for i, share in shares.items()}
@@ -100,16 +100,17 @@ def build_tables(
     return BatchTables(samples, shares, whole, held, routes, shapes, last_backwards)
 
 
-def count_microbatches(program: Program) -> int:
-    """Return the number of microbatches that a program divides a batch into."""
-    return 1 + max((a.microbatch for a in program.actions if a.microbatch is not None), default=0)
+def runs(action: Action, tables: BatchTables, sums: bool = True) -> bool:
+    """Return whether an action has anything to do for a batch.
 
-
-def runs(action: Action, tables: BatchTables) -> bool:
-    """Return whether an action has anything to do for a batch."""
+    Args:
+        action: an action of this worker's program.
+        tables: this worker's tables for batches of that size.
+        sums: whether gradients are summed with other replicas even where this one has no samples.
+    """
     if action.microbatch is not None and action.microbatch not in tables.shares:
         return False  # a microbatch without samples, skipped by every worker alike
-    if action.kind is ActionKind.REDUCE and not tables.shares:
+    if action.kind is ActionKind.REDUCE and not tables.shares and not sums:
         return False  # a replica-local step without samples of its own: there is nothing to sum
     # An empty box: the peer skips its half of the message, too.
     return action.kind not in _SEND_OR_RECEIVE or action in tables.routes

@@ -23,6 +23,7 @@ from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.asynchronous import AsynchronousExecutor, AsynchronousPipeline
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
+from polylane.runtime.pipeline.running_statistics import RunningStatistics
 from polylane.runtime.pipeline.stage_code import OWN_PYTHON, LocalStageCode, StageHooks, extract_stage
 from polylane.runtime.pipeline.stage_runner import StageRunner
 from polylane.runtime.sync.all_reduce import AllReducer
@@ -31,7 +32,7 @@ from polylane.runtime.sync.zero.flat_shards import Shards
 from polylane.runtime.sync.zero.stage_hooks import build_sharded_program
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.samples.batch_statistics import BatchStatistics
-from polylane.schedule.action import WEIGHT_PASSES
+from polylane.schedule.action import WEIGHT_PASSES, ActionKind
 
 
 def lower_programs(
@@ -97,6 +98,7 @@ def bind_program(
     binder = StageBinder(program, compiled, holding, connections, codec, arguments)
     bound = {stage: binder.bind_stage(stage, own) for stage, own in _buckets_by_stage(program, plan, codec).items()}
     travelling = value_specs(partition, binder.dtypes, compiled.layouts[program.stage], mesh.coordinates)
+    trains = any(action.kind is ActionKind.STEP for action in program.actions)
     make = Executor if pipeline is None else partial(AsynchronousExecutor, pipeline=pipeline)
     return make(
         program=program,
@@ -110,6 +112,7 @@ def bind_program(
         straggler=plan.slow.get(program.rank),
         batch_statistics=counts or None,
         per_sample=plan.per_sample,
+        running_statistics=RunningStatistics.of_program(program) if trains else None,
     )
 
 

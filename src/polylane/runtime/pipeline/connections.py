@@ -114,7 +114,7 @@ def _syncs_statistics(partition: Partition) -> bool:
 
 def replica_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
     """Return all ranks of the same replica, on every stage; all ranks if stages have different numbers of replicas."""
-    if plan.resplits_batch:
+    if plan.has_uneven_replicas:
         return tuple(range(plan.workers))
     replica = plan.stage_and_replica(rank)[1]
     return tuple(other for other in range(plan.workers) if plan.stage_and_replica(other)[1] == replica)

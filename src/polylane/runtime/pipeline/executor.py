@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from polylane.compile.reshard import Resharder, extract_box, write_box
-from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
+from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.errors import ActionFailed, PeerLost
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
@@ -19,11 +19,12 @@ from polylane.observe.timeline import Span
 from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
-from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, count_microbatches, receive_horizons, runs
-from polylane.runtime.pipeline.sample_witness import check_calls, is_witnessed_step
+from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, receive_horizons, runs
+from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
+from polylane.runtime.pipeline.sample_witness import check_calls, gather_flat, is_witnessed
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
 from polylane.runtime.pipeline.step_result import StepState
-from polylane.runtime.sync.all_reduce import AllReducer
+from polylane.runtime.sync.all_reduce import AllReducer, launch_zeros
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
@@ -46,6 +47,7 @@ class Executor:
         straggler: makes this rank slower than it is; None: it is not slowed down.
         batch_statistics: statistics of the whole batch that this stage's operators need; None: there are none.
         per_sample: modules that treat each sample by itself, as the plan says; their calls are checked.
+        running_statistics: moved at the end of a step, where replicas take turns; None: in the passes.
         anomalies: checks forward passes in training; None: they are not checked.
     """
 
@@ -60,12 +62,13 @@ class Executor:
     straggler: Straggler | None
     batch_statistics: BatchStatistics | None
     per_sample: Sequence[str]
+    running_statistics: RunningStatistics | None = None
     anomalies: AnomalyDetector | None = None
 
     def __post_init__(self) -> None:
         self._slowness = 1.0
         self._receive_horizon = receive_horizons(self.program.actions)
-        self.microbatches = count_microbatches(self.program)
+        self.microbatches = self.program.microbatches
         self._reducer_of = {bucket: reducer for reducer in self.reducers.values() for bucket in reducer.bucket_names}
         self._inputs = {stage: self.program.inputs(stage) for stage in self.program.stages}
         self._outputs = {stage: self.program.outputs(stage) for stage in self.program.stages}
@@ -79,7 +82,8 @@ class Executor:
     def fit_to_samples(self, samples: int) -> Executor:
         """Return this executor fitted to batches of one size: with its tables, and the code for its shares' sizes."""
         fitted, program = copy.copy(self), self.program
-        shares = compute_shares(samples, self.microbatches, len(program.replicas), program.replica)
+        replicas, in_turn = len(program.replicas), program.takes_turns
+        shares = compute_shares(samples, self.microbatches, replicas, program.replica, in_turn)
         own = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
         tables = build_tables(self.program, self.resharder, samples, own, self._batch_is_sharded)
         fitted._tables, sizes = tables, set(tables.held.values())
@@ -99,8 +103,10 @@ class Executor:
         """
         state = self._begin(batch, step, seed)
         posted = 0
+        if not state.tables.shares and not self.is_replica_local:
+            launch_zeros(self.program, self.reducers)
         for index, action in enumerate(self.program.actions):
-            if not runs(action, state.tables):
+            if not runs(action, state.tables, sums=not self.is_replica_local):
                 continue
             while posted < self._receive_horizon[index]:
                 self._post_receive(self.program.actions[posted], state)
@@ -119,13 +125,19 @@ class Executor:
         assert tables is not None and tables.samples == batch.samples, "a worker runs batches of the size it is fit for"
         own = tables.shares
         averaged = sum(share.samples for share in own.values()) if self.is_replica_local else batch.samples
-        slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in own.items()}
-        parts = self._add_batch_counts(batch, own, slices)
+        counted = own if own or self.is_replica_local else {0: PADDING}
+        slices = {i: self._sample_slice(share, tables, step, seed, averaged) for i, share in counted.items()}
+        # A replica in turn without a microbatch of this batch counts with the others all the same.
+        parts = {i: part for i, part in self._add_batch_counts(batch, counted, slices).items() if i in own}
         self._slowness = 1.0 if self.straggler is None else self.straggler.factor_at(step, self.program.rank)
-        witnessed = self._has_witness(step, len(own))
+        witnessed = bool(self.per_sample) and not self._batch_is_sharded
+        witnessed = witnessed and is_witnessed(self.program, step, len(own), batch.samples, self.is_replica_local)
         for runner in self.runners.values():
             runner.code.watch.records = [] if witnessed else None
-        return StepState(parts, tables, averaged)
+        kept = {i: Kept() for i in own}
+        if self.running_statistics is not None:
+            parts = {i: replace(part, keep_statistics=kept[i].keep) for i, part in parts.items()}
+        return StepState(parts, tables, averaged, kept_statistics=kept)
 
     def _add_batch_counts(
         self, batch: Batch, own: Mapping[int, SampleShare], parts: dict[int, SampleSlice]
@@ -147,12 +159,6 @@ class Executor:
             raise ActionFailed(self.program.rank, self.program.stage, None, module, None) from error
         return {i: replace(part, whole=lambda key, _: found[key]) for i, part in parts.items()}
 
-    def _has_witness(self, step: int, microbatches: int) -> bool:
-        """Return whether calls of per-sample modules are compared with the whole batch in this step."""
-        one = microbatches < 2 and (self.is_replica_local or len(self.program.replicas) == 1)
-        trains = any(action.kind is ActionKind.STEP for action in self.program.actions)
-        return bool(self.per_sample) and trains and is_witnessed_step(step) and not (one or self._batch_is_sharded)
-
     def _check_witnessed_calls(self) -> None:
         for runner in self.runners.values():
             records = runner.code.watch.records
@@ -164,12 +170,8 @@ class Executor:
 
     def _gather_replicas(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor of one dimension from every replica."""
-        replicas = self.program.replicas
-        if self.is_replica_local or len(replicas) == 1:
-            return [tensor]
-        own = torch.tensor([tensor.numel()], device=tensor.device)
-        sizes = self.transport.all_gather(own, replicas).wait().tolist()
-        return list(self.transport.all_gather(tensor.flatten(), replicas, sizes).wait().split(sizes))
+        alone = self.is_replica_local or len(self.program.replicas) == 1
+        return [tensor] if alone else gather_flat(self.transport, tensor, self.program.replicas)
 
     def _add_replicas(self, tensor: Tensor) -> Tensor:
         if self.sum_statistics is not None:
@@ -189,7 +191,7 @@ class Executor:
             averaged: number of samples over which the loss is a mean.
         """
         start, stop, weight = share.start, share.stop, share.weight
-        sums = None if self.sum_statistics is None else self._sum_replicas
+        sums = None if self.sum_statistics is None or self.program.takes_turns else self._sum_replicas
         if self._batch_is_sharded:  # operators see the whole microbatch, of which each replica holds its rows
             start, stop = split_bounds(tables.samples, self.microbatches)[share.microbatch]
             weight, sums = 1, None
@@ -273,6 +275,9 @@ class Executor:
         else:
             self._check_witnessed_calls()
             before = self.transport.counters.given
+            if self.running_statistics is not None:
+                whole, tensors = min(state.tables.samples, self.microbatches), self.any_runner.tensors
+                self.running_statistics.move(tensors, state.kept_statistics, whole, self._sum_replicas)
             finish(state)
             waits.bytes += self.transport.counters.given - before
         end = time.perf_counter()

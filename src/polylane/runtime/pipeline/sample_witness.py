@@ -22,7 +22,10 @@ from polylane.graph.graph import Node
 from polylane.graph.precision import PROMOTED, Promoted
 from polylane.graph.sample_slice import SampleSlice
 from polylane.graph.symbolic_sizes import batch_dimension
+from polylane.program.program import Program
+from polylane.runtime.transport.protocol import Transport
 from polylane.samples.split_runs import WithoutRandomness, equal_within
+from polylane.schedule.action import ActionKind
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,31 @@ Gather = Callable[[Tensor], Sequence[Tensor]]
 def is_witnessed_step(step: int) -> bool:
     """Return whether calls are checked in a step, counted from 0: in the first, second, fourth, eighth, ..."""
     return (step + 1) & step == 0
+
+
+def is_witnessed(program: Program, step: int, microbatches: int, samples: int, is_replica_local: bool) -> bool:
+    """Return whether calls are checked in a step of a program; the same on all replicas.
+
+    Args:
+        program: the worker's program.
+        step: number of the step, from 0.
+        microbatches: number of microbatches that this worker computes on.
+        samples: number of samples of the batch, over all replicas.
+        is_replica_local: whether the replica takes steps of its own.
+    """
+    replicas = len(program.replicas)
+    trains = any(action.kind is ActionKind.STEP for action in program.actions)
+    if microbatches < 2 and (is_replica_local or replicas == 1):
+        return False  # the part is the whole
+    # Comparing is collective: of replicas in turn all need a microbatch.
+    return trains and is_witnessed_step(step) and not (program.takes_turns and samples < replicas)
+
+
+def gather_flat(transport: Transport, tensor: Tensor, ranks: Sequence[int]) -> list[Tensor]:
+    """Gather a tensor of one dimension from every rank of a group; lengths may differ."""
+    own = torch.tensor([tensor.numel()], device=tensor.device)
+    sizes = transport.all_gather(own, ranks).wait().tolist()
+    return list(transport.all_gather(tensor.flatten(), ranks, sizes).wait().split(sizes))
 
 
 def check_calls(code: fx.Graph, records: Sequence[WitnessedCall], gather: Gather, mean: bool, plan: str) -> None:

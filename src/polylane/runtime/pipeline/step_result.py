@@ -16,6 +16,7 @@ from polylane.graph.sample_slice import SampleSlice
 from polylane.observe.timeline import Span, Timeline
 from polylane.program.program import Program
 from polylane.runtime.pipeline.batch_tables import BatchTables
+from polylane.runtime.pipeline.running_statistics import Kept
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 from polylane.runtime.transport.serialization import serializable
 from polylane.schedule.action import Action, ActionKind
@@ -57,6 +58,7 @@ class StepState:
         output_values: outgoing values, until their backward pass.
         pending_receives: receives that were posted ahead, by their action.
         pending_sends: sends whose buffers are still in use.
+        kept_statistics: by microbatch, statistics of batch normalizations that move running ones at the step's end.
         loss_totals: loss of each microbatch, summed over its samples.
         loss_counts: number of samples, or sum of weights, of each of these.
         spans: start, end and bytes of every action so far.
@@ -72,6 +74,7 @@ class StepState:
     output_values: dict[Pass, dict[str, Tensor]] = field(default_factory=dict)
     pending_receives: dict[Action, PendingTransfer] = field(default_factory=dict)
     pending_sends: dict[_SendKey, list[PendingTransfer]] = field(default_factory=dict)
+    kept_statistics: dict[int, Kept] = field(default_factory=dict)
     loss_totals: list[Tensor] = field(default_factory=list)
     loss_counts: list[Tensor | float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polylane.program.program import GradientBucket
+from polylane.program.program import GradientBucket, Program
 from polylane.runtime.sync.bucket_launcher import BucketLauncher
 from polylane.runtime.sync.compression.compressor import (
     BucketGradients,
@@ -22,6 +22,7 @@ from polylane.runtime.sync.compression.compressor import (
     PendingReduction,
 )
 from polylane.runtime.transport.protocol import Transport
+from polylane.schedule.action import WEIGHT_PASSES
 
 
 @dataclass
@@ -129,6 +130,20 @@ class AllReducer:
             parameter = self._parameters[each]
             parameter.grad = None if each in summed.without_gradient else match_strides(gradient, parameter)
         return left.started
+
+
+def launch_zeros(program: Program, reducers: Mapping[int, AllReducer]) -> None:
+    """Take part in the sums of gradients of a batch of which this replica has no microbatch.
+
+    Args:
+        program: the worker's program.
+        reducers: sum its gradients, by the stage whose last backward pass completes them.
+    """
+    ends = {action.stage: index for index, action in enumerate(program.actions) if action.kind in WEIGHT_PASSES}
+    # In the order in which the other replicas' last backward passes launch them.
+    for stage in sorted(reducers, key=lambda stage: ends.get(stage, -1)):
+        reducers[stage].begin_last_backward()
+        reducers[stage].launch_remaining()
 
 
 def match_strides(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -1,0 +1,114 @@
+"""Schedule checks: where a plan has stages, and what its replicas and updates cannot be, by its schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from polylane.errors import PolylaneError
+from polylane.plan.sync import SyncOptions
+from polylane.schedule.round_robin import WARM_UPS
+from polylane.schedule.schedules import ASYNCHRONOUS, FOUND, assign_stages
+
+
+def check_chunks(title: str, schedule: str, given: Sequence[int], first_chunks: Sequence[int]) -> None:
+    """Refuse stages on other workers than the schedule gives them to.
+
+    Args:
+        title: what errors call the plan.
+        schedule: name of the plan's schedule.
+        given: the group of workers that has each stage, from 0.
+        first_chunks: the first stage of every group.
+
+    Raises:
+        PolylaneError: it names the first stage that is on other workers.
+    """
+    chunks, left = divmod(len(given), len(first_chunks))
+    try:
+        wanted = None if left else assign_stages(schedule, len(first_chunks), chunks)
+    except ValueError as error:
+        raise PolylaneError(f"{title}: stages: {error}") from None
+    if given != wanted:
+        stage = 0 if wanted is None else next(s for s in range(len(given)) if given[s] != wanted[s])
+        why = (
+            f"{len(given)} stages on {len(first_chunks)} groups of workers, some with more than others"
+            if wanted is None
+            else f"stage {stage} is on the workers of stage {first_chunks[given[stage]]}, and the schedule {schedule} "
+            f"has it on those of stage {first_chunks[wanted[stage]]}"
+        )
+        raise PolylaneError(f"{title}: stages: {why}")
+
+
+def check_turns(title: str, replicas: Sequence[int], schedule: str, microbatches: int, sync: SyncOptions) -> None:
+    """Refuse what replicas that compute whole microbatches in turn cannot have.
+
+    Args:
+        title: what errors call the plan.
+        replicas: number of replicas of every stage.
+        schedule, microbatches, sync: those of the plan.
+
+    Raises:
+        PolylaneError: a replica without a microbatch, a synchronization inside of passes, or a schedule that needs as
+            many replicas of every stage.
+    """
+    what, most = f"{title}: replicas: round-robin", max(replicas)
+    if microbatches < most:
+        raise PolylaneError(
+            f"{what}: {most} replicas cannot compute microbatches: {microbatches} in turn: give {most} or more, or "
+            "take replicas: split"
+        )
+    if not sync.is_plain_sum:
+        raise PolylaneError(
+            f"{what}: sync ({','.join(sync.to_words())}) is for replicas that split every microbatch: leave sync out, "
+            "or take replicas: split"
+        )
+    if schedule == FOUND:
+        raise PolylaneError(f"{what} needs a named schedule: {schedule} finds orders for replicas that do the same")
+    if len(set(replicas)) > 1 and schedule not in WARM_UPS:
+        raise PolylaneError(
+            f"{what}: schedule: {schedule} needs as many replicas of every stage: give all the same data, or take one "
+            f"of {', '.join(WARM_UPS)}"
+        )
+    if schedule in ASYNCHRONOUS and microbatches % most:
+        raise PolylaneError(
+            f"{what}: under schedule: {schedule} replicas have as many microbatches of every update each: "
+            f"microbatches: {microbatches} is no multiple of data={most}"
+        )
+
+
+def check_asynchronous(title: str, schedule: str, vertical_sync: bool, sync: SyncOptions) -> None:
+    """Refuse what an asynchronous pipeline cannot have, and what only it can have.
+
+    Args:
+        title: what errors call the plan.
+        schedule, vertical_sync, sync: those of the plan.
+
+    Raises:
+        PolylaneError: vertical sync under another schedule, or replicas that do not sum gradients as they are.
+    """
+    if vertical_sync and schedule != "pipedream":
+        raise PolylaneError(f"{title}: vertical_sync is for schedule: pipedream, not {schedule}")
+    if schedule in ASYNCHRONOUS and not sync.is_plain_sum:
+        raise PolylaneError(
+            f"{title}: sync ({','.join(sync.to_words())}): under schedule: {schedule} replicas sum the gradients of "
+            "every update: leave sync out"
+        )
+
+
+def check_accumulation(title: str, stages: int, microbatches: int, turns: int) -> None:
+    """Refuse fewer microbatches than PipeDream-2BW needs.
+
+    Args:
+        title: what errors call the plan.
+        stages: number of stages of the pipeline.
+        microbatches: number of microbatches of a batch.
+        turns: those of them that one worker computes on.
+
+    Raises:
+        PolylaneError: an update would come after the first forward pass that needs it.
+    """
+    if turns < stages - 1:
+        least = (stages - 1) * -(-microbatches // turns)
+        raise PolylaneError(
+            f"{title}: microbatches: {microbatches}: schedule: pipedream-2bw of {stages} stages needs at least "
+            f"{least}, so that an update is there when the next batch but one begins"
+        )

@@ -1,0 +1,86 @@
+"""Replicas in turn: the order of passes of every replica of a stage, where each computes whole microbatches.
+
+Replica r of a stage with d replicas has microbatches r, r + d, r + 2d, ..., forward and backward. Stages may have
+different numbers of replicas. With two replicas of stage 0 and one of stage 1, whose passes take half as long:
+
+           0  1  2  3  4  5  6  7  8  9 10 11
+    0.0    0  0  2  2 <0 <0  ·  · <2 <2  ·  ·
+    0.1    1  1  3  3  ·  · <1 <1  ·  · <3 <3
+    1      ·  ·  0 <0  1 <1  2 <2  3 <3  ·  ·
+
+Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019, section 3.3
+("1F1B-RR", deterministic round robin).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from graphlib import TopologicalSorter
+
+from polylane.schedule.action import Action
+from polylane.schedule.schedules import schedule_lanes
+from polylane.schedule.stage_graph import StageGraph
+from polylane.schedule.synchronous import Lanes, warmed_up
+
+# Schedules whose stages may have different numbers of replicas in turn, with how many forwards a replica runs ahead of
+# its first backward, beside the one of that backward: (workers on the longest path from its stage to the end, replicas
+# of the stage, microbatches of the replica) -> forwards. 1F1B's is the number of microbatches that the path ahead can
+# hold, divided over the replicas (PipeDream's NOAM for the first stage): every stage has started at least one more than
+# any that it feeds, so that no two wait for each other.
+WARM_UPS: dict[str, Callable[[int, int, int], int]] = {
+    "naive": lambda ahead, replicas, own: 0,
+    "afab": lambda ahead, replicas, own: own,
+    "1f1b": lambda ahead, replicas, own: min(-(-ahead // replicas) - 1, own),
+}
+
+
+def replica_lanes(
+    schedule: str, graph: StageGraph, microbatches: int, replicas: Sequence[int], workers: Sequence[int]
+) -> tuple[Lanes, ...]:
+    """Return for every group of workers the lanes of its replicas.
+
+    Args:
+        schedule: name of the schedule; one of :data:`WARM_UPS` if numbers of replicas differ.
+        graph: the graph of the stages.
+        microbatches: number of microbatches of a step, at least as many as a stage has replicas.
+        replicas: number of replicas of every stage.
+        workers: the group of workers that has each stage, from 0.
+    """
+    if len(set(replicas)) == 1:
+        # Replicas with the same number are a pipeline of their own, on every replicas[0]-th microbatch.
+        count = replicas[0]
+        of_replica = [
+            [
+                renumber(lane, first, count)
+                for lane in schedule_lanes(schedule, graph, len(range(first, microbatches, count)), workers)
+            ]
+            for first in range(count)
+        ]
+        return tuple(zip(*of_replica, strict=True))
+    ahead = count_workers_ahead(graph, replicas)
+    found = list[Lanes]()
+    for stage, count in enumerate(replicas):
+        lanes = list[tuple[Action, ...]]()
+        for first in range(count):
+            own = len(range(first, microbatches, count))
+            warm_up = [WARM_UPS[schedule](ahead[stage], count, own)] * graph.stages
+            lanes.append(renumber(warmed_up(graph, own, warm_up)[stage], first, count))
+        found.append(tuple(lanes))
+    return tuple(found)
+
+
+def renumber(lane: Sequence[Action], first: int, count: int) -> tuple[Action, ...]:
+    """Return a lane whose i-th microbatch is ``first + i * count``: the turns of one of ``count`` replicas."""
+    return tuple(
+        action if action.microbatch is None else replace(action, microbatch=first + action.microbatch * count)
+        for action in lane
+    )
+
+
+def count_workers_ahead(graph: StageGraph, replicas: Sequence[int]) -> tuple[int, ...]:
+    """Return for every stage the number of replicas on the path from it to the end that has most, its own included."""
+    found: dict[int, int] = {}
+    for stage in TopologicalSorter(dict(enumerate(graph.successors))).static_order():
+        found[stage] = replicas[stage] + max((found[other] for other in graph.successors[stage]), default=0)
+    return tuple(found[stage] for stage in range(graph.stages))
