@@ -66,9 +66,9 @@ COURSES = {
     "digits": Course("examples/digits.py", {}, 64, 10_000, True),
     "text": Course(
         "examples/gpt.py",
-        {"layers": "4", "hidden": "64", "seq_len": "64", "files": "16", "lr": "0.003", "steps": "600"},
+        {"layers": "4", "hidden": "64", "seq_len": "32", "files": "16", "lr": "0.003", "steps": "240"},
         16,
-        100,
+        60,
         False,
     ),
 }
