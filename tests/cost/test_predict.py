@@ -10,11 +10,13 @@ import jobs
 from polylane.cluster.spec import parse
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import Prediction, predict
-from polylane.cost.simulator.schedule_tasks import simulate_schedule
+from polylane.cost.simulator.schedule_tasks import simulate_replicas, simulate_schedule
 from polylane.errors import PolylaneError
 from polylane.plan.spec import parse as spec_of
 from polylane.planner import problem as setup
+from polylane.schedule.round_robin import replica_lanes
 from polylane.schedule.schedules import schedule_lanes
+from polylane.schedule.stage_graph import StageGraph
 
 # Of the preset: the host between two passes.
 TURN = parse("1:a100-80g").device(0).turn
@@ -35,6 +37,29 @@ def test_one_worker_stands_for_all_that_are_like_it(plan: str) -> None:
     assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
     assert few.utilization == pytest.approx(every.utilization, rel=1e-9)
     assert few.timeline.ranks <= every.timeline.ranks == every.plan.workers
+
+
+@pytest.mark.parametrize(
+    "meshes, microbatches",
+    [("data=2,pipeline=2", 8), ("data=3,pipeline=2", 8), ("[data=2 | 1]", 8), ("[data=2,tensor=2 | tensor=2]", 6)],
+)
+def test_replicas_in_turn_are_played_where_they_differ(meshes: str, microbatches: int) -> None:
+    """A lane for one rank of those that do the same takes as long as one for each, and what theory says."""
+    plan = f"{meshes},replicas=round-robin,microbatches={microbatches}"
+    few, every = predicted(plan, batch=48), predicted(plan, batch=48, every=True)
+    assert few.seconds == pytest.approx(every.seconds, rel=1e-9)
+    assert few.timeline.ranks <= every.timeline.ranks == every.plan.workers
+    assert all(stage.samples == 48 // microbatches for stage in few.stages)
+    made, graph = few.plan, StageGraph.chain(2)
+    lanes = replica_lanes("1f1b", graph, microbatches, [mesh.data for mesh in made.meshes], (0, 1))
+    passes = [stage.passes for stage in few.stages]
+    theory = simulate_replicas(
+        lanes,
+        [p.forward + p.waits + TURN for p in passes],
+        [p.backward + p.backward_waits + TURN for p in passes],
+        graph,
+    ).makespan()
+    assert theory <= every.seconds <= 1.2 * theory
 
 
 @pytest.mark.parametrize("schedule", ["naive", "afab", "1f1b"])
