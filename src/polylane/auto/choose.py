@@ -18,6 +18,7 @@ from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.plan.plan import Plan
 from polylane.planner.memory_reserve import memory_limit
 from polylane.planner.problem import build_cost_model
+from polylane.planner.recompute_search import search_with_recomputation
 from polylane.planner.search import SearchRequest, SearchResult, search
 from polylane.planner.search_progress import show_progress
 from polylane.planner.stage_curves import CurveCache
@@ -78,7 +79,10 @@ def choose(
         return candidate.workers in workers and enough
 
     with show_progress() as told:
-        answer = search(CurveCache(basis, batch, _staying(graph), fixed.sync), wish, keep=keep, told=told)
+        answer = search_with_recomputation(
+            basis,
+            lambda prices: search(CurveCache(prices, batch, _staying(graph), fixed.sync), wish, keep=keep, told=told),
+        )
     if not answer.ranked_plans:
         raise PolylaneError(f"plan auto: {_nothing(answer)}")
     return answer

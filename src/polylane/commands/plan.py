@@ -60,8 +60,7 @@ def run(request: PlanRequest) -> None:
     kept = reserve.of(min(device.memory for device in cluster.devices(range(request.workers or cluster.count))))
     told = advice.advise(answer)
     if output is not None:
-        best = answer.ranked_plans[0].plan
-        printing.write_text(output, dump(best.model_copy(update={"recompute": method.recompute})))
+        printing.write_text(output, dump(answer.ranked_plans[0].plan))
     words = advice.advice_sentences(told, answer.ranked_plans[0], format_size)
     if request.json:
         printing.print_json(
@@ -126,6 +125,7 @@ def search_for(
         PolylaneError: more workers than devices, or nothing fits: the message then says how many devices would do.
     """
     from polylane.planner.problem import build_cost_model
+    from polylane.planner.recompute_search import search_with_recomputation
     from polylane.planner.search import SearchRequest, search
     from polylane.planner.search_progress import show_progress
     from polylane.planner.stage_curves import CurveCache
@@ -140,9 +140,11 @@ def search_for(
     shardings = () if problem.whole else fixed.shardings
     counts = candidate_worker_counts(most)
     wish = SearchRequest(counts, host, limit, max(top, 1), shardings=shardings, fixed=fixed)
-    estimates = CurveCache(build_cost_model(problem, cluster, method), batch, sync=fixed.sync)
+    basis = build_cost_model(problem, cluster, method)
     with show_progress() as told:
-        answer = search(estimates, wish, told=told)
+        answer = search_with_recomputation(
+            basis, lambda prices: search(CurveCache(prices, batch, sync=fixed.sync), wish, told=told)
+        )
     if not answer.ranked_plans:
         raise PolylaneError(_explain_nothing_fits(answer))
     return _with_exact_memory(answer)

@@ -337,22 +337,13 @@ def _check_asynchronous(plan: Plan, partitions: Mapping[str, Partition]) -> None
     Raises:
         PolylaneError: there are several losses, the loss is no mean over samples, or stages share a weight.
     """
-    what = f"{plan.title}: schedule: {plan.schedule}"
     if len(partitions) > 1:
-        raise PolylaneError(f"{what} trains with one loss, and here are {len(partitions)}: take a schedule that waits")
-    (partition,) = partitions.values()
-    if not partition.graph.loss_is_mean:
         raise PolylaneError(
-            f"{what} needs a loss that is a mean over samples: over what this one is a mean is known only when all "
-            "stages have seen the batch"
+            f"{plan.title}: schedule: {plan.schedule} trains with one loss, and here are {len(partitions)}: take a "
+            "schedule that waits"
         )
-    for name in partition.graph.parameters:
-        holders = [stage for stage in range(partition.stages) if name in partition.parameters(stage)]
-        if len(holders) > 1:
-            raise PolylaneError(
-                f"{what}: stages {' and '.join(map(str, holders))} share {name}, and would update it at different "
-                "times: cut so that one stage has it, or take a schedule that waits"
-            )
+    (partition,) = partitions.values()
+    fit.check_asynchronous(plan, partition)
 
 
 def _shard_operators(

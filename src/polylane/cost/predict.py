@@ -173,8 +173,10 @@ def _cut_steady_step(timeline: Timeline, microbatches: int) -> Timeline:
     own = [s for s in timeline.spans if s.rank == 0 and s.action.kind is ActionKind.FORWARD]
     begins = [s.start for s in own if s.action.microbatch is not None and s.action.microbatch % microbatches == 0]
     start, end = begins[-2:]
-    spans = (replace(s, start=max(s.start, start), end=min(s.end, end)) for s in timeline.spans)
-    return replace(timeline, spans=tuple(s for s in spans if s.end > s.start)).from_zero()
+    # A message may take its lane no time: it belongs to the step in which it begins.
+    inside = (s for s in timeline.spans if (s.end > start and s.start < end) or start <= s.start == s.end < end)
+    spans = tuple(replace(s, start=max(s.start, start), end=min(s.end, end)) for s in inside)
+    return replace(timeline, spans=spans).from_zero()
 
 
 def _lower_programs(scene: PlanCost, partition: Partition, only: Collection[int] | None) -> dict[int, Program]:

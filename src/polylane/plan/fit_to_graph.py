@@ -258,3 +258,26 @@ def _difference(plan: Plan, said: Fingerprint, graph: Graph, own: Fingerprint) -
     if said.nodes != own.nodes:
         return f"it has {said.nodes} nodes, this model {own.nodes}"
     return f"the shapes or the wiring differ (fingerprint {said.id}, this model's is {own.id})"
+
+
+def check_asynchronous(plan: Plan, partition: Partition) -> None:
+    """Refuse a graph that an asynchronous pipeline cannot train; nothing for any other plan.
+
+    Raises:
+        PolylaneError: the loss is no mean over samples, or stages share a weight.
+    """
+    if not plan.is_asynchronous:
+        return
+    what = f"{plan.title}: schedule: {plan.schedule}"
+    if not partition.graph.loss_is_mean:
+        raise PolylaneError(
+            f"{what} needs a loss that is a mean over samples: over what this one is a mean is known only when all "
+            "stages have seen the batch"
+        )
+    for name in partition.graph.parameters:
+        holders = [stage for stage in range(partition.stages) if name in partition.parameters(stage)]
+        if len(holders) > 1:
+            raise PolylaneError(
+                f"{what}: stages {' and '.join(map(str, holders))} share {name}, and would update it at different "
+                "times: cut so that one stage has it, or take a schedule that waits"
+            )

@@ -177,6 +177,7 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
     graph = found.stages.graph
     if isinstance(plan, Plan):
         partition = fit.partition_for(plan, graph)
+        fit.check_asynchronous(plan, partition)
         return partition, fit.with_fingerprint(plan, graph)
     microbatches = default_microbatches(plan, batch)
     for name, parts in (("microbatches", microbatches), ("data", plan.data)):
@@ -197,4 +198,6 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
         table = CurveCache(found, batch).table(widest, samples)
         times = np.diff(table.forward + table.backward + table.waits + table.backward_waits)
         partition = balance_stages(graph, len(plan.meshes), list(times), [mesh.workers for mesh in plan.meshes])
-    return partition, fit.plan_from_partition(partition, plan, microbatches)
+    fitted = fit.plan_from_partition(partition, plan, microbatches)
+    fit.check_asynchronous(fitted, partition)
+    return partition, fitted

@@ -42,6 +42,14 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     return written
 
 
+def find_written_buffers(graph: fx.Graph) -> list[str]:
+    """Return names of the buffers that a captured graph writes in place, by themselves or through a view."""
+    root = alias_groups(graph)
+    written = {root[each] for node in graph.nodes for each in written_arguments(node)}
+    buffers = [node for node in graph.nodes if node.op == "placeholder" and node.meta["role"][0] == "buffer"]
+    return [str(node.meta["role"][1]) for node in buffers if root[node] in written]
+
+
 def _aliased_arguments(node: fx.Node) -> list[fx.Node]:
     """Return the arguments that a node's value may share memory with."""
     if node.op != "call_function":

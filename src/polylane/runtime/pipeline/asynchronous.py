@@ -11,8 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from polylane.compile.sample_shares import Batch
+from polylane.graph.capture.aliasing import find_written_buffers
 from polylane.observe.timeline import Span
 from polylane.runtime.parameters.weight_versions import WeightVersions
 from polylane.runtime.pipeline.batch_tables import runs
@@ -91,6 +96,28 @@ class AsynchronousExecutor(Executor):
 
     pipeline: AsynchronousPipeline = field(kw_only=True)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._plain_arguments = {stage: runner.tensors for stage, runner in self.runners.items()}
+        written = find_written_buffers(self.program.partition.graph.code.fx)
+        self._written = [("buffer", name) for name in written if ("buffer", name) in self.any_runner.tensors]
+
+    def _begin_versions(self, number: int) -> dict[tuple[str, Any], Tensor]:
+        """Have the stages compute a batch on its version of the weights, and on buffers of its own that it writes.
+
+        Backward passes of earlier batches read the buffers as these had left them.
+
+        Returns:
+            The batch's own buffers, by role: what they hold after its forward passes becomes the model's.
+        """
+        plain = self._plain_arguments[self.program.stage]
+        own = {role: plain[role].clone() for role in self._written}
+        changed = {("parameter", name): leaf for name, leaf in self.pipeline.versions.begin(number).items()} | own
+        for stage, runner in self.runners.items():
+            tensors = self._plain_arguments[stage]
+            runner.tensors = {**tensors, **{role: value for role, value in changed.items() if role in tensors}}
+        return own
+
     def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
         """Run one step; ``finish`` is called for the update of this batch, in this step or a later one."""
         pipeline = self.pipeline
@@ -99,15 +126,15 @@ class AsynchronousExecutor(Executor):
             pipeline.empty()
         state = self._begin(batch, step, seed)
         state.first_pass = pipeline.begun * self.microbatches
-        weights = pipeline.versions.begin(pipeline.begun)
-        arguments = {("parameter", name): leaf for name, leaf in weights.items()}
-        for runner in self.runners.values():
-            runner.tensors = {**runner.tensors, **{role: t for role, t in arguments.items() if role in runner.tensors}}
+        own = self._begin_versions(pipeline.begun)
         pipeline.batches[pipeline.begun] = _BatchUnderWay(self, batch, state, finish)
         number, pipeline.begun = pipeline.begun, pipeline.begun + 1
         spans = list[Span]()
         self.run_step(number, spans)
         super()._check_witnessed_calls()
+        with torch.no_grad():
+            for role, buffer in own.items():
+                self._plain_arguments[self.program.stage][role].copy_(buffer)
         # Two steps later the receivers have come by their messages: nobody waits for them any more.
         pipeline.release(2 + pipeline.delay)
         state.spans = spans

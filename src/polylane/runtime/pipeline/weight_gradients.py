@@ -238,11 +238,10 @@ def _require_gradient(result: Tensor) -> Tensor:
     """
     if result._is_view():
         result = torch.ops.aten._unsafe_view.default(result, result.shape)
-    return result.index_add_(
-        0,
-        torch.empty(0, dtype=torch.int64, device=result.device),
-        result.new_empty((0, *result.shape[1:])).requires_grad_(),
-    )
+    rows = torch.empty(0, dtype=torch.int64, device=result.device)
+    # Its empty tensors are none of the operator's own, which a second run of it would save again.
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        return result.index_add_(0, rows, result.new_empty((0, *result.shape[1:])).requires_grad_())
 
 
 class WeightBoundary:

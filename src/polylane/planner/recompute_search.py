@@ -1,0 +1,110 @@
+"""Plans that recompute: searched where memory keeps faster plans out, with the recomputation that is needed for that.
+
+A search has whole modes, for all stages alike. The best plan of one is given what memory it leaves: its stages
+recompute within budgets (:mod:`polylane.cost.memory.recompute_budget`) as large as still fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from polylane.cost.operators.training_options import Recompute
+from polylane.cost.plan_cost import CostModel, PlanCost
+from polylane.cost.predict import predict
+from polylane.errors import PolylaneError
+from polylane.plan.plan import Plan
+from polylane.plan.recompute import BUDGET, NONE
+from polylane.planner.problem import fit_to_meshes
+from polylane.planner.ranked_plan import RankedPlan, weighted_seconds
+from polylane.planner.search import SearchResult
+
+# A plan that does not fit is missed if it would be this much faster than the best that fits.
+MISSED = 0.98
+# Plans of a mode that are simulated with what the runtime recomputes; and halvings of the range of budgets.
+REALIZED, HALVINGS = 3, 4
+
+
+def search_with_recomputation(basis: CostModel, search_once: Callable[[CostModel], SearchResult]) -> SearchResult:
+    """Search the fastest plans that fit, those that recompute among them where that makes faster ones fit.
+
+    Args:
+        basis: prices of the training; with a recomputation in its options, only plans with that one are searched.
+        search_once: searches with given prices.
+    """
+    if basis.method.recompute != NONE:
+        answer = search_once(basis)
+        return replace(answer, ranked_plans=tuple(_say(each, basis.method.recompute) for each in answer.ranked_plans))
+    plain = search_once(basis)
+    if not _misses_plans(plain):
+        return plain
+    best, answers = list(plain.ranked_plans), dict[str, SearchResult]()
+    modes: tuple[Recompute, ...] = ("selective", "full")
+    for mode in modes:
+        answers[mode] = answer = search_once(replace(basis, method=replace(basis.method, recompute=mode)))
+        realized = (_realize(basis, each, _say(each, mode).plan, answer) for each in answer.ranked_plans[:REALIZED])
+        best += [each for each in realized if each.peak_bytes <= each.candidate.memory_limit]
+    best.sort(key=_weigh)
+    if best and best[0].plan.recompute != NONE:
+        answer = answers[best[0].plan.recompute]
+        refined = _fill_memory(basis, best[0], answer)
+        return replace(answer, ranked_plans=(refined, *best[1 : plain.wish.plan_count]))
+    return replace(plain, ranked_plans=tuple(best[: plain.wish.plan_count]))
+
+
+def _misses_plans(answer: SearchResult) -> bool:
+    """Return whether memory keeps a plan out that is estimated to be faster than the best one that fits."""
+    if not answer.ranked_plans:
+        return bool(answer.too_large_candidates)
+    fastest = answer.ranked_plans[0].candidate.seconds
+    return any(candidate.seconds < MISSED * fastest for candidate in answer.too_large_candidates)
+
+
+def _weigh(found: RankedPlan) -> float:
+    return weighted_seconds(found.prediction.seconds, found.plan.workers, found.plan.sync.shard != "none")
+
+
+def _say(found: RankedPlan, mode: str) -> RankedPlan:
+    """Return a plan that says what it was priced with."""
+    return replace(found, plan=found.plan.model_copy(update={"recompute": mode}))
+
+
+def _realize(basis: CostModel, found: RankedPlan, plan: Plan, answer: SearchResult) -> RankedPlan:
+    """Return a plan with its prediction as the runtime recomputes: what the search knows is whole blocks."""
+    batch = answer.estimates.batch
+    own = fit_to_meshes(basis, found.partition, plan, batch)
+    return replace(found, plan=plan, prediction=predict(own, found.partition, plan, batch))
+
+
+def _fill_memory(basis: CostModel, found: RankedPlan, answer: SearchResult) -> RankedPlan:
+    """Return the plan with the largest budgets on its stages that fit, if it is faster with them."""
+    own = fit_to_meshes(basis, found.partition, found.plan, answer.estimates.batch)
+    stages, batch = range(found.plan.pipeline), answer.estimates.batch
+    kept = [
+        [PlanCost(own, found.partition, plan, batch).microbatch_memory(stage).live_bytes for stage in stages]
+        for plan in (found.plan, found.plan.model_copy(update={"recompute": NONE}))
+    ]
+    best, low, high = found, 0.0, 1.0
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        budgets = [least + middle * (most - least) for least, most in zip(*kept, strict=True)]
+        tried = _try_budgets(basis, found, budgets, answer)
+        if tried is None or tried.peak_bytes > found.candidate.memory_limit:
+            high = middle
+            continue
+        low, best = middle, min(best, tried, key=_weigh)
+    return best
+
+
+def _try_budgets(
+    basis: CostModel, found: RankedPlan, budgets: Iterable[float], answer: SearchResult
+) -> RankedPlan | None:
+    """Return the plan with a budget of bytes for each stage; None where a stage cannot keep within its own."""
+    stages = tuple(
+        stage.model_copy(update={"recompute": f"{BUDGET}{int(budget)}B"})
+        for stage, budget in zip(found.plan.stages, budgets, strict=True)
+    )
+    try:
+        return _realize(basis, found, found.plan.model_copy(update={"stages": stages, "recompute": NONE}), answer)
+    except PolylaneError:
+        return None
