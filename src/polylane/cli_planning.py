@@ -30,9 +30,11 @@ _Cluster = Annotated[
 ]
 _Dtype = Annotated[str, typer.Option("--dtype", help="Data type of the passes: float32, bfloat16 or float16.")]
 _Recompute = Annotated[
-    str,
+    str | None,
     typer.Option(
-        "--recompute", help="Activations that are recomputed instead of kept: none, selective (attention's), full."
+        "--recompute",
+        help="Activations that are recomputed instead of kept: none, selective (attention's), full, or for a plan in "
+        "one line a budget such as budget:200MB. Default: what the plan says, or what a search needs to fit.",
     ),
 ]
 _Shard = Annotated[
@@ -140,7 +142,7 @@ def simulate(
     batch: Batch = 64,
     set_: Set = None,
     dtype: _DtypeOfPlan = None,
-    recompute: _Recompute = "none",
+    recompute: _Recompute = None,
     shard: _Shard = None,
     overlap: _Overlap = True,
     slow: _Slow = None,
@@ -217,7 +219,7 @@ def plan(
     workers: _MostWorkers = None,
     memory: _Memory = None,
     dtype: _Dtype = "float32",
-    recompute: _Recompute = "none",
+    recompute: _Recompute = None,
     shard: _Shard = None,
     every: _Every = None,
     schedule: _Schedule = None,

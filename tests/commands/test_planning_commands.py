@@ -317,7 +317,10 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --slow 1:2", "--slow takes RANK=SPEED"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --slow 7=0.5", "speeds.7: there is no such device"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --dtype int8", "dtype 'int8': choose one of"),
-        ("simulate layers.py --cluster 2:a100-80g --plan data=2 --recompute some", "recompute 'some': choose one of"),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan data=2 --recompute some",
+            "--recompute 'some': must be none, selective, full",
+        ),
         (
             "simulate layers.py --cluster 2:a100-80g --plan data=2 --shard all",
             "--shard 'all' must be none, opt",

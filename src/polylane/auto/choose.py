@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.figures import format_size
@@ -16,6 +17,7 @@ from polylane.graph.batch import count_parts, take_first_samples
 from polylane.graph.graph import Graph
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.plan.plan import Plan
+from polylane.plan.recompute import NONE
 from polylane.planner.memory_reserve import memory_limit
 from polylane.planner.problem import build_cost_model
 from polylane.planner.recompute_search import search_with_recomputation
@@ -66,7 +68,9 @@ def choose(
     # Where the loss couples samples, replicas and microbatches are not allowed, only splits of operators and stages.
     meets = not derive_composition(graph).is_proven
     fixed, captured = fixed or NOTHING_FIXED, problem.captured(graph, profile=profile)
-    basis = build_cost_model(captured, cluster, TrainingOptions(dtype=fixed.precision or "float32"))
+    recompute: Any = fixed.recompute or NONE
+    method = TrainingOptions(fixed.precision or "float32", recompute=recompute)
+    basis = build_cost_model(captured, cluster, method)
     limit = memory_limit(cluster, most)
     # An optimizer that must see whole parameters cannot update shards of them.
     shardings = () if captured.whole else fixed.shardings

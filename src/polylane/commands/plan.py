@@ -44,7 +44,7 @@ def run(request: PlanRequest) -> None:
     bound = None if request.memory is None else _parse_bytes(request.memory)
     cluster = load_or_parse(request.cluster)
     fixed, reserve = planning.fixed_keys(request.plan, request), planning.reserve_of(request)
-    method = method if fixed.precision is None else replace(method, dtype=fixed.precision)
+    method = planning.with_fixed(method, fixed)
     _, problem = planning.capture_on_meta(inputs.open_recipe(request), cluster, request)
     answer = search_for(
         problem,
@@ -143,7 +143,7 @@ def search_for(
     basis = build_cost_model(problem, cluster, method)
     with show_progress() as told:
         answer = search_with_recomputation(
-            basis, lambda prices: search(CurveCache(prices, batch, sync=fixed.sync), wish, told=told)
+            basis, lambda prices: search(CurveCache(prices, batch, sync=fixed.sync), wish, told=told), fixed.recompute
         )
     if not answer.ranked_plans:
         raise PolylaneError(_explain_nothing_fits(answer))

@@ -149,10 +149,10 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
     # float16 is priced alone: no plan says it.
     precision = request.dtype if request.dtype in PRECISIONS else plan.precision
     sync = plan.sync.changed(**given) if given else plan.sync
-    if request.recompute != NONE and plan.recompute not in (NONE, request.recompute):
+    if request.recompute is not None and plan.recompute not in (NONE, request.recompute):
         both = f"--recompute {request.recompute}, but the plan says recompute={plan.recompute}"
         raise PolylaneError(f"{both}: leave one of them out")
-    recompute = plan.recompute if request.recompute == NONE else request.recompute
+    recompute = request.recompute or plan.recompute
     plan = _with_schedule(plan, request.schedule)
     if isinstance(plan, Plan):
         patched = plan.model_copy(update={"sync": sync, "precision": precision, "recompute": recompute})
@@ -197,13 +197,21 @@ def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:
             raise PolylaneError(f"--{name} {value}, but the plan says {name}={getattr(fixed.sync, name)}")
     if fixed.precision is not None and request.dtype not in (None, fixed.precision):
         raise PolylaneError(f"--dtype {request.dtype}, but the plan says precision={fixed.precision}")
-    for name in ("schedule", "chunks"):
+    for name in ("schedule", "chunks", "recompute"):
         asked, said = getattr(request, name), getattr(fixed, name)
         if None not in (asked, said) and asked != said:
             raise PolylaneError(f"--{name} {asked}, but the plan says {name}={said}")
     if request.chunks is not None and request.chunks < 1:
         raise PolylaneError(f"--chunks must be at least 1, not {request.chunks}")
+    asked = parse_fixed(f"recompute={request.recompute}") if request.recompute is not None else fixed
+    fixed = replace(fixed, recompute=asked.recompute)
     return fixed.with_sync(**given).with_schedule(request.schedule, request.chunks)
+
+
+def with_fixed(method: TrainingOptions, fixed: FixedKeys) -> TrainingOptions:
+    """Return the training options with the precision and the recomputation that a search must keep."""
+    changes = {"dtype": fixed.precision, "recompute": fixed.recompute}
+    return replace(method, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
 
 
 def reserve_of(request: PredictRequest) -> MemoryReserve:
@@ -224,11 +232,16 @@ def method_of(request: PredictRequest) -> TrainingOptions:
         PolylaneError: an option has a value that is not known.
     """
     from polylane.cost.operators.training_options import TrainingOptions
+    from polylane.plan.recompute import MODES, NONE, WANTED, budget_bytes
 
     dtype = request.dtype or "float32"
     if dtype == "float64":
         raise PolylaneError("--dtype 'float64': choose one of float32, bfloat16, float16")
+    # A budget is a plan's: a search knows whole modes alone.
+    mode = request.recompute or NONE
+    if mode not in MODES and budget_bytes(mode) is None:
+        raise PolylaneError(f"--recompute {mode!r}: {WANTED}")
     try:
-        return TrainingOptions(dtype, True, request.recompute, request.overlap)  # type: ignore[arg-type]
+        return TrainingOptions(dtype, True, mode if mode in MODES else NONE, request.overlap)  # type: ignore[arg-type]
     except PolylaneError as error:
         raise PolylaneError(f"--{error}") from None  # the message begins with the option's name

@@ -108,7 +108,8 @@ class PredictRequest(RecipeRequest):
     Attributes:
         cluster: a line such as 8:h100-80g, or the path of a cluster file.
         dtype: of the passes: "float32", "bfloat16" or "float16"; None: the plan's.
-        recompute: activations that are recomputed instead of kept: "none", "selective" or "full".
+        recompute: the plan's key: activations that are recomputed instead of kept; None: what the plan says, or what a
+            search needs.
         shard: the plan's key: what is sharded over replicas (ZeRO): "none", "optimizer", "gradients" or "parameters";
             None: what the plan says, or what a search finds best.
         every: the plan's key: steps between two averages of the replicas' parameters; None: what the plan says.
@@ -122,7 +123,7 @@ class PredictRequest(RecipeRequest):
 
     cluster: str
     dtype: str | None = None
-    recompute: str = "none"
+    recompute: str | None = None
     shard: str | None = None
     every: int | None = None
     schedule: str | None = None

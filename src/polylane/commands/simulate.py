@@ -55,7 +55,7 @@ def run(request: SimulateRequest) -> None:
     problem, captured = planning.capture_on_meta(recipe, cluster, request, pins)
     if plan is None:
         fixed = planning.fixed_keys(str(wanted), request)
-        method = method if fixed.precision is None else replace(method, dtype=fixed.precision)
+        method = planning.with_fixed(method, fixed)
         plan = announce_best(
             search_for(captured, cluster, request.batch, method, fixed=fixed, reserve=planning.reserve_of(request))
         )

@@ -8,13 +8,14 @@ from typing import Any, Literal
 
 from polylane.errors import PolylaneError
 from polylane.plan import spec as specs
+from polylane.plan.recompute import MODES
 from polylane.plan.spec import AUTO, DEGREES, PRECISIONS, Degrees, Spec
 from polylane.plan.sync import KEYS, SUM, SyncOptions, parse_sync
 from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, RUNNABLE
 from polylane.settings import split_pairs
 
 # Keys of a plan that a search can be told; what else a plan can say, it finds or leaves at its default.
-_KNOWN = (*DEGREES, "microbatches", "schedule", "chunks", "precision", *KEYS)
+_KNOWN = (*DEGREES, "microbatches", "schedule", "chunks", "precision", "recompute", *KEYS)
 
 # A schedule, and the stages of every worker.
 ScheduleOption = tuple[str, int]
@@ -44,6 +45,7 @@ class FixedKeys:
         precision: of the passes; None: nothing was said.
         schedule: name of the pipeline schedule; None: the search compares those that compute the same numbers.
         chunks: number of stages of every worker; None: what the schedule has, or the search finds.
+        recompute: mode of recomputation; None: as much as is needed for memory.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -52,6 +54,7 @@ class FixedKeys:
     precision: str | None = None
     schedule: str | None = None
     chunks: int | None = None
+    recompute: str | None = None
 
     @property
     def schedules(self) -> tuple[ScheduleOption, ...]:
@@ -126,6 +129,7 @@ class FixedKeys:
         words += [f"schedule={self.schedule}"] if self.schedule else []
         words += [f"chunks={self.chunks}"] if self.chunks else []
         words += [f"precision={self.precision}"] if self.precision else []
+        words += [f"recompute={self.recompute}"] if self.recompute else []
         return ",".join([*words, *self.sync.to_words()])
 
 
@@ -159,8 +163,13 @@ def _parse(text: str) -> FixedKeys:
     precision = given.get("precision")
     if precision not in (None, *PRECISIONS):
         raise PolylaneError(f"precision={precision} is not known, known are {', '.join(PRECISIONS)}")
+    recompute = given.get("recompute")
+    if recompute not in (None, *MODES):
+        raise PolylaneError(
+            f"recompute={recompute}: a search can be told one of {', '.join(MODES)}, and finds budgets by itself"
+        )
     keys = {key: given[key] for key in KEYS if key in given}
-    return FixedKeys(counts, parse_sync(keys), frozenset(keys), precision, schedule, chunks)
+    return FixedKeys(counts, parse_sync(keys), frozenset(keys), precision, schedule, chunks, recompute)
 
 
 def _check_schedule(schedule: str | None, chunks: int | None, pipeline: int | None) -> None:

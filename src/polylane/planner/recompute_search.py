@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from polylane.cost.operators.training_options import Recompute
 from polylane.cost.plan_cost import CostModel, PlanCost
@@ -25,16 +26,19 @@ MISSED = 0.98
 REALIZED, HALVINGS = 3, 4
 
 
-def search_with_recomputation(basis: CostModel, search_once: Callable[[CostModel], SearchResult]) -> SearchResult:
+def search_with_recomputation(
+    basis: CostModel, search_once: Callable[[CostModel], SearchResult], fixed: str | None = None
+) -> SearchResult:
     """Search the fastest plans that fit, those that recompute among them where that makes faster ones fit.
 
     Args:
-        basis: prices of the training; with a recomputation in its options, only plans with that one are searched.
+        basis: prices of the training, with the mode of ``fixed``, if there is one, in their options.
         search_once: searches with given prices.
+        fixed: the mode of recomputation that plans must have; None: as much as is needed.
     """
-    if basis.method.recompute != NONE:
+    if fixed is not None:
         answer = search_once(basis)
-        return replace(answer, ranked_plans=tuple(_say(each, basis.method.recompute) for each in answer.ranked_plans))
+        return replace(answer, ranked_plans=tuple(_say(each, fixed) for each in answer.ranked_plans))
     plain = search_once(basis)
     if not _misses_plans(plain):
         return plain
@@ -100,11 +104,12 @@ def _try_budgets(
     basis: CostModel, found: RankedPlan, budgets: Iterable[float], answer: SearchResult
 ) -> RankedPlan | None:
     """Return the plan with a budget of bytes for each stage; None where a stage cannot keep within its own."""
-    stages = tuple(
-        stage.model_copy(update={"recompute": f"{BUDGET}{int(budget)}B"})
-        for stage, budget in zip(found.plan.stages, budgets, strict=True)
-    )
+    words = [f"{BUDGET}{int(budget)}B" for budget in budgets]
+    changes: dict[str, Any] = {"recompute": words[0]}
+    if len(words) > 1:
+        own = zip(found.plan.stages, words, strict=True)
+        changes = {"stages": tuple(s.model_copy(update={"recompute": each}) for s, each in own), "recompute": NONE}
     try:
-        return _realize(basis, found, found.plan.model_copy(update={"stages": stages, "recompute": NONE}), answer)
+        return _realize(basis, found, found.plan.model_copy(update=changes), answer)
     except PolylaneError:
         return None
