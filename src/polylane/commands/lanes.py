@@ -24,6 +24,7 @@ from polylane.schedule.stage_graph import CyclicStages, StageGraph
 from polylane.yaml_file import read
 
 MOST = 2**18  # most forward passes that are drawn in one picture
+MOST_TICKS = 10**12  # most ticks of one pass: larger ones add up to numbers without meaning
 
 
 @planning.gc_disabled()
@@ -159,9 +160,10 @@ def _read_stages(request: LanesRequest) -> _Drawn:
     # A number, also a negative one, is a count of stages, for a sentence about its value; anything else is a path.
     drawn = _chain(stages, *ticks) if stages.strip().lstrip("-").isdecimal() else _read(Path(stages), *ticks)
     if drawn.graph.stages * request.microbatches * (request.chunks or 1) * (request.batches or 1) > MOST:
-        chunks = f" times --chunks {request.chunks}" if request.chunks else ""
+        more = f" times --chunks {request.chunks}" if request.chunks else ""
+        more += f" times --batches {request.batches}" if request.batches else ""
         raise PolylaneError(
-            f"--stages {stages} times --microbatches {request.microbatches}{chunks} are more than {MOST:,} passes, too "
+            f"--stages {stages} times --microbatches {request.microbatches}{more} are more than {MOST:,} passes, too "
             "many to draw"
         )
     return drawn
@@ -222,8 +224,11 @@ def _ticks(option: str, text: str) -> Ticks:
 
 def _number(option: str, piece: str, text: str) -> float:
     try:
-        return int(piece) if piece.isdecimal() else float(piece)
+        found = int(piece) if piece.isdecimal() and len(piece) < len(str(MOST_TICKS)) else float(piece)
     except ValueError:
         raise PolylaneError(
             f"{option} takes a number of ticks, or one for each stage as in 1,2,1, not {text!r}"
         ) from None
+    if not -MOST_TICKS <= found <= MOST_TICKS:
+        raise PolylaneError(f"{option} takes at most {MOST_TICKS:.0e} ticks, not {piece[:40]}")
+    return found

@@ -191,6 +191,8 @@ def _explain_nothing_fits(answer: SearchResult) -> str:
 
     workers = printing.format_plural(max(answer.wish.workers), "worker")
     if not answer.too_large_candidates:
+        if str(answer.wish.fixed):
+            return f"no plan for {workers} and a batch of {answer.estimates.batch} samples has {answer.wish.fixed}"
         return (
             f"no plan for {workers}: a batch of {printing.format_plural(answer.estimates.batch, 'sample')} is too small"
         )
