@@ -103,7 +103,7 @@ def test_a_skip_without_its_gradient(
 
     def forgetful(self: Executor, action: Action, state: StepState) -> None:
         if action.gradient and action.value is not None and action.microbatch is not None:
-            state.gradients.setdefault(action.microbatch, {}).pop(action.value, None)
+            state.gradients.setdefault((action.stage, action.microbatch), {}).pop(action.value, None)
         receive(self, action, state)
 
     monkeypatch.setattr(Executor, "_receive", forgetful)
@@ -150,6 +150,7 @@ def test_gradients_that_are_not_reduced(
 
     def without_the_last_bucket(self: AllReducer, buckets: tuple[lower.GradientBucket, ...], *rest: object) -> None:
         init(self, buckets[:-1], *rest)  # type: ignore[arg-type]
+        self.bucket_names = tuple(bucket.name for bucket in buckets)
 
     monkeypatch.setattr(lower, "BUCKET_BYTES", 0)  # a bucket for each parameter
     monkeypatch.setattr(AllReducer, "__init__", without_the_last_bucket)

@@ -238,6 +238,7 @@ def test_a_replica_whose_gradients_are_not_summed(monkeypatch: pytest.MonkeyPatc
 
     def without_the_last_bucket(self: AllReducer, buckets: tuple[lower.GradientBucket, ...], *rest: object) -> None:
         init(self, buckets[:-1], *rest)  # type: ignore[arg-type]
+        self.bucket_names = tuple(bucket.name for bucket in buckets)
 
     monkeypatch.setattr(lower, "BUCKET_BYTES", 0)  # a bucket for each parameter
     monkeypatch.setattr(AllReducer, "__init__", without_the_last_bucket)

@@ -185,7 +185,7 @@ class StageBinder:
             )
             cut = build_sharded_program(own, plan, shards, held, optional, transport, waits)
             return cut, cut.reducer
-        if not buckets:
+        if not any(len(bucket.ranks) > 1 for bucket in buckets):
             return StageHooks(), None
         return StageHooks(), AllReducer(buckets, held, optional, transport, self.codec, program.replicas)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -46,4 +47,4 @@ def generate_code(graph: fx.Graph, label: str) -> GeneratedCode:
         node = starts.get(text.strip().partition(" = ")[0] + " = ")
         if node is not None:
             lines[number] = node
-    return GeneratedCode(lambda *args: forward(None, *args), lines, file)
+    return GeneratedCode(partial(forward, None), lines, file)

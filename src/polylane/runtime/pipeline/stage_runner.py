@@ -105,7 +105,8 @@ class StageRunner:
         groups, again = code.weight_groups, code.recomputation
         self.recording = deferred = DeferredGradients(groups) if groups and torch.is_grad_enabled() else None
         try:
-            with self.precision_context(), self.hooks.forward(), again.recording(self.precision_context):
+            recording = again.recording(self.precision_context) if again.again else nullcontext()
+            with self.precision_context(), self.hooks.forward(), recording:
                 result = self.run_code(inputs, leaves, part)
         finally:
             self.recording = None
