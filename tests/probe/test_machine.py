@@ -73,7 +73,7 @@ def test_workers_that_cannot_be(workers: int, said: str) -> None:
 def test_workers_need_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_memory", lambda: GIB)
     check_workers(2)
-    with pytest.raises(PolylaneError, match=r"--workers 3 would need 1.6 GB of memory to start, and 1.1 GB is free"):
+    with pytest.raises(PolylaneError, match=r"--workers 3 would need 1.50 GiB .* and 1.00 GiB is free"):
         check_workers(3)
 
 
