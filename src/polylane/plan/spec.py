@@ -106,6 +106,8 @@ class Spec:
             raise PolylaneError(
                 f"chunks={self.chunks} are of a pipeline's workers, and there is one stage: add pipeline=2 or more"
             )
+        if self.pipeline == self.chunks == 1 and self.schedule == "zb-v":
+            raise PolylaneError("schedule=zb-v folds a pipeline of two workers or more: add pipeline=2 or more")
         try:
             assign_stages(self.schedule, self.pipeline, self.chunks)
         except ValueError as error:

@@ -32,6 +32,18 @@ OVERHEAD = 2e-6  # seconds of the smallest operator
 GAP = 1e-4
 
 
+class BudgetTooSmall(PolylaneError):
+    """A budget that nothing meets.
+
+    Attributes:
+        least: bytes of the least budget that would do.
+    """
+
+    def __init__(self, least: float, message: str) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 @dataclass(frozen=True)
 class BudgetChoice:
     """The solution for one stage.
@@ -189,9 +201,15 @@ def dropped_on_stages(
     for each in keeping:
         if id(each) not in seen:
             seen[id(each)] = SavedValues(partition.graph, each)
-    return tuple(
-        drop_on_stage(seen[id(keeping[stage])], partition, stage, mode, scale) for stage, mode in enumerate(recompute)
-    )
+    found, refused = list[DroppedTensors](), list[BudgetTooSmall]()
+    for stage, mode in enumerate(recompute):
+        try:
+            found.append(drop_on_stage(seen[id(keeping[stage])], partition, stage, mode, scale))
+        except BudgetTooSmall as error:
+            refused.append(error)
+    if refused:  # a budget for all stages must do for the one that needs most
+        raise max(refused, key=lambda error: error.least)
+    return tuple(found)
 
 
 def format_least(size: float) -> str:
@@ -227,8 +245,9 @@ def drop_on_stage(
     found = program.solve(budget * scale)
     if found is None:
         least = program.least().kept_bytes / scale
-        raise PolylaneError(
+        raise BudgetTooSmall(
+            least,
             f"recompute: stage {stage} needs a budget of {format_least(least)} at least for what a microbatch keeps "
-            f"between its passes, and {mode.removeprefix(BUDGET)} is less: give it that, or use more microbatches"
+            f"between its passes, and {mode.removeprefix(BUDGET)} is less: give it that, or use more microbatches",
         )
     return found.dropped
