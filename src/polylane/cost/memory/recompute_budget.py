@@ -43,6 +43,9 @@ class BudgetTooSmall(PolylaneError):
         super().__init__(message)
         self.least = least
 
+    def __reduce__(self) -> tuple[type[BudgetTooSmall], tuple[float, str]]:
+        return BudgetTooSmall, (self.least, str(self))
+
 
 @dataclass(frozen=True)
 class BudgetChoice:
