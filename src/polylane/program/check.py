@@ -53,8 +53,28 @@ def check(programs: Sequence[Program]) -> None:
     """
     waits = nx.DiGraph()
     for program in programs:
+        _check_handed_on(program)
         nx.add_path(waits, [(program.rank, i) for i in range(len(program.actions))])
     waits.add_edges_from(match_messages(programs))
     if not nx.is_directed_acyclic_graph(waits):
         circle = [programs[rank].actions[i] for (rank, i), _ in nx.find_cycle(waits)]
         raise RuntimeError(f"these actions wait for each other: {circle}")
+
+
+def _check_handed_on(program: Program) -> None:
+    """Raise RuntimeError unless what a stage gets from another one of its worker is there, both ways, when it runs."""
+    passes = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+    place = {
+        (action.kind is ActionKind.FORWARD, action.stage, action.microbatch): position
+        for position, action in enumerate(program.actions)
+        if action.kind in passes and not action.steps_back
+    }
+    for (value, reader), source in program.local_sources.items():
+        for (forward, stage, microbatch), position in place.items():
+            if stage == reader and (other := place.get((forward, source, microbatch))) is not None:
+                before, after = (other, position) if forward else (position, other)
+                if before > after:
+                    raise RuntimeError(
+                        f"{value} of microbatch {microbatch} goes from stage {source} to stage {reader} of rank "
+                        f"{program.rank} before it is there"
+                    )
