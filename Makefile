@@ -34,9 +34,9 @@ check: $(INSTALLED)
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-# Two halves side by side: what starts workers mostly waits for them, the rest mostly computes alone.
-test: check
-	@$(MAKE) --no-print-directory -j 2 -O test-workers test-alone
+# Lint and types beside two halves of the tests: what starts workers, and the rest. Two jobs at a time.
+test: $(INSTALLED)
+	@$(MAKE) --no-print-directory -j 2 -O check test-workers test-alone
 
 test-workers: $(INSTALLED)
 	@$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider $(WORKERS)
