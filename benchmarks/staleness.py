@@ -1,4 +1,4 @@
-"""python -m benchmarks.staleness [digits text] [--epochs E] [--plan PLAN]: how asynchronous pipelines learn, beside synchronous ones.
+"""python -m benchmarks.staleness [digits text] [--epochs E] [--plan PLAN]: how stale weights learn, beside new ones.
 
 The same model, data, order of samples and number of updates; weights that lack some of them. The figures do not depend
 on how busy the machine is.

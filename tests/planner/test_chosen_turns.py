@@ -179,6 +179,7 @@ def test_what_replicas_in_turn_cannot_do_is_not_searched() -> None:
         ("replicas=round-robin,every=2", "replicas=round-robin: sync (every=2) is for replicas that split every"),
         ("replicas=round-robin,shard=optimizer", "replicas=round-robin: sync (shard=optimizer) is for replicas"),
         ("replicas=round-robin,data=4,microbatches=2", "4 replicas cannot compute microbatches=2 in turn"),
+        ("schedule=pipedream-2bw,pipeline=4,microbatches=2", "pipedream-2bw of 4 stages needs at least 3"),
     ],
 )
 def test_bad_keys(line: str, told: str) -> None:
@@ -186,3 +187,15 @@ def test_bad_keys(line: str, told: str) -> None:
         parse_fixed(line)
     assert told in str(error.value)
     assert str(parse_fixed("data=2,replicas=round-robin")) == "data=2,replicas=round-robin"
+
+
+@pytest.mark.parametrize("line", ["microbatches=3", "microbatches=5,replicas=round-robin", "microbatches=3,data=1"])
+def test_any_number_of_microbatches_may_be_fixed(line: str) -> None:
+    """Also one that makes parts of no power of two, of unequal sizes, or that replicas have unequally many of."""
+    fixed = parse_fixed(line)
+    found = answered(line, light_then_heavy(), SLOW_LINKS, 16, 3)
+    assert found.ranked_plans
+    for each in found.ranked_plans:
+        assert each.plan.microbatches == fixed.counts["microbatches"]
+    turning = [each for each in found.fitting_candidates if each.takes_turns]
+    assert bool(turning) == ("data" not in fixed.counts)

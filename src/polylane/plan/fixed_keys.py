@@ -9,7 +9,7 @@ from typing import Any, Literal
 from polylane.errors import PolylaneError
 from polylane.plan import spec as specs
 from polylane.plan.recompute import MODES
-from polylane.plan.schedule_checks import check_plain_sum
+from polylane.plan.schedule_checks import check_accumulation, check_plain_sum
 from polylane.plan.spec import AUTO, DEGREES, PRECISIONS, REPLICAS, TURNS, Degrees, Spec
 from polylane.plan.sync import KEYS, SUM, SyncOptions, parse_sync
 from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, RUNNABLE
@@ -51,7 +51,8 @@ class FixedKeys:
             search compares both.
 
     Raises:
-        PolylaneError: replicas in turn that do anything but sum gradients, or that have no microbatch each.
+        PolylaneError: replicas in turn that do anything but sum gradients, or that have no microbatch each; fewer
+            microbatches than PipeDream-2BW needs.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -64,12 +65,16 @@ class FixedKeys:
     replicas: str | None = None
 
     def __post_init__(self) -> None:
-        if self.replicas != TURNS:
-            return
-        what, data, microbatches = f"replicas={TURNS}", self.counts.get("data", 1), self.counts.get("microbatches")
-        check_plain_sum(what, self.sync)
-        if microbatches is not None and microbatches < data:
-            raise PolylaneError(f"{what}: {data} replicas cannot compute microbatches={microbatches} in turn")
+        data, pipeline, microbatches = (self.counts.get(key) for key in ("data", "pipeline", "microbatches"))
+        sharing = (data or 1) if self.replicas == TURNS else 1
+        if self.replicas == TURNS:
+            check_plain_sum(f"replicas={TURNS}", self.sync)
+            if microbatches is not None and microbatches < sharing:
+                raise PolylaneError(
+                    f"replicas={TURNS}: {sharing} replicas cannot compute microbatches={microbatches} in turn"
+                )
+        if self.schedule == "pipedream-2bw" and pipeline is not None and microbatches is not None:
+            check_accumulation(f"pipeline={pipeline}", pipeline, microbatches, -(-microbatches // sharing))
 
     @property
     def schedules(self) -> tuple[ScheduleOption, ...]:

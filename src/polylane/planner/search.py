@@ -18,7 +18,7 @@ from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize, usable_o
 from polylane.planner.schedule_trials import choose_schedule, simulate_runner_up, with_schedule
 from polylane.planner.search_progress import Told, tell_nobody
 from polylane.planner.stage_curves import CurveCache
-from polylane.planner.stage_meshes import search_unequal_meshes
+from polylane.planner.stage_meshes import MICROBATCHES, search_unequal_meshes
 from polylane.planner.uniform_plans import RatedPlan, UniformPlan
 from polylane.samples.running_norms import find_running_norms
 
@@ -266,7 +266,11 @@ class _UniformSearch:
         single, double = list[UniformPlan](), list[UniformPlan]()
         wish, estimates = self._wish, self._estimates
         for uniform in uniform_plans.enumerate_uniform_plans(
-            workers, wish.max_operator_ranks, estimates.batch, estimates.max_stages
+            workers,
+            wish.max_operator_ranks,
+            estimates.batch,
+            estimates.max_stages,
+            wish.fixed.counts.get("microbatches"),
         ):
             for each in self._divide_work(uniform):
                 if not wish.fixed.allows((each.mesh,) * each.stages, each.microbatches):
@@ -286,14 +290,14 @@ class _UniformSearch:
         Equal numbers of replicas in turn are faster only where replicas that split sum statistics inside their passes.
         Without a pipeline those of the whole batch are kept: turns are not compared unasked.
         """
-        fixed = self._wish.fixed.replicas
-        if uniform.data == 1 or fixed == SPLIT:
-            return [uniform]
-        if fixed == TURNS:
-            return [uniform.in_turn()]
-        code = self._estimates.basis.stages.graph.code
+        fixed, code = self._wish.fixed, self._estimates.basis.stages.graph.code
+        # A number of microbatches that is fixed is that of the step, whatever a replica has of them.
+        turning = replace(uniform, takes_turns=True) if "microbatches" in fixed.counts else uniform.in_turn()
         useful = uniform.stages > 1 and code.has_batch_statistics and self._turns_are_possible
-        return [uniform, uniform.in_turn()] if useful else [uniform]
+        ways = [uniform] if uniform.data == 1 or fixed.replicas != TURNS else []
+        if uniform.data > 1 and (fixed.replicas == TURNS or (fixed.replicas is None and useful)):
+            ways.append(turning)
+        return [way for way in ways if way.divides(self._estimates.batch)]
 
     @cached_property
     def _turns_are_possible(self) -> bool:
@@ -351,10 +355,11 @@ def _search_unequal(estimates: CurveCache, wish: SearchRequest, workers: int) ->
     if estimates.sync.is_replica_local or estimates.sync.has_servers or wish.fixed.degrees:
         return []
     variants = sharding_variants(estimates, wish) if wish.fixed.replicas != TURNS else []
-    split = (search_unequal_meshes(each, workers, wish.memory_limit) for each in variants)
+    counts = (wish.fixed.counts["microbatches"],) if "microbatches" in wish.fixed.counts else MICROBATCHES
+    split = (search_unequal_meshes(each, workers, wish.memory_limit, counts) for each in variants)
     found = next((plans for plans in split if plans), [])
     if wish.fixed.replicas != SPLIT and may_take_turns(estimates):
-        found += search_unequal_meshes(estimates, workers, wish.memory_limit, in_turn=True)
+        found += search_unequal_meshes(estimates, workers, wish.memory_limit, counts, in_turn=True)
     return found
 
 

@@ -10,6 +10,7 @@ replicas each then has a d-th of the microbatches, and m / d takes the place of 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,20 +68,27 @@ class MeshOption:
 Chosen = list[tuple[int, int, MeshOption]]
 
 
-def search_unequal_meshes(estimates: CurveCache, workers: int, limit: float, in_turn: bool = False) -> list[RatedPlan]:
+def search_unequal_meshes(
+    estimates: CurveCache,
+    workers: int,
+    limit: float,
+    microbatches: Sequence[int] = MICROBATCHES,
+    in_turn: bool = False,
+) -> list[RatedPlan]:
     """Return the best plan with unequal meshes for each number of microbatches.
 
     Args:
         estimates: cost curves and memory bound on the cluster.
         workers: number of workers over all stages.
         limit: bytes that a worker may have.
+        microbatches: numbers of microbatches of a step that are tried.
         in_turn: whether replicas compute whole microbatches in turn, and do not split every one.
     """
     if workers > MOST_WORKERS or workers < 3 or estimates.max_stages < 2:
         return []
     found = []
-    for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
-        found += StageMeshSearch(estimates, workers, microbatches, limit, in_turn).find_best()
+    for count in (m for m in microbatches if m <= estimates.batch):
+        found += StageMeshSearch(estimates, workers, count, limit, in_turn).find_best()
     return found
 
 

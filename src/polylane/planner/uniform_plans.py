@@ -98,6 +98,12 @@ class UniformPlan:
         """Return the same replicas in turn: each has the same samples in as many passes, as microbatches of its own."""
         return replace(self, microbatches=self.microbatches * self.data, takes_turns=True)
 
+    def divides(self, batch: int) -> bool:
+        """Return whether each replica has a sample of every microbatch, or in turn a microbatch of its own."""
+        if self.takes_turns:
+            return self.data <= self.microbatches <= batch
+        return self.data * self.microbatches <= batch
+
     @property
     def sharing(self) -> int:
         """Number of replicas that compute on one microbatch together."""
@@ -296,7 +302,9 @@ def _closing_seconds(
     return most
 
 
-def enumerate_uniform_plans(workers: int, inner: int, batch: int, pieces: int) -> Iterator[UniformPlan]:
+def enumerate_uniform_plans(
+    workers: int, inner: int, batch: int, pieces: int, microbatches: int | None = None
+) -> Iterator[UniformPlan]:
     """Yield every uniform plan worth rating on ``workers`` workers.
 
     Args:
@@ -304,6 +312,7 @@ def enumerate_uniform_plans(workers: int, inner: int, batch: int, pieces: int) -
         inner: most ranks over which an operator may be sharded.
         batch: samples of a step over all replicas.
         pieces: most stages into which the graph can be cut.
+        microbatches: the number that plans must have; None: those that may be worth it.
     """
     for sequence in _powers_of_two(inner):
         for tensor in _powers_of_two(inner // sequence):
@@ -314,8 +323,8 @@ def enumerate_uniform_plans(workers: int, inner: int, batch: int, pieces: int) -
                 data = rest // stages
                 if data > batch:
                     continue
-                for microbatches in _microbatch_counts(batch // data, stages):
-                    yield UniformPlan(data, stages, sequence, tensor, microbatches)
+                for count in _microbatch_counts(batch // data, stages) if microbatches is None else [microbatches]:
+                    yield UniformPlan(data, stages, sequence, tensor, count)
 
 
 def _microbatch_counts(samples: int, stages: int) -> list[int]:
