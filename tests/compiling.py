@@ -2,21 +2,73 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from polylane.compile import compiled_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Init, Objective, optimized_names
 from polylane.compile.training_problem import TrainingProblem
+from polylane.graph.batch import batch_structure, flatten
 from polylane.graph.graph import Graph
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
+from polylane.runtime.parameters.broadcast import digest_tensor
 
 # By model, loss and what is trained; each with the model, so that its identity stays its own.
 _graphs: dict[Any, tuple[nn.Module, Graph]] = {}
+
+
+# By what models, losses and batches are, so that equal ones have one; the latest ones.
+_alike = OrderedDict[Any, Graph]()
+KEPT = 64
+
+
+def describe(model: nn.Module, objectives: dict[str, Objective], example: Any) -> Any:
+    """What equal models, losses and batches have in common; None where an object of a user's class could hide more.
+
+    Only models of torch's own modules are taken for equal: their printed form and tensors say all of them.
+    """
+    modules = list(model.modules())
+    leaves, _ = flatten(example)
+    plain = all(type(m).__module__.startswith("torch.nn.modules") and not m._forward_hooks for m in modules)
+    free = all(isinstance(o.loss, FunctionType) and o.loss.__closure__ is None for o in objectives.values())
+    if not (plain and free and all(isinstance(leaf, Tensor) for leaf in leaves)):
+        return None
+    order = {id(p): i for i, p in enumerate(model.parameters())}
+    named = list(model.named_parameters(remove_duplicate=False))
+    tensors = [*(p for _, p in named), *model.buffers(), *leaves]
+    return (
+        repr(model),
+        tuple(m.training for m in modules),
+        tuple((name, order[id(p)], p.requires_grad) for name, p in named),
+        tuple(
+            (t.dtype, t.device, tuple(t.shape), t.stride(), None if t.is_meta else digest_tensor(t)) for t in tensors
+        ),
+        batch_structure(example),
+    )
+
+
+@dataclass(frozen=True)
+class CapturedAlike(TrainingProblem):
+    """A problem whose graph is taken of an equal one, under whatever plan that was trained."""
+
+    def capture(self, samples: int | None = None, objective: Objective | None = None) -> Graph:
+        objective = objective or self.objective
+        described = describe(self.model, {"": objective}, self.example)
+        if described is None:
+            return super().capture(samples, objective)
+        trained = tuple(optimized_names(self.parameters, objective.optimizer))
+        key = described, objective.loss, trained, self.in_float64, samples
+        graph = _alike.pop(key, None) or super().capture(samples, objective)
+        _alike[key] = graph
+        if len(_alike) > KEPT:
+            _alike.popitem(last=False)
+        return graph
 
 
 @dataclass(frozen=True)
@@ -49,6 +101,6 @@ def compile_training(
     Args:
         shared: take the graph that was captured of this very model before; nobody may have changed the model since.
     """
-    make = CapturedOnce if shared else TrainingProblem
+    make = CapturedOnce if shared else CapturedAlike
     problem = make(model, objectives, example, batch_size, init, in_float64)
     return compiled_training.compile_training(problem, plan, **how)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from hypothesis import settings
 
 
@@ -27,9 +28,25 @@ def pairs(rows: Iterable[Any], columns: Sequence[Any]) -> list[Any]:
     ]
 
 
-def one_in(n: int, values: Iterable[Any], first: int = 0) -> list[Any]:
-    """Every n-th value is run always, from the ``first`` on; the others are slow: for tables that pin one law often."""
-    return [pytest.param(value, marks=[] if i % n == first else pytest.mark.slow) for i, value in enumerate(values)]
+def one_in(n: int, values: Iterable[Any], first: int = 0, *, several: bool = False) -> list[Any]:
+    """Every n-th value is run always, from the ``first`` on; the others are slow: for tables that pin one law often.
+
+    Args:
+        n: one in so many is kept, of those that are not slow by themselves.
+        values: values of a parameter; those that ``pytest.param`` made keep their marks and names.
+        first: number of the first that is kept.
+        several: each value is the values of several parameters.
+    """
+    rows = [
+        value if isinstance(value, ParameterSet) else pytest.param(*value) if several else pytest.param(value)
+        for value in values
+    ]
+    often = [row for row in rows if all(mark.name != "slow" for mark in row.marks)]
+    kept = {id(row) for i, row in enumerate(often) if i % n == first}
+    return [
+        row if id(row) in kept else pytest.param(*row.values, id=row.id, marks=[*row.marks, pytest.mark.slow])
+        for row in rows
+    ]
 
 
 def except_slow(values: Iterable[Any], slow: Sequence[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 from benchmarks import balance, cores
 from torch import nn
 
+import covering
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
 
@@ -78,7 +79,7 @@ def test_every_benchmark_has_a_quick_run() -> None:
     assert {case.values[0] for case in QUICK} | {"published"} == set(MODULES)
 
 
-@pytest.mark.parametrize(("module", "arguments", "printed"), QUICK)
+@pytest.mark.parametrize(("module", "arguments", "printed"), covering.one_in(2, QUICK, several=True))
 def test_a_quick_run_prints_its_table(
     module: str, arguments: list[str], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

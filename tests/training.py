@@ -7,21 +7,19 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from compiling import compile_training
+from compiling import compile_training, describe
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective, build_objectives
-from polylane.graph.batch import batch_structure, flatten, sample_count, split_bounds, take_samples
+from polylane.graph.batch import flatten, sample_count, split_bounds, take_samples
 from polylane.plan.plan import Plan
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
-from polylane.runtime.parameters.broadcast import digest_tensor
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 
@@ -91,41 +89,18 @@ def compiled(
     Workers are forked, so that what they do to a model stays theirs. Only models of torch's own modules are taken for
     equal: their printed form and tensors say all of them.
     """
-    key = _describe(model, objectives, example, plan)
-    if key is None:
+    described = describe(model, objectives, example)
+    if described is None:
         return compile_training(model, objectives, example, plan, evaluation=evaluation)
-    known = _compiled.pop((key, evaluation), None)
+    key = described, tuple(objectives.items()), plan if isinstance(plan, str) else plan.model_dump_json(), evaluation
+    known = _compiled.pop(key, None)
     # A test may have changed the model of an earlier one in place.
-    if known is None or _describe(known.model, objectives, example, plan) != key:
+    if known is None or describe(known.model, objectives, example) != described:
         known = compile_training(model, objectives, example, plan, evaluation=evaluation)
-    _compiled[key, evaluation] = known
+    _compiled[key] = known
     if len(_compiled) > KEPT:
         _compiled.popitem(last=False)
     return known
-
-
-def _describe(model: nn.Module, objectives: dict[str, Objective], example: Any, plan: str | Plan) -> Any:
-    """What two trainings have in common that are equal; None where an object of a user's class could hide more."""
-    modules = list(model.modules())
-    leaves, _ = flatten(example)
-    plain = all(type(m).__module__.startswith("torch.nn.modules") and not m._forward_hooks for m in modules)
-    free = all(isinstance(o.loss, FunctionType) and o.loss.__closure__ is None for o in objectives.values())
-    if not (plain and free and all(isinstance(leaf, Tensor) for leaf in leaves)):
-        return None
-    order = {id(p): i for i, p in enumerate(model.parameters())}
-    named = list(model.named_parameters(remove_duplicate=False))
-    tensors = [*(p for _, p in named), *model.buffers(), *leaves]
-    return (
-        repr(model),
-        tuple(m.training for m in modules),
-        tuple((name, order[id(p)], p.requires_grad) for name, p in named),
-        tuple(
-            (t.dtype, t.device, tuple(t.shape), t.stride(), None if t.is_meta else digest_tensor(t)) for t in tensors
-        ),
-        tuple(objectives.items()),
-        batch_structure(example),
-        plan if isinstance(plan, str) else plan.model_dump_json(),
-    )
 
 
 def workers(

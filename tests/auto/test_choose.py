@@ -61,7 +61,9 @@ def chosen_of_four(model: str, workers: range | tuple[int, ...]) -> SearchResult
     return chosen(MODELS[model](), workers, "4:a100-80g")
 
 
-@pytest.mark.parametrize(("workers", "model"), covering.pairs([1, 2, 3, 4], [*MODELS]))
+@pytest.mark.parametrize(
+    ("workers", "model"), covering.one_in(2, covering.pairs([1, 2, 3, 4], [*MODELS]), first=1, several=True)
+)
 def test_only_plans_of_so_many_workers(workers: int, model: str) -> None:
     answer = chosen_of_four(model, (workers,))
     assert {candidate.workers for candidate in (*answer.fitting_candidates, *answer.too_large_candidates)} == {workers}

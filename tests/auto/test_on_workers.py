@@ -16,6 +16,7 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor, nn
 
+import covering
 import polylane
 from polylane.auto import choose as auto
 from polylane.auto import on_workers
@@ -65,7 +66,9 @@ def trained(model: nn.Module) -> tuple[str, Trained]:
 
 
 @pytest.mark.parametrize(
-    ("build", "workers"), [(lambda: mlp(6, 8, 8, 4), 2), (forked, 3), (normalized, 2)], ids=["mlp", "forked", "norm"]
+    ("build", "workers"),
+    covering.one_in(2, [(lambda: mlp(6, 8, 8, 4), 2), (forked, 3), (normalized, 2)], several=True),
+    ids=["mlp", "forked", "norm"],
 )
 def test_one_plan_of_all_workers_and_the_numbers_of_one_device(build: Callable[[], nn.Module], workers: int) -> None:
     found = fork_workers(lambda context: trained(build()), workers)

@@ -52,7 +52,9 @@ def test_memory_is_shared_inside_a_host_only(hosts: list[int]) -> None:
         assert reached == [other for other in range(4) if hosts[other] == hosts[rank] and other != rank]
 
 
-@pytest.mark.parametrize(("plan", "hosts"), covering.pairs(TRAINED, ARRANGEMENTS), indirect=["hosts"])
+@pytest.mark.parametrize(
+    ("plan", "hosts"), covering.one_in(2, covering.pairs(TRAINED, ARRANGEMENTS), several=True), indirect=["hosts"]
+)
 def test_a_training_over_several_hosts(hosts: list[int], plan: str) -> None:
     expected = plainly(mlp(6, 8, 4), BATCHES, microbatches=2 if "pipeline" in plan else 1)
     for worker in trained(mlp(6, 8, 4), plan, BATCHES):

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import covering
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.runtime.transport import c10d
 from polylane.runtime.transport.choose import choose_transport
@@ -145,7 +146,7 @@ def together(context: WorkerContext) -> float:
     return float(summed.sum())
 
 
-@pytest.mark.parametrize("attack", [knock, join_as_rank_1])
+@pytest.mark.parametrize("attack", covering.one_in(2, [knock, join_as_rank_1]))
 def test_the_stranger_is_turned_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attack: Callable[[Path, set[int], set[str]], None]
 ):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import commands_run
+import covering
 
 SCRIPT = """
 import json, os, sys
@@ -96,7 +97,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "made_before"), [("data=2,microbatches=2", False), ("pipeline=2,microbatches=2", True)]
+    ("plan", "made_before"),
+    covering.one_in(2, [("data=2,microbatches=2", False), ("pipeline=2,microbatches=2", True)], first=1, several=True),
 )
 def test_the_same_script(plan: str, made_before: bool, alone: dict[str, Any], tmp_path: Path) -> None:
     results = run(tmp_path, plan, 2, made_before)

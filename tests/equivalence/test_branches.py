@@ -80,7 +80,9 @@ PROVEN = ["branches_in_pipeline 1f1b", "pipeline_in_branches afab", "towers 1f1b
 EVERY = [f"{case} {schedule}" for case in CASES for schedule in ("1f1b", "afab")]
 
 
-@pytest.mark.parametrize("named", covering.except_slow(EVERY, [each for each in EVERY if each not in PROVEN]))
+@pytest.mark.parametrize(
+    "named", covering.one_in(2, covering.except_slow(EVERY, [each for each in EVERY if each not in PROVEN]))
+)
 def test_branches(named: str) -> None:
     case, schedule = named.split()
     model, plan, before, sizes = CASES[case]
@@ -125,7 +127,9 @@ def helped(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "meshes", [({}, {}, {}), ({"data": 2}, {}, {"tensor": 2}), ({}, {"tensor": 2}, {"data": 2})], ids=str
+    "meshes",
+    covering.one_in(3, [({}, {}, {}), ({"data": 2}, {}, {"tensor": 2}), ({}, {"tensor": 2}, {"data": 2})], first=1),
+    ids=str,
 )
 def test_a_branch_that_only_training_has(meshes: tuple[dict[str, int], ...]) -> None:
     nodes = (["stem", "tanh"], ["aux", "aux"], ["body", "loss"])

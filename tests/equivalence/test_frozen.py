@@ -173,7 +173,9 @@ def in_a_process(work: Callable[[], Any]) -> Any:
     return fork_workers(lambda _: work(), 1)[0]
 
 
-@pytest.mark.parametrize(("name", "plan"), covering.pairs(STATE, ["data=1", "data=2"]))
+@pytest.mark.parametrize(
+    ("name", "plan"), covering.one_in(3, covering.pairs(STATE, ["data=1", "data=2"]), several=True)
+)
 def test_python_state_is_that_of_the_plain_loop(name: str, plan: str) -> None:
     make, _ = STATE[name]
     model = between(built(make))
@@ -289,7 +291,7 @@ class Mixed(Inner):
         return random.choice([1, 2, 3]) + np.random.normal() + F.dropout(torch.ones_like(x))
 
 
-@pytest.mark.parametrize("name", ["Drops", "Noisy", "Mixed"])
+@pytest.mark.parametrize("name", covering.one_in(3, ["Drops", "Noisy", "Mixed"], first=2))
 def test_python_draws_the_same_on_every_worker(name: str) -> None:
     model = between(built({"Drops": Drops, "Noisy": Noisy, "Mixed": Mixed}[name]), nn.Linear(8, 8))
 
@@ -410,7 +412,7 @@ LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("plan", ["data=1", "data=2"])
+@pytest.mark.parametrize("plan", covering.one_in(3, ["data=1", "data=2"], first=1))
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_keep_state_as_in_the_plain_loop(name: str, plan: str) -> None:
     make, what = LOSSES[name]
@@ -423,7 +425,7 @@ def test_losses_keep_state_as_in_the_plain_loop(name: str, plan: str) -> None:
         assert_same(worker, expected, 1e-9)
 
 
-@pytest.mark.parametrize("make", [Counter, Drops, Mutates])
+@pytest.mark.parametrize("make", covering.one_in(3, [Counter, Drops, Mutates]))
 def test_a_proof_counts_as_a_training_does(make: Callable[[], nn.Module]) -> None:
     model = between(built(make), nn.Linear(8, 8))
     loss = counting_loss() if make is Counter else classify

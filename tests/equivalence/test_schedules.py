@@ -154,7 +154,7 @@ def unchanged() -> Trained:
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    covering.pairs(SCHEDULES, ["data=1", "data=2", "pipeline=2,microbatches=1"]),
+    covering.one_in(2, covering.pairs(SCHEDULES, ["data=1", "data=2", "pipeline=2,microbatches=1"]), several=True),
 )
 def test_schedules_are_those_of_the_plain_loop(name: str, plan: str) -> None:
     change = SCHEDULES[name]
@@ -167,7 +167,7 @@ def test_schedules_are_those_of_the_plain_loop(name: str, plan: str) -> None:
 FREEZING = ["tensor=2", "data=2,pipeline=2,microbatches=1", "data=2,every=2"]
 
 
-@pytest.mark.parametrize("plan", covering.except_slow(FREEZING, FREEZING[1:2]))
+@pytest.mark.parametrize("plan", covering.one_in(2, covering.except_slow(FREEZING, FREEZING[1:2]), first=1))
 def test_a_freeze_goes_with_other_plans(plan: str) -> None:
     def change(step: int, model: Any) -> None:
         freeze(step, model)

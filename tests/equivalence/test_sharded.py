@@ -150,13 +150,17 @@ def next_token(model: nn.Module, batch: Tensor) -> Mean:
 
 @pytest.mark.parametrize(
     ("plan", "shard"),
-    [
-        ("data=2,microbatches=2", "optimizer"),
-        ("data=3", "gradients"),
-        ("data=2,microbatches=2", "parameters"),
-        ("data=2,pipeline=2,microbatches=2", "parameters"),
-        ("data=2,sequence=2", "parameters"),
-    ],
+    covering.one_in(
+        2,
+        [
+            ("data=2,microbatches=2", "optimizer"),
+            ("data=3", "gradients"),
+            ("data=2,microbatches=2", "parameters"),
+            ("data=2,pipeline=2,microbatches=2", "parameters"),
+            ("data=2,sequence=2", "parameters"),
+        ],
+        several=True,
+    ),
 )
 def test_dropout_tied_ends_and_means_over_what_counts(plan: str, shard: str) -> None:
     torch.manual_seed(0)
@@ -180,7 +184,10 @@ CONSTANT = [
 
 
 @pytest.mark.parametrize(
-    "plan", covering.except_slow(CONSTANT, ["data=2,shard=parameters", "data=2,shard=optimizer", CONSTANT[-1]])
+    "plan",
+    covering.one_in(
+        2, covering.except_slow(CONSTANT, ["data=2,shard=parameters", "data=2,shard=optimizer", CONSTANT[-1]])
+    ),
 )
 def test_what_one_objective_trains_is_constant_in_another(plan: str) -> None:
     """A GAN: each of two losses has parameters of both networks, and trains one of them."""

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import covering
 import models
 from compiling import compile_training
 from polylane.compile.compiled_graph import compile_graph
@@ -89,7 +90,7 @@ def culprit_of(training: tuple[CompiledTraining, Partition], plan: str) -> str:
     return result.culprit
 
 
-@pytest.mark.parametrize("plan", ["data=2,microbatches=2", "pipeline=3,microbatches=2"])
+@pytest.mark.parametrize("plan", covering.one_in(2, ["data=2,microbatches=2", "pipeline=3,microbatches=2"]))
 def test_without_a_fault_it_passes(training: tuple[CompiledTraining, Partition], plan: str) -> None:
     result = verdict(training, plan)
     assert result.passed and result.culprit is None and result.replicas_equal

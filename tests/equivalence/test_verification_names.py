@@ -44,7 +44,9 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize("exact", covering.except_slow(EXACT, [EXACT[1], EXACT[2], EXACT[5], EXACT[7]]))
+@pytest.mark.parametrize(
+    "exact", covering.one_in(2, covering.except_slow(EXACT, [EXACT[1], EXACT[2], EXACT[5], EXACT[7]]))
+)
 def test_of_exact_plans_the_gradient_of_every_value_agrees(exact: tuple[str, str]) -> None:
     """Or a verdict would name what is right."""
     model, plan = exact
@@ -60,7 +62,9 @@ def verdict(model: str, plan: str, steps: int = 2) -> Verdict:
     return verify(made(classes), objective_of(Proof(model, plan)), batches, plan)
 
 
-@pytest.mark.parametrize("plan", ["data=2,servers=1", "data=2,servers=2", "data=2,servers=1,dedicated=yes"])
+@pytest.mark.parametrize(
+    "plan", covering.one_in(3, ["data=2,servers=1", "data=2,servers=2", "data=2,servers=1,dedicated=yes"])
+)
 def test_an_optimizer_that_never_steps_is_not_asked_what_it_remembers(plan: str) -> None:
     """A worker where no server lives has an optimizer of its own, which stays as it was made."""
     assert verdict("gpt", plan).passed
@@ -126,7 +130,7 @@ def test_replicas_that_agree_on_something_else(monkeypatch: pytest.MonkeyPatch) 
     )
 
 
-@pytest.mark.parametrize("model", ["gpt", "network"])
+@pytest.mark.parametrize("model", covering.one_in(2, ["gpt", "network"]))
 def test_what_a_batch_counts_is_counted_by_other_code_than_the_plans(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

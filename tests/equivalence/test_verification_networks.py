@@ -164,7 +164,10 @@ def verdict(network: str, plan: str, optimizer: Callable[..., Any] = models.adam
 OPTIMIZERS = {"adamw": models.adamw, "sgd": models.sgd}
 
 
-@pytest.mark.parametrize(("trained", "plan"), covering.pairs([f"{n} {o}" for n in NETWORKS for o in OPTIMIZERS], PLANS))
+@pytest.mark.parametrize(
+    ("trained", "plan"),
+    covering.one_in(2, covering.pairs([f"{n} {o}" for n in NETWORKS for o in OPTIMIZERS], PLANS), several=True),
+)
 def test_equal_plans_are_equal(trained: str, plan: str) -> None:
     network, optimizer = trained.split()
     result = verdict(network, plan, OPTIMIZERS[optimizer])
@@ -217,7 +220,10 @@ def test_a_mean_that_is_rounding_and_moves(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("network", "name"), [("mobile", "blocks.0.excited.up.weight"), ("mobile", "stem.0.0.bias"), ("gpt", "head.weight")]
+    ("network", "name"),
+    covering.one_in(
+        3, [("mobile", "blocks.0.excited.up.weight"), ("mobile", "stem.0.0.bias"), ("gpt", "head.weight")], several=True
+    ),
 )
 def test_a_gradient_that_is_off_in_the_second_step(monkeypatch: pytest.MonkeyPatch, network: str, name: str) -> None:
     finish = TrainingRole._apply_update

@@ -143,8 +143,12 @@ def verdict(plan: str, optimizer: Callable[[Named], torch.optim.Optimizer], clip
 
 @pytest.mark.parametrize(
     ("plan", "optimizer"),
-    covering.pairs(
-        ["data=2", "tensor=2", "pipeline=2,microbatches=2", "data=2,microbatches=2"], ["sharp_adamw", "signs"]
+    covering.one_in(
+        2,
+        covering.pairs(
+            ["data=2", "tensor=2", "pipeline=2,microbatches=2", "data=2,microbatches=2"], ["sharp_adamw", "signs"]
+        ),
+        several=True,
     ),
 )
 def test_what_an_optimizer_makes_of_rounding(plan: str, optimizer: str) -> None:
@@ -182,14 +186,18 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[nn.Param
 
 @pytest.mark.parametrize(
     ("name", "size", "step"),
-    [
-        ("one.key.bias", 1e-3, 0),
-        ("one.key.bias", 1e-8, 1),
-        ("one.key.bias", 1e-13, 2),
-        ("before.bias", 1e-3, 2),
-        ("before.bias", 1e-8, 0),
-        ("before.bias", 1e-13, 1),
-    ],
+    covering.one_in(
+        2,
+        [
+            ("one.key.bias", 1e-3, 0),
+            ("one.key.bias", 1e-8, 1),
+            ("one.key.bias", 1e-13, 2),
+            ("before.bias", 1e-3, 2),
+            ("before.bias", 1e-8, 0),
+            ("before.bias", 1e-13, 1),
+        ],
+        several=True,
+    ),
 )
 def test_an_error_in_a_gradient_that_should_be_zero(
     monkeypatch: pytest.MonkeyPatch, name: str, size: float, step: int
@@ -206,11 +214,11 @@ def test_an_error_in_a_gradient_that_should_be_zero(
 
 @pytest.mark.parametrize(
     ("name", "part"),
-    [
-        ("one.key.bias", slice(None)),
-        ("before.bias", slice(None)),
-        ("two.all.bias", slice(WIDTH, 2 * WIDTH)),
-    ],
+    covering.one_in(
+        3,
+        [("one.key.bias", slice(None)), ("before.bias", slice(None)), ("two.all.bias", slice(WIDTH, 2 * WIDTH))],
+        several=True,
+    ),
 )
 def test_an_error_in_a_value_whose_gradient_is_zero(monkeypatch: pytest.MonkeyPatch, name: str, part: slice) -> None:
     """Such a value changes no loss, no gradient, at most the mean that BatchNorm sees; still it has to be right."""
@@ -237,7 +245,7 @@ def test_an_error_in_the_rest_of_a_gradient_that_is_zero_in_part(monkeypatch: py
     assert not result.passed and result.culprit is not None and "two.all.bias" in result.culprit
 
 
-@pytest.mark.parametrize("factor", [-1.0, 0.0])
+@pytest.mark.parametrize("factor", covering.one_in(2, [-1.0, 0.0]))
 def test_a_tiny_gradient_is_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """Its error is invisible next to the other gradients, not next to what rounding makes of it."""
     spoil(monkeypatch, "faint.weight", lambda parameter: parameter.grad.mul_(factor), {0, 1})  # type: ignore[union-attr]
@@ -247,7 +255,7 @@ def test_a_tiny_gradient_is_not_taken_for_rounding(monkeypatch: pytest.MonkeyPat
     assert wrong == {"faint.weight"}
 
 
-@pytest.mark.parametrize("factor", [1 + 1e-6, -1.0])
+@pytest.mark.parametrize("factor", covering.one_in(2, [1 + 1e-6, -1.0]))
 def test_an_error_in_the_memory_of_an_optimizer(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     """It is there before any weight shows it."""
     finish = TrainingRole._apply_update

@@ -180,7 +180,7 @@ def in_stages(
 CUTTABLE = [name for name in (*models.CASES, *models.TINY) if name != "branching"]
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, CUTTABLE))
+@pytest.mark.parametrize("name", covering.one_in(2, covering.one_in(2, CUTTABLE)))
 def test_stages_by_hand_give_the_same_numbers(name: str) -> None:
     graph, model, case = captured(name, in_float64=True)
     leaves, rebuild = flatten(case.batch(3, 2))

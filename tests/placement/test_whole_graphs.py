@@ -20,14 +20,14 @@ NAMES = tuple(name for name in (*models.TINY, *models.CASES) if name != "branchi
 DEGREES: tuple[dict[str, int], ...] = ({"tensor": 2}, {"tensor": 3}, {"sequence": 2}, {"sequence": 2, "tensor": 2})
 
 
-@pytest.mark.parametrize(("name", "degree"), covering.pairs(NAMES, [2, 3]))
+@pytest.mark.parametrize(("name", "degree"), covering.one_in(3, covering.pairs(NAMES, [2, 3]), several=True))
 def test_any_choice_computes_the_same(name: str, degree: int) -> None:
     case = subject(name)
     shown, offered = case.at(degree)
     compare(case, {"x": random_split(shown, offered, degree, Random(f"{name} {degree}"))})
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", covering.one_in(2, NAMES))
 def test_any_choices_on_two_axes_compute_the_same(name: str) -> None:
     case, random = subject(name), Random(name)
     splits: dict[str, AxisSplit] = {}
@@ -38,11 +38,15 @@ def test_any_choices_on_two_axes_compute_the_same(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name, degrees",
-    [
-        pytest.param(name, degrees, marks=[] if i % len(DEGREES) == j else pytest.mark.slow)
-        for i, name in enumerate(NAMES)
-        for j, degrees in enumerate(DEGREES)
-    ],
+    covering.one_in(
+        2,
+        [
+            pytest.param(name, degrees, marks=[] if i % len(DEGREES) == j else pytest.mark.slow)
+            for i, name in enumerate(NAMES)
+            for j, degrees in enumerate(DEGREES)
+        ],
+        several=True,
+    ),
 )
 def test_the_best_choice_computes_the_same(name: str, degrees: dict[str, int]) -> None:
     case = subject(name)

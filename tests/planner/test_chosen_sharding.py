@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 
+import covering
 import jobs
 from polylane.cost.predict import predict
 from polylane.plan.fixed_keys import FixedKeys, parse_fixed
@@ -50,7 +51,9 @@ def test_a_plan_that_fits_only_in_parts_is_found_unasked() -> None:
     assert not answered(parse_fixed("pipeline=1,tensor=1,sequence=1,shard=none"), limit).ranked_plans
 
 
-@pytest.mark.parametrize("line", ["shard=parameters", "shard=none", "data=2", "data=4,microbatches=2", "every=8"])
+@pytest.mark.parametrize(
+    "line", covering.one_in(2, ["shard=parameters", "shard=none", "data=2", "data=4,microbatches=2", "every=8"])
+)
 def test_what_the_user_fixes_is_kept(line: str) -> None:
     fixed = parse_fixed(line)
     answer = answered(fixed, 80e9)

@@ -36,7 +36,7 @@ def graph_for(method: TrainingOptions) -> Graph:
     return jobs.attending(3, 64, 256) if method.recompute == "selective" else jobs.blocks(6, 512)
 
 
-@pytest.mark.parametrize("way", covering.one_in(3, WAYS), ids=str)
+@pytest.mark.parametrize("way", covering.one_in(2, covering.one_in(3, WAYS)), ids=str)
 def test_no_plan_takes_less_than_its_floor(way: tuple[TrainingOptions, str]) -> None:
     graph = graph_for(way[0])
     found = jobs.estimates(graph, CLUSTER, 16, *way)
@@ -99,7 +99,7 @@ def test_a_stage_takes_no_less_than_what_travels_beside_it() -> None:
     assert not alone.gather_seconds.any() and not alone.scatter_seconds.any()
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "parameters"])
+@pytest.mark.parametrize("shard", covering.one_in(3, ["none", "optimizer", "parameters"], first=2))
 def test_unequal_stages_follow_the_same_law(shard: str) -> None:
     graph = jobs.blocks(3, 512)
     look = StageMeshSearch(jobs.estimates(graph, CLUSTER, 32, shard=shard), 8, 4, 1e12)
@@ -116,7 +116,9 @@ def test_unequal_stages_follow_the_same_law(shard: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "way", [(TrainingOptions(), "parameters"), (TrainingOptions(recompute="selective"), "none")], ids=str
+    "way",
+    covering.one_in(2, [(TrainingOptions(), "parameters"), (TrainingOptions(recompute="selective"), "none")]),
+    ids=str,
 )
 def test_a_search_finds_plans_that_run_so(way: tuple[TrainingOptions, str]) -> None:
     graph = graph_for(way[0])

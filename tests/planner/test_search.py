@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import covering
 import jobs
 from polylane.graph.graph import Graph
 from polylane.planner import advice
@@ -67,7 +68,7 @@ def test_uniform_plans_use_all_workers(workers: int, inner: int, batch: int, pie
         assert plan.data * plan.microbatches <= batch
 
 
-@pytest.mark.parametrize("limit", [80e9, 20e6])
+@pytest.mark.parametrize("limit", covering.one_in(2, [80e9, 20e6]))
 def test_nothing_that_is_passed_over_could_be_the_best(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, cluster = jobs.blocks(4, 256), "8:a100-80g,link=pcie-3"
     near = answered(graph, cluster, 64, (8,), limit)

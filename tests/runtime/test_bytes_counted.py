@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import covering
 import models
 from polylane.compile.sample_shares import Batch
 from polylane.graph.partition import StageCrossing
@@ -112,7 +113,7 @@ def test_a_skip_goes_directly() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["chain", "mixed", "all"])
+@pytest.mark.parametrize("name", covering.one_in(3, ["chain", "mixed", "all"]))
 def test_what_is_sent_is_received(name: str) -> None:
     timeline = unet(name)[0].timeline
     sends, receives = only(timeline, ActionKind.SEND), only(timeline, ActionKind.RECEIVE)

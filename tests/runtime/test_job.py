@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import covering
 import polylane
 from compiling import compile_training
 from polylane.compile.objectives import build_objectives
@@ -95,7 +96,11 @@ def test_alone_a_plan_for_many_keeps_its_microbatches() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "workers"),
-    [("data=4,pipeline=2", 8), ("tensor=2", 2), ("[data=2 | 1]", 3), ("data=2,servers=2,dedicated=yes", 4)],
+    covering.one_in(
+        2,
+        [("data=4,pipeline=2", 8), ("tensor=2", 2), ("[data=2 | 1]", 3), ("data=2,servers=2,dedicated=yes", 4)],
+        several=True,
+    ),
 )
 def test_one_process_is_refused_a_plan_for_several(
     plan: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -117,7 +122,7 @@ def test_one_process_is_refused_a_plan_for_several(
 # Results
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
 def test_every_worker_sees_the_same_result(plan: str) -> None:
     def work(job: Job) -> Any:
         results = [job.step(batch) for batch in BATCHES]
@@ -157,7 +162,7 @@ def test_microbatches_without_samples_leave_no_span() -> None:
 # Batches
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
 def test_whole_batches_and_the_jobs_own_are_the_same(plan: str) -> None:
     inputs, labels = batch_of(19)
     dataset = torch.utils.data.TensorDataset(inputs, labels)
@@ -350,7 +355,7 @@ def test_a_plan_file_that_a_person_edited(tmp_path: Path) -> None:
 # Evaluation
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
 def test_evaluation_is_that_of_the_plain_model(plan: str) -> None:
     batches = [batch_of(samples, 10 + samples) for samples in (8, 5, 2, 1)]
 
@@ -401,7 +406,7 @@ def test_evaluation_of_the_jobs_own_batches() -> None:
 # Weights
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
 def test_weights_load_into_the_plain_model(plan: str, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "model.safetensors"
 
@@ -445,7 +450,7 @@ def only_last(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for name, p in parameters if name.startswith("last")], lr=0.01, weight_decay=0.1)
 
 
-@pytest.mark.parametrize("optimizer", [adamw, only_last])
+@pytest.mark.parametrize("optimizer", covering.one_in(2, [adamw, only_last]))
 @pytest.mark.parametrize("plan", PLANS)
 def test_what_gets_no_gradient_is_left_alone(plan: str, optimizer: Any) -> None:
     """Weight decay would move a parameter whose gradient is zero, and not one that has none."""
@@ -489,7 +494,7 @@ def test_a_parameter_that_some_batches_do_not_reach() -> None:
 # Precision
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
 def test_bfloat16_is_close(plan: str) -> None:
     class Mixed(nn.Module):
         """Values of both precisions cross between stages: a residual in float32, linear layers in bfloat16."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+import covering
 from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError
@@ -53,7 +54,7 @@ def model() -> nn.Sequential:
     return mlp(6, 8, 8, 4)
 
 
-@pytest.mark.parametrize("plan", WHOLE)
+@pytest.mark.parametrize("plan", covering.one_in(2, WHOLE))
 def test_where_all_weights_are_up_to_date_a_model_is_called_as_ever(plan: str) -> None:
     def work(job: Job) -> tuple[Tensor, dict[str, Tensor], int]:
         for _ in range(3):
@@ -66,7 +67,7 @@ def test_where_all_weights_are_up_to_date_a_model_is_called_as_ever(plan: str) -
         assert torch.equal(found, plain(BATCH[0])) and hooks == 0
 
 
-@pytest.mark.parametrize("plan", PARTS)
+@pytest.mark.parametrize("plan", covering.one_in(2, PARTS))
 def test_elsewhere_it_is_refused_and_says_what_to_call(plan: str) -> None:
     def work(job: Job) -> tuple[str, str, float, float] | None:
         job.step(BATCH)
@@ -193,7 +194,9 @@ class Choosing(nn.Module):
         return self.linear(x) * (1.0 if float(x.detach().abs().max()) >= 0 else 2.0)
 
 
-@pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "tensor=2", "data=2,shard=parameters", "data=2,every=2"])
+@pytest.mark.parametrize(
+    "plan", covering.one_in(2, ["pipeline=2,microbatches=2", "tensor=2", "data=2,shard=parameters", "data=2,every=2"])
+)
 def test_the_runtime_itself_calls_what_it_must(plan: str) -> None:
     """Leaves; captures of batches of other forms in mid-training, and in evaluation mode."""
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import covering
 import training
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.runtime.job import Job
@@ -52,7 +53,7 @@ def same(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", covering.one_in(2, PLANS, first=1))
 def test_clipping_sees_the_norm_of_the_whole(plan: str) -> None:
     alone = "data=1,microbatches=2" if "microbatches" in plan else "data=1"
     (expected,) = trained(alone, mlp(6, 9, 8, 4), clip_norm=0.05)
@@ -60,7 +61,10 @@ def test_clipping_sees_the_norm_of_the_whole(plan: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [sgd, adamw, lambda p: torch.optim.Adagrad(list(p), lr=0.1), lambda p: Lars(list(p), 0.01)]
+    "optimizer",
+    covering.one_in(
+        2, [sgd, adamw, lambda p: torch.optim.Adagrad(list(p), lr=0.1), lambda p: Lars(list(p), 0.01)], first=1
+    ),
 )
 def test_every_optimizer_steps_as_on_one_device(optimizer: Any) -> None:
     (expected,) = trained("data=1", mlp(6, 9, 8, 4), optimizer=optimizer)
@@ -151,7 +155,7 @@ def test_batches_of_another_form_and_evaluation() -> None:
             assert losses == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("plan", ["tensor=2", "pipeline=2,tensor=2,microbatches=2"])
+@pytest.mark.parametrize("plan", covering.one_in(2, ["tensor=2", "pipeline=2,tensor=2,microbatches=2"], first=1))
 def test_a_model_on_the_meta_device_is_never_whole(plan: str) -> None:
     def model() -> nn.Module:
         with torch.device("meta"):

@@ -112,7 +112,10 @@ def test_a_model_on_the_meta_device_is_not_looked_at() -> None:
     assert told.startswith(": no rule says of first/linear (")
 
 
-@pytest.mark.parametrize(("name", "mode"), covering.pairs([*models.CASES, *models.TINY], ["training", "evaluation"]))
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    covering.one_in(3, covering.pairs([*models.CASES, *models.TINY], ["training", "evaluation"]), several=True),
+)
 def test_what_is_proven_is_what_is_seen(name: str, mode: str) -> None:
     training = mode == "training"
     graph, model, case = captured(name, training=training)

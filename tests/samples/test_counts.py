@@ -196,7 +196,7 @@ def plainly(model: nn.Module, loss: Loss, batch: Batch) -> tuple[Tensor, Any]:
     return value.detach(), [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("name", ADDITIVE)
+@pytest.mark.parametrize("name", covering.one_in(2, ADDITIVE))
 @settings(max_examples=covering.examples(5), deadline=None)
 @given(data=st.data())
 def test_parts_make_up_the_loss_and_its_gradients(name: str, data: st.DataObject) -> None:
@@ -212,7 +212,7 @@ def test_parts_make_up_the_loss_and_its_gradients(name: str, data: st.DataObject
     )
 
 
-@pytest.mark.parametrize("name", MEETING)
+@pytest.mark.parametrize("name", covering.one_in(2, MEETING))
 def test_what_the_parts_do_not_make_up_is_never_taken_for_it(name: str) -> None:
     graph, _ = captured(MEETING[name])
     assert not derive_composition(graph).is_proven and not statistics_of(graph.code.fx)

@@ -85,7 +85,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.parametrize(("plan", "optimizer"), covering.pairs(PLANS, [*OPTIMIZERS]))
+@pytest.mark.parametrize(("plan", "optimizer"), covering.one_in(2, covering.pairs(PLANS, [*OPTIMIZERS]), several=True))
 def test_the_weights_of_the_recorded_order(plan: str, optimizer: str) -> None:
     prepared, workers = run(mlp(6, 8, 4), f"{plan},{MADE_SLOW}", optimizer=OPTIMIZERS[optimizer], clip_norm=0.5)
     check(prepared, workers, clip_norm=0.5)

@@ -423,7 +423,7 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize(("plan", "transport"), covering.pairs(RUN, ["", "gloo"]))
+@pytest.mark.parametrize(("plan", "transport"), covering.one_in(2, covering.pairs(RUN, ["", "gloo"]), several=True))
 def test_predictions_hold_for_steps_that_are_run(plan: str, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYLANE_TRANSPORT", transport)
     example = batch()
@@ -438,7 +438,10 @@ def test_predictions_hold_for_steps_that_are_run(plan: str, transport: str, monk
 # ---- where operators are split ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("axis", "degree"), [("tensor", 2), ("tensor", 4), ("sequence", 2), ("sequence", 4)])
+@pytest.mark.parametrize(
+    ("axis", "degree"),
+    covering.one_in(2, [("tensor", 2), ("tensor", 4), ("sequence", 2), ("sequence", 4)], several=True),
+)
 def test_ranks_that_share_operators_share_what_is_kept(axis: str, degree: int) -> None:
     graph = layers(2, 64, 8, 2, 64)
     layout = choose_layout(graph, {axis: degree}, 2)

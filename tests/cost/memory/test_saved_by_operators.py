@@ -276,7 +276,10 @@ def statistics_in_16_bits(graph: Graph, samples: int) -> int:
     return 2 * 2 * groups
 
 
-@pytest.mark.parametrize(("name", "precision"), covering.pairs([*models.CASES, *models.TINY], ["float32", "bfloat16"]))
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    covering.one_in(3, covering.pairs([*models.CASES, *models.TINY], ["float32", "bfloat16"]), first=1, several=True),
+)
 def test_models_keep_to_the_byte_what_torch_packs(name: str, precision: str) -> None:
     samples, autocast = (3, None) if precision == "float32" else (4, torch.bfloat16)
     graph, model, case = captured(name)

@@ -53,7 +53,7 @@ def spans(found: Prediction, kind: ActionKind) -> list[Span]:
 # ---- recomputation ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", ["data=1", "pipeline=2,microbatches=4", "data=2", "tensor=2"])
+@pytest.mark.parametrize("plan", covering.one_in(2, ["data=1", "pipeline=2,microbatches=4", "data=2", "tensor=2"]))
 def test_selective_recomputation_lies_between_none_and_all(plan: str) -> None:
     graph = jobs.attending(5, 64, 512)  # of one attention alone nothing is spared while it is gone through backward
     none, selective, full = (predicted(graph, plan, recompute=how) for how in ("none", "selective", "full"))
@@ -184,7 +184,7 @@ def test_gathered_parameters_take_what_the_closed_form_takes(link: str, batch: i
     assert found.timeline.exposed_communication()[0] == pytest.approx(exposed)
 
 
-@pytest.mark.parametrize("shard", ["optimizer", "gradients", "parameters"])
+@pytest.mark.parametrize("shard", covering.one_in(3, ["optimizer", "gradients", "parameters"], first=2))
 def test_summands_along_another_axis_are_summed_all_the_same(shard: str) -> None:
     """Replicas sum their parts; then the ranks of the other axis sum those, of every part the same one."""
     graph = jobs.attending(2, 64, 64)

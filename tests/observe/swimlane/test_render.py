@@ -16,6 +16,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import covering
 from counting import calls
 from polylane.inspection.schedule_report import ScheduleShape, draw_schedule, lanes_summary, lanes_timeline
 from polylane.observe.swimlane.layout import (
@@ -355,13 +356,13 @@ def test_every_string_is_escaped() -> None:
     json.loads(json.dumps(perfetto(nasty)))
 
 
-@pytest.mark.parametrize("render", RENDERERS)
+@pytest.mark.parametrize("render", covering.one_in(2, RENDERERS))
 def test_drawing_costs_no_more_per_span_however_many_there_are(render: Callable[[Timeline], object]) -> None:
     few, many = (calls(partial(render, large(4, spans))) for spans in (300, 1500))
     assert many < 5 * few
 
 
-@pytest.mark.parametrize("render", [text, ansi, svg, html])
+@pytest.mark.parametrize("render", covering.one_in(2, [text, ansi, svg, html], first=1))
 def test_eight_ranks_of_ten_thousand_spans_are_drawn_in_less_than_five_megabytes(
     render: Callable[[Timeline], object],
 ) -> None:

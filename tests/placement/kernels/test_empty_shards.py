@@ -100,7 +100,7 @@ def test_multinomial() -> None:
         assert kinds(check(KEYED[op], args, degree=4, op=op, part=part), 4) == {"rows"}
 
 
-@pytest.mark.parametrize("op", ["lstm", "gru", "rnn_tanh", "rnn_relu"])
+@pytest.mark.parametrize("op", covering.one_in(2, ["lstm", "gru", "rnn_tanh", "rnn_relu"]))
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("batch", [2, 3])

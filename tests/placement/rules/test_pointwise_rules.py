@@ -47,7 +47,7 @@ UNARY = [
 LINEAR = {"clone", "contiguous", "deg2rad", "neg", "negative", "positive"}
 
 
-@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize("name", covering.one_in(2, UNARY))
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from([2, 3]))
 @settings(max_examples=3, deadline=None)
 def test_unary(name: str, shape: list[int], degree: int) -> None:

@@ -163,7 +163,7 @@ def test_constant_padding(x: torch.Tensor, amounts: list[int], value: float, deg
     assert len(found) == sum(min(n, m) > 1 for n, m in zip(x.shape, out.shape, strict=True)) + (value == 0)
 
 
-@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+@pytest.mark.parametrize("mode", covering.one_in(2, ["reflect", "replicate", "circular"]))
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @given(data=st.data(), degree=DEGREES)
 @settings(max_examples=covering.examples(6), deadline=None)
@@ -190,7 +190,7 @@ INTERPOLATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", INTERPOLATIONS)
+@pytest.mark.parametrize("name", covering.one_in(2, INTERPOLATIONS))
 @given(data=st.data(), degree=DEGREES, align=st.booleans(), by_factor=st.booleans())
 @settings(max_examples=covering.examples(8), deadline=None)
 def test_interpolation(name: str, data: st.DataObject, degree: int, align: bool, by_factor: bool) -> None:

@@ -133,7 +133,7 @@ ATTRIBUTES: dict[str, Callable[[Tensor], tuple[list[Any], dict[str, Any]]]] = {
 _FLOWING = frozenset(op for op in ATTRIBUTES if "dropout" in op or "rrelu" in op)  # a gradient flows through them
 
 
-@pytest.mark.parametrize("op", ATTRIBUTES)
+@pytest.mark.parametrize("op", covering.one_in(2, ATTRIBUTES))
 @given(st.data())
 @settings(max_examples=4, deadline=None)
 def test_keyed(op: str, data: st.DataObject) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import covering
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.materialize import materialize, whole_shapes_only
@@ -70,7 +71,7 @@ def test_a_tensor_that_init_forgets_is_named() -> None:
         materialize(model, lambda m: m.reset_parameters() if isinstance(m, nn.Linear) else None, 0, CPU, lambda n, w: w)
 
 
-@pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", "data=2"])
+@pytest.mark.parametrize("plan", covering.one_in(2, ["pipeline=2,microbatches=2", "data=2"], first=1))
 def test_training_begins_and_goes_on_as_on_one_device(plan: str) -> None:
     def model() -> nn.Module:
         with torch.device("meta"):

@@ -36,7 +36,7 @@ def test_a_ring_of_all_workers(workers: int) -> None:
     assert sum(sent) == pytest.approx(2 * BYTES * (workers - 1), rel=0.01)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", covering.one_in(2, [2, 3]))
 @pytest.mark.parametrize("servers", [1, 2])
 def test_parameter_servers(workers: int, servers: int) -> None:
     """Gradients go to the servers and weights come back, once for each worker; at the start weights come once more."""
@@ -104,7 +104,7 @@ FURTHER = [
 ]
 
 
-@pytest.mark.parametrize("plan", covering.except_slow(PLANS, FURTHER))
+@pytest.mark.parametrize("plan", covering.one_in(2, covering.except_slow(PLANS, FURTHER)))
 def test_theory(plan: str) -> None:
     for each in traffic(plan)[: parse(plan).workers]:
         assert each["theory"] > 0

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import covering
 from halves import pipeline, take_gradients
 from polylane.graph.capture.capture import capture
 from polylane.graph.sample_slice import SampleSlice
@@ -98,7 +99,7 @@ OPERATORS: dict[str, tuple[Callable[..., Tensor], Tensor, tuple[tuple[int, ...],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("comes_in", [False, True])
+@pytest.mark.parametrize("comes_in", covering.one_in(2, [False, True]))
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_weight_gradient_later_is_autograds(name: str, comes_in: bool) -> None:
     """Also on a first stage, whose inputs need no gradient; an operator is never run twice in the second half."""

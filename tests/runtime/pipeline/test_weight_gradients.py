@@ -10,7 +10,7 @@ import pytest
 import torch
 from eager_and_captured import captured
 from split_checks import on_rank
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from whole_graphs import execute, on_mesh, random_split, run_split, subject
 
@@ -18,6 +18,7 @@ import models
 from halves import Pipeline, interleavings, pipeline, take_gradients
 from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
 from polylane.graph.batch import cast_leaves, flatten
+from polylane.graph.capture.capture import capture
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import REPLICATE
@@ -214,6 +215,51 @@ def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad():
         losses = [pipe.runners[0].forward(0, {}, leaves, part).loss[0] for pipe in (whole, split)]
     assert torch.equal(*losses) and not split.runners[0].live_microbatches and split.runners[0].recording is None
+
+
+class Readers(nn.Module):
+    """One weight with several readers: products, and operators whose gradients are computed in the first half."""
+
+    def __init__(self, *reads: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reads, self.shared = reads, nn.Linear(6, 6)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        penalty = x.new_zeros(())
+        for read in self.reads:
+            if read == "product":
+                x = torch.tanh(self.shared(x))
+            elif read == "transposed product":
+                x = torch.tanh(x @ self.shared.weight)
+            elif read == "sum of squares":
+                penalty = penalty + self.shared.weight.square().sum()
+            else:
+                x = x * self.shared.weight[0]
+        return x.square().mean() + penalty
+
+
+READS = ("product", "transposed product", "sum of squares", "row")
+
+
+@pytest.mark.parametrize("reads", [(a, b) for a in READS for b in READS if "product" in (a, b)], ids=" and ".join)
+def test_the_gradients_of_all_readers_of_a_weight_are_summed(reads: tuple[str, ...]) -> None:
+    """In the first microbatch, and in later ones, whose gradients come on top."""
+    model, batches = Readers(*reads), [torch.randn(4, 6, dtype=torch.float64) for _ in range(3)]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x)
+
+    graph = capture(model, loss, batches[0])
+    parts = [([x], SampleSlice(4, 4 * i, 12, microbatch=i, seed=3)) for i, x in enumerate(batches)]
+    _, gradients = run_at_once(pipeline(model, graph, 1, False, [loss]), parts)
+    split = pipeline(model, graph, 1, True, [loss])
+    for i, (leaves, part) in enumerate(parts):
+        split.forward(i, leaves, part)
+        split.backward(i, "backward_input")
+        split.backward_weight(i)
+    compare(" and ".join(reads), [], gradients, [], take_gradients(model))
 
 
 # ---- on a rank of a mesh ---------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import covering
 from polylane.auto.parallelize import parallelize
 from polylane.compile.objectives import Objective
 from polylane.compile.sample_shares import compute_shares
@@ -94,7 +95,9 @@ def simulated(
 BATCHES = [batch_of(8, seed=i) for i in range(7)]
 
 
-@pytest.mark.parametrize("plan", ["data=2", "data=3", "data=2,pipeline=2,microbatches=2", "data=2,tensor=2"])
+@pytest.mark.parametrize(
+    "plan", covering.one_in(2, ["data=2", "data=3", "data=2,pipeline=2,microbatches=2", "data=2,tensor=2"])
+)
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_local_sgd(plan: str, optimizer: Any) -> None:
     spec = parse(plan)

@@ -93,14 +93,14 @@ def derived(apply: Apply) -> Derivation:
     return derive_composition(count_whole_batch(graph))
 
 
-@pytest.mark.parametrize("name", PROVEN)
+@pytest.mark.parametrize("name", covering.one_in(2, PROVEN))
 def test_what_treats_each_sample_by_itself_is_proven_to(name: str) -> None:
     found = derived(PROVEN[name])
     assert found.is_proven
     assert not found.unproven
 
 
-@pytest.mark.parametrize("name", UNPROVEN)
+@pytest.mark.parametrize("name", covering.one_in(2, UNPROVEN))
 def test_what_looks_at_its_batch_is_not_proven(name: str) -> None:
     found = derived(UNPROVEN[name])
     assert found.culprit is not None
@@ -115,7 +115,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "plan"), TRAINED)
+@pytest.mark.parametrize(("name", "plan"), covering.one_in(2, TRAINED, several=True))
 def test_what_is_proven_trains_as_on_one_device(name: str, plan: str) -> None:
     made = model(PROVEN[name])
     assert_same(trained(made, plan, BATCHES)[0], plainly(model(PROVEN[name]), BATCHES))

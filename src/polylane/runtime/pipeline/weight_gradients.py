@@ -103,7 +103,7 @@ class DeferredGradients:
         while self._records:
             record = self._records.popleft()
             call = record.call
-            into = self._accumulated(call, record, pending)
+            into = self._accumulated(call, record, sums, pending)
             if into is not None:
                 assert call.formula.add is not None
                 of_bias = call.formula.add(record.gradient, record.kept, into)
@@ -114,7 +114,9 @@ class DeferredGradients:
                 self._add(slot, found, sums, pending)
         self.values.clear()
 
-    def _accumulated(self, call: DeferredCall, record: _WeightRecord, pending: Counter[int]) -> Tensor | None:
+    def _accumulated(
+        self, call: DeferredCall, record: _WeightRecord, sums: dict[int, dict[int, Tensor]], pending: Counter[int]
+    ) -> Tensor | None:
         """Return the ``.grad`` to which a product may add a weight's gradient at once; None where autograd must do it.
 
         A product that adds to memory takes a quarter less time than one that is then added. It must be all of the
@@ -124,7 +126,8 @@ class DeferredGradients:
         value, group = self.values[slot], self.groups[slot]
         if call.formula.add is None or value is None or not value.is_leaf or value.grad is None:
             return None
-        alone = pending[group] == 1 and self.groups.count(group) == 1
+        # The last of several readers finds the gradients of the others in their sum, which is sent on by autograd.
+        alone = pending[group] == 1 and not sums[group] and self.groups.count(group) == 1
         hooked = value._backward_hooks or value._post_accumulate_grad_hooks
         kinds = {value.grad.dtype, record.kept.dtype, record.gradient.dtype}
         flat = value.dim() != 2 or record.kept.dim() < 2 or value.shape != record.weight.shape

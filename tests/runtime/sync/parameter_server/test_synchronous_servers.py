@@ -38,7 +38,7 @@ PLANS = [
 OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 
 
-@pytest.mark.parametrize(("plan", "name"), covering.pairs(PLANS, list(OPTIMIZERS)))
+@pytest.mark.parametrize(("plan", "name"), covering.one_in(3, covering.pairs(PLANS, list(OPTIMIZERS)), several=True))
 def test_the_numbers_of_one_device(plan: str, name: str) -> None:
     optimizer = OPTIMIZERS[name]
     parts = parse(plan).microbatches or 1

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import covering
 from polylane.errors import ActionFailed, PolylaneError
 from polylane.optim import LAMB
 from polylane.program import lower
@@ -25,7 +26,7 @@ def _many_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower, "BUCKET_BYTES", 300)
 
 
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", covering.one_in(3, SHARDS, first=2))
 def test_what_a_user_asks_for_is_whole(shard: str) -> None:
     """Between steps, as often as is asked."""
 
@@ -48,7 +49,9 @@ def test_what_a_user_asks_for_is_whole(shard: str) -> None:
             assert loss == pytest.approx(classify(model, batch).item(), rel=1e-10)
 
 
-@pytest.mark.parametrize(("plan", "ranks"), [("data=3", 3), ("data=4,within=2", 2)])
+@pytest.mark.parametrize(
+    ("plan", "ranks"), covering.one_in(2, [("data=3", 3), ("data=4,within=2", 2)], first=1, several=True)
+)
 def test_who_holds_what(plan: str, ranks: int) -> None:
     elements = sum(p.numel() for p in mlp(6, 8, 8, 4).parameters())
 
@@ -83,7 +86,9 @@ class Sequences(nn.Module):
 
 @pytest.mark.parametrize(
     ("plan", "shard"),
-    [("data=2,microbatches=3", shard) for shard in SHARDS] + [("data=2,tensor=2", "parameters")],
+    covering.one_in(
+        3, [("data=2,microbatches=3", shard) for shard in SHARDS] + [("data=2,tensor=2", "parameters")], several=True
+    ),
 )
 def test_batches_of_another_form_and_short_ones(plan: str, shard: str) -> None:
     def batch(samples: int, length: int) -> tuple[Tensor, Tensor]:
@@ -118,7 +123,7 @@ def leaf() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), Whichever(), nn.Tanh(), nn.Linear(4, 4)).double()
 
 
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", covering.one_in(3, SHARDS))
 def test_the_users_own_python(shard: str) -> None:
     """A parameter without a gradient on any replica is left alone, as on one device: it does not decay."""
     expected = plainly(leaf(), BATCHES, optimizer=adamw, microbatches=2)
@@ -131,7 +136,7 @@ def half(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0].float()), batch[1])
 
 
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", covering.one_in(3, SHARDS, first=1))
 def test_in_bfloat16_the_bits_are_those_of_whole_replicas(shard: str) -> None:
     options: dict[str, Any] = {"loss": half, "optimizer": adamw}
     (expected, _) = trained(mlp(6, 8, 8, 4).float(), "data=2,precision=bfloat16", BATCHES, **options)
@@ -140,7 +145,7 @@ def test_in_bfloat16_the_bits_are_those_of_whole_replicas(shard: str) -> None:
         assert all(torch.equal(value, expected.state[name]) for name, value in worker.state.items())
 
 
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("shard", covering.one_in(3, SHARDS, first=1))
 def test_parameters_of_several_types(shard: str) -> None:
     def model() -> nn.Module:
         own = mlp(6, 8, 8, 4)
@@ -164,12 +169,17 @@ class Cast(nn.Module):
 
 @pytest.mark.parametrize(
     ("plan", "shard"),
-    [
-        ("data=2", "optimizer"),
-        ("data=4,within=2", "gradients"),
-        ("data=2,pipeline=2,microbatches=2", "parameters"),
-        ("data=2,tensor=2", "parameters"),
-    ],
+    covering.one_in(
+        2,
+        [
+            ("data=2", "optimizer"),
+            ("data=4,within=2", "gradients"),
+            ("data=2,pipeline=2,microbatches=2", "parameters"),
+            ("data=2,tensor=2", "parameters"),
+        ],
+        first=1,
+        several=True,
+    ),
 )
 def test_norms_over_holders_of_flat_parts(plan: str, shard: str) -> None:
     def lamb(parameters: Any) -> torch.optim.Optimizer:
@@ -208,7 +218,7 @@ def sent(job: Job) -> int:
     return sum(counters.sent for counters in job.counters) - before
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("microbatches", covering.one_in(2, [1, 2]))
 def test_what_is_sent_is_what_theory_says(microbatches: int) -> None:
     """Of n bytes over p replicas, (p - 1) / p for each gathering and each scattering: twice a step for ZeRO-1 and, in
     one microbatch, ZeRO-2, as an all-reduce does; three times for ZeRO-3. Further microbatches scatter, and gather for
@@ -223,7 +233,9 @@ def test_what_is_sent_is_what_theory_says(microbatches: int) -> None:
             assert theory - 64 <= given <= theory + 1024, (shard, given, theory)
 
 
-@pytest.mark.parametrize("plan", ["data=3", "data=2,tensor=2", "data=2,pipeline=2,microbatches=2"])
+@pytest.mark.parametrize(
+    "plan", covering.one_in(3, ["data=3", "data=2,tensor=2", "data=2,pipeline=2,microbatches=2"], first=2)
+)
 def test_a_model_without_values_is_never_whole(plan: str) -> None:
     """Of a model on the meta device a worker keeps its part of each module as it gets its values."""
 

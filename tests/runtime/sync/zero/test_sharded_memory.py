@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.profiler import profile
 
+import covering
 from compiling import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.cost.memory.live_ranges import PeakMemory
@@ -80,7 +81,10 @@ ALSO = [
 ]
 
 
-@pytest.mark.parametrize(("shard", "microbatches"), [("none", 1), ("gradients", 1), ("parameters", 2), *ALSO])
+@pytest.mark.parametrize(
+    ("shard", "microbatches"),
+    covering.one_in(3, [("none", 1), ("gradients", 1), ("parameters", 2), *ALSO], first=1, several=True),
+)
 def test_the_most_that_a_worker_holds(shard: Sharding, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     unit = WIDTH * WIDTH * 4
     monkeypatch.setattr(lower, "BUCKET_BYTES", unit)
