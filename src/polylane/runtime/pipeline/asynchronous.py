@@ -9,7 +9,7 @@ Source: Narayanan et al., "PipeDream", SOSP 2019; "Memory-Efficient Pipeline-Par
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -125,12 +125,6 @@ class AsynchronousExecutor(Executor):
             for role, buffer in self.pipeline.buffers.items():
                 self._plain_arguments[self.program.stage][role].copy_(buffer)
 
-    @property
-    def _current_tensors(self) -> Mapping[tuple[str, Any], Tensor]:
-        # Of replicas in turn running statistics move at the update, in the step of a later batch, maybe one of another
-        # size: what is stored behind that step is the later batch's buffers.
-        return {**self._plain_arguments[self.program.stage], **self.pipeline.buffers}
-
     def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
         """Run one step; ``finish`` is called for the update of this batch, in this step or a later one."""
         pipeline = self.pipeline
@@ -175,6 +169,9 @@ class AsynchronousExecutor(Executor):
         versions = self.pipeline.versions
         if action.kind is ActionKind.STEP:
             versions.begin_update()
+            # Of replicas in turn running statistics move at the update, in the step of a later batch, maybe one of
+            # another size: what is stored behind that step is the later batch's buffers.
+            self.any_runner.tensors = {**self.any_runner.tensors, **self.pipeline.buffers}
         self._run_action(action, own.batch, own.state, own.finish)
         if action.kind is ActionKind.BACKWARD and action.microbatch == max(own.state.tables.shares):
             versions.load_gradients(number)

@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,11 +94,6 @@ class Executor:
     def any_runner(self) -> StageRunner:
         """The runner of the first stage; all of them have the worker's tensors."""
         return self.runners[self.program.stage]
-
-    @property
-    def _current_tensors(self) -> Mapping[tuple[str, Any], Tensor]:
-        """This worker's tensors, with the buffers that the step under way writes."""
-        return self.any_runner.tensors
 
     def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
         """Run one step; ``finish`` is called for the STEP action.
@@ -282,7 +276,7 @@ class Executor:
             self._check_witnessed_calls()
             before = self.transport.counters.given
             if self.running_statistics is not None:
-                whole, tensors = min(state.tables.samples, self.microbatches), self._current_tensors
+                whole, tensors = min(state.tables.samples, self.microbatches), self.any_runner.tensors
                 self.running_statistics.move(tensors, state.kept_statistics, whole, self._sum_replicas)
             finish(state)
             waits.bytes += self.transport.counters.given - before
