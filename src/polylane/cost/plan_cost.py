@@ -27,7 +27,7 @@ from polylane.cost.stage_cost import PassCosts, StageCosts, add_recomputation, s
 from polylane.cost.state_sharding import StateSharding
 from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
-from polylane.plan.lanes import lanes_of
+from polylane.plan.lanes import lanes_of, stage_graph_of
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
@@ -35,7 +35,6 @@ from polylane.program.lower import BUCKET_BYTES
 from polylane.program.server_assignment import server_rank
 from polylane.samples.running_norms import find_running_norms
 from polylane.schedule.asynchronous import weight_delays
-from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
 
 
@@ -257,7 +256,7 @@ class PlanCost:
     @cached_property
     def _lanes(self) -> Lanes:
         """The forward and backward passes of every group of workers, in the order of the schedule."""
-        return lanes_of(self.plan, StageGraph.of_partition(self.partition))
+        return lanes_of(self.plan, stage_graph_of(self.partition, self.plan))
 
     def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""
@@ -351,7 +350,7 @@ class PlanCost:
         plan = self.plan
         if not plan.is_asynchronous:
             return 0
-        graph = StageGraph.of_partition(self.partition)
+        graph = stage_graph_of(self.partition, self.plan)
         return weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)[stage]
 
     def _synchronized_states(self, stage: int, trained: float, kept: float) -> float:

@@ -25,7 +25,7 @@ from polylane.observe.timeline import Timeline
 from polylane.placement.enumerate_strategies import enumerate_strategies
 from polylane.placement.operator_view import view_operators
 from polylane.placement.rewrite import AxisSplit
-from polylane.plan.lanes import lanes_of, replica_lanes_of
+from polylane.plan.lanes import lanes_of, replica_lanes_of, stage_graph_of
 from polylane.plan.plan import Plan
 from polylane.planner import problem as setup
 from polylane.probe.machine import running_cluster
@@ -33,7 +33,6 @@ from polylane.program.boxes import box_volume
 from polylane.program.lower import crossing_as_sent
 from polylane.runtime.workers.world import accelerator_type
 from polylane.schedule.live import peak_live
-from polylane.schedule.stage_graph import StageGraph
 from polylane.sharding.cost_model import CostSetting
 from polylane.sharding.explain import explain, format_explanation
 from polylane.sharding.layout import Layout
@@ -114,7 +113,7 @@ def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[tuple[fl
         plan: has the schedule, the microbatches and the ranks of each stage.
         passes: (forward, backward, weight half of the backward) seconds of a microbatch, for each stage.
     """
-    order = StageGraph.of_partition(partition)
+    order = stage_graph_of(partition, plan)
     title, notes = f"{plan.spec} · at best", {"stages": str(plan.pipeline)}
     there, back, weight = ([each[i] for each in passes] for i in range(3))
     halves = weight if plan.splits_backward else 0
@@ -165,7 +164,7 @@ def dtypes_of(prepared: CompiledTraining) -> Mapping[str, torch.dtype]:
 
 def _stages(prepared: CompiledTraining, costs: Sequence[PlanCost], seconds: Sequence[Both]) -> list[dict[str, Any]]:
     partition, plan = prepared.main_partition, prepared.plan
-    graph, order = partition.graph, StageGraph.of_partition(partition)
+    graph, order = partition.graph, stage_graph_of(partition, plan)
     whole = sum(map(sum, seconds)) or 1.0
     found = []
     for stage, scene in enumerate(costs):

@@ -9,12 +9,13 @@ import networkx as nx
 from polylane.errors import PolylaneError, suggest_name
 from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, StageCrossing, cut_positions
+from polylane.plan.lanes import stage_graph_of
 from polylane.plan.order import check_order_runs
 from polylane.plan.pinned_placements import check_pins
 from polylane.plan.plan import Plan, check
 from polylane.plan.spec import Degrees, Spec
 from polylane.plan.stage import MESH, Fingerprint, Stage
-from polylane.schedule.stage_graph import CyclicStages, StageGraph
+from polylane.schedule.stage_graph import CyclicStages
 
 # One replica of a stage, whose ranks shard its operators: (first sample as a fraction of the batch, stage, replica).
 _Group = tuple[float, int, int]
@@ -203,7 +204,7 @@ def _describe_left_out(graph: Graph, missing: Sequence[int], pieces: Sequence[tu
 
 def _check_order(plan: Plan, partition: Partition) -> None:
     try:
-        graph = StageGraph.of_partition(partition)
+        graph = stage_graph_of(partition, plan)
     except CyclicStages:
         # A stage of two pieces: another stage reads values of the first one, and the second one reads that stage's.
         crossing, stage = _find_backward_crossing(partition)

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 from polylane.errors import PolylaneError
+from polylane.graph.partition import Partition
 from polylane.plan.order import parse_order
 from polylane.plan.plan import Plan
 from polylane.schedule.round_robin import replica_lanes
 from polylane.schedule.schedules import FOUND, schedule_lanes
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
+
+
+def stage_graph_of(partition: Partition, plan: Plan) -> StageGraph:
+    """Return which stages of a plan wait for which: for those whose values they read, and for who hands a value on.
+
+    A value of another worker that several stages of one worker read comes in one message: the first of them receives
+    it, and hands it on in its forward pass. Gradients go the other way.
+
+    Raises:
+        CyclicStages: stages wait for each other.
+    """
+    edges = set(partition.edges)
+    for crossing in partition.crossings:
+        first = dict[int, int]()  # reader by group of workers; the consumers are ascending
+        for reader in crossing.consumers:
+            group = plan.first_chunk(reader)
+            if group != plan.first_chunk(crossing.producer) and first.setdefault(group, reader) != reader:
+                edges.add((first[group], reader))
+    return StageGraph.of_edges(partition.stages, edges)
 
 
 def lanes_of(plan: Plan, graph: StageGraph) -> Lanes:

@@ -13,6 +13,7 @@ from polylane.cost.weight_halves import weight_shares
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.placement.operator_view import view_operators
+from polylane.plan.lanes import stage_graph_of
 from polylane.plan.order import format_order
 from polylane.plan.plan import Plan
 from polylane.schedule.problem import NoScheduleFits, ScheduleProblem
@@ -78,7 +79,7 @@ def find_measured_order(partition: Partition, plan: Plan, seconds: Sequence[tupl
     """
     if plan.schedule != "auto" or plan.order:
         return plan
-    graph, nodes = StageGraph.of_partition(partition), partition.graph
+    graph, nodes = stage_graph_of(partition, plan), partition.graph
     shares = weight_shares(nodes, view_operators(nodes, nodes.samples, 1), {})
     forward, input_, weight = (np.zeros(plan.pipeline) for _ in range(3))
     for position, ((there, back), share) in enumerate(zip(seconds, shares, strict=True)):
@@ -120,7 +121,7 @@ def _candidates(
     found: CostModel, partition: Partition, plan: Plan, batch: int, memory: float | None
 ) -> Iterator[Lanes]:
     """Yield orders of passes, those of named schedules first."""
-    graph = StageGraph.of_partition(partition)
+    graph = stage_graph_of(partition, plan)
     named = [lanes for name in NAMES if (lanes := _lanes_or_none(name, graph, plan)) is not None]
     yield from named
     # Memory beside activations is that of any order.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from polylane.plan.fixed_keys import ScheduleOption
+from polylane.plan.lanes import stage_graph_of
 from polylane.planner.find_order import build_problem
 from polylane.planner.ranked_plan import PricedPlan, RankedPlan, ScheduleTrial, price_plan
 from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize, usable_options
@@ -14,7 +15,6 @@ from polylane.planner.uniform_plans import RatedPlan, change_schedule, cut_for_p
 from polylane.schedule.action import PASSES
 from polylane.schedule.problem import lanes_to_orders, play_orders
 from polylane.schedule.schedules import ASYNCHRONOUS, schedule_lanes, splits_backward
-from polylane.schedule.stage_graph import StageGraph
 
 # Schedules are simulated whose passes alone, played by longest paths, end within this factor of the best.
 NEAR = 1.02
@@ -130,7 +130,7 @@ def _play_passes(priced: PricedPlan) -> float:
 
     Steps follow each other at the distance at which no worker has two at once.
     """
-    plan, graph = priced.plan, StageGraph.of_partition(priced.partition)
+    plan, graph = priced.plan, stage_graph_of(priced.partition, priced.plan)
     problem = build_problem(priced.costs, graph, (), splits_backward(plan.schedule))
     lanes = schedule_lanes(plan.schedule, graph, plan.microbatches, plan.stage_groups)
     orders = lanes_to_orders(problem, lanes)

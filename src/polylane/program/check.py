@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 import networkx as nx
 
 from polylane.program.program import Program
+from polylane.program.waits import SEND_DEPTH, receive_horizons
 from polylane.schedule.action import Action, ActionKind
 
 Place = tuple[int, int]  # rank, position in its program
@@ -48,13 +51,72 @@ def match_messages(programs: Sequence[Program]) -> list[tuple[Place, Place]]:
 def check(programs: Sequence[Program]) -> None:
     """Raise RuntimeError unless the programs can run to their end, whatever the timing.
 
-    Sends do not wait for their receiver, so an action waits only for the one before it and, if it receives, for its
-    send; the programs can be run if and only if that relation has no cycle.
+    An action waits for the one before it and, if it receives, for its send; a backward pass waits until messages of
+    earlier microbatches have been taken, which may be as late as their receives are posted. The programs can be run if
+    and only if that relation has no cycle.
     """
     waits = nx.DiGraph()
     for program in programs:
+        _check_handed_on(program)
         nx.add_path(waits, [(program.rank, i) for i in range(len(program.actions))])
-    waits.add_edges_from(match_messages(programs))
+    messages = match_messages(programs)
+    waits.add_edges_from(messages)
+    waits.add_edges_from(_waits_for_sends(programs, messages))
     if not nx.is_directed_acyclic_graph(waits):
-        circle = [programs[rank].actions[i] for (rank, i), _ in nx.find_cycle(waits)]
+        of_rank = {program.rank: program for program in programs}
+        circle = [of_rank[rank].actions[i] for (rank, i), _ in nx.find_cycle(waits)]
         raise RuntimeError(f"these actions wait for each other: {circle}")
+
+
+def _waits_for_sends(
+    programs: Sequence[Program], messages: Sequence[tuple[Place, Place]]
+) -> Iterator[tuple[Place, Place]]:
+    """Yield what comes before the posting of each receive, with the backward pass that waits for the message."""
+    actions = {program.rank: program.actions for program in programs}
+    posted = {program.rank: _posting_places(program) for program in programs}
+    # The backward passes of each stage and batch: (position, microbatch); of an unrolled pipeline there are many.
+    passes: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    for program in programs:
+        for position, action in enumerate(program.actions):
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) and action.microbatch is not None:
+                batch = action.microbatch // program.microbatches
+                passes.setdefault((program.rank, action.stage, batch), []).append((position, action.microbatch))
+    counts = {program.rank: program.microbatches for program in programs}
+    for (sender, sent), (receiver, received) in messages:
+        action, before = actions[sender][sent], posted[receiver][received] - 1
+        if before < 0 or action.microbatch is None:
+            continue
+        own = passes.get((sender, action.stage, action.microbatch // counts[sender]), [])
+        # Passes of a kind follow the microbatches, so that the first one that waits is found by its number.
+        at = bisect_left(own, action.microbatch + SEND_DEPTH, key=itemgetter(1))
+        if at < len(own):
+            yield (receiver, before), (sender, own[at][0])
+
+
+def _posting_places(program: Program) -> list[int]:
+    """Return, for every position in a program, the action before which a receive at that position is posted."""
+    places, at = list[int](), 0
+    for place, horizon in enumerate(receive_horizons(program.actions)):
+        if horizon > at:
+            places += [place] * (horizon - at)
+            at = horizon
+    return places
+
+
+def _check_handed_on(program: Program) -> None:
+    """Raise RuntimeError unless what a stage gets from another one of its worker is there, both ways, when it runs."""
+    passes = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+    place = {
+        (action.kind is ActionKind.FORWARD, action.stage, action.microbatch): position
+        for position, action in enumerate(program.actions)
+        if action.kind in passes and not action.steps_back
+    }
+    for (value, reader), source in program.local_sources.items():
+        for (forward, stage, microbatch), position in place.items():
+            if stage == reader and (other := place.get((forward, source, microbatch))) is not None:
+                before, after = (other, position) if forward else (position, other)
+                if before > after:
+                    raise RuntimeError(
+                        f"{value} of microbatch {microbatch} goes from stage {source} to stage {reader} of rank "
+                        f"{program.rank} before it is there"
+                    )

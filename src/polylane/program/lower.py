@@ -6,9 +6,11 @@ from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, TensorInfo
 from polylane.graph.partition import Partition, StageCrossing
-from polylane.plan.lanes import replica_lanes_of
+from polylane.plan.lanes import replica_lanes_of, stage_graph_of
+from polylane.plan.order import check_order_runs
 from polylane.plan.plan import Plan
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
@@ -46,7 +48,7 @@ def lower(
             gradient.
         only: ranks whose programs are wanted; default: all. One of each stage is enough to know a plan's time.
     """
-    lanes = _lanes_of_step(plan, StageGraph.of_partition(partition))
+    lanes = _lanes_of_step(plan, stage_graph_of(partition, plan))
     wanted = frozenset(range(plan.workers) if only is None else only)
     summed = build_buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
     programs = tuple(_assemble_program(partition, plan, lanes, summed, rank) for rank in sorted(wanted))
@@ -64,7 +66,14 @@ def _lanes_of_step(plan: Plan, graph: StageGraph) -> tuple[Lanes, ...]:
         return tuple(
             tuple(renumber(lane, first, len(turns)) for first in turns) for lane in steady_step(graph, plan.most_turns)
         )
-    return replica_lanes_of(plan, graph)
+    lanes = replica_lanes_of(plan, graph)
+    if plan.order:
+        # Another objective of the training, or its evaluation, may have stages wait for each other in other ways.
+        try:
+            check_order_runs(plan.order, graph)
+        except PolylaneError as error:
+            raise PolylaneError(f"{plan.title}: {error}") from None
+    return lanes
 
 
 def _assemble_program(
@@ -151,7 +160,7 @@ def unroll(programs: Sequence[Program], plan: Plan, steps: int = 2) -> tuple[Pro
     Microbatches are numbered through. After the last step come as many more as its batch is under way.
     """
     count = plan.microbatches
-    after = steps_in_flight(StageGraph.of_partition(programs[0].partition), plan.most_turns)
+    after = steps_in_flight(stage_graph_of(programs[0].partition, plan), plan.most_turns)
     steps += after
 
     def actions(program: Program) -> Iterator[Action]:

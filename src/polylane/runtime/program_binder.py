@@ -13,6 +13,7 @@ from polylane.compile.sample_shares import count_replica_samples
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import python_kept
 from polylane.graph.partition import Partition
+from polylane.plan.lanes import stage_graph_of
 from polylane.program.program import Program
 from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel
@@ -28,7 +29,6 @@ from polylane.samples.batch_division import refuse_coupled_samples
 from polylane.samples.batch_layout import hash_crossing_layouts
 from polylane.schedule.action import ActionKind
 from polylane.schedule.asynchronous import steps_in_flight, weight_delays
-from polylane.schedule.stage_graph import StageGraph
 
 
 class CacheKey(NamedTuple):
@@ -102,7 +102,8 @@ class ProgramBinder:
 
     def _open_pipeline(self) -> AsynchronousPipeline:
         """Return an empty pipeline, with versions of this worker's weights."""
-        graph, plan = StageGraph.of_partition(self._prepared.main_partition), self._plan
+        plan = self._plan
+        graph = stage_graph_of(self._prepared.main_partition, plan)
         delays = weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)
         (trainer,) = self._trainers.values()
         versions = WeightVersions(trainer.full_parameters, delays[self._local_model.stage])

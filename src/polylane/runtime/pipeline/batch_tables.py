@@ -6,7 +6,6 @@ large values are.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -15,10 +14,7 @@ from polylane.compile.sample_shares import SampleShare
 from polylane.graph.batch import split_bounds
 from polylane.program.boxes import IndexBox, box_shape
 from polylane.program.program import Program
-from polylane.schedule.action import PASSES, WEIGHT_PASSES, Action, ActionKind
-
-# Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
-LOOKAHEAD = 2
+from polylane.schedule.action import WEIGHT_PASSES, Action, ActionKind
 
 _SEND_OR_RECEIVE = (ActionKind.SEND, ActionKind.RECEIVE)
 
@@ -114,10 +110,3 @@ def runs(action: Action, tables: BatchTables, sums: bool = True) -> bool:
         return False  # a replica-local step without samples of its own: there is nothing to sum
     # An empty box: the peer skips its half of the message, too.
     return action.kind not in _SEND_OR_RECEIVE or action in tables.routes
-
-
-def receive_horizons(actions: tuple[Action, ...]) -> list[int]:
-    """Return, for every action, the position up to which receives are posted before it runs."""
-    compute = [i for i, a in enumerate(actions) if a.kind in PASSES]
-    ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
-    return [compute[i] if i < len(compute) else len(actions) for i in ahead]

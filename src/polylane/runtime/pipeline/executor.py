@@ -18,8 +18,9 @@ from polylane.graph.sample_slice import SampleSlice
 from polylane.observe.timeline import Span
 from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
+from polylane.program.waits import SEND_DEPTH, receive_horizons
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
-from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, receive_horizons, runs
+from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, runs
 from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
 from polylane.runtime.pipeline.sample_witness import check_calls, gather_flat, is_witnessed
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
@@ -330,11 +331,12 @@ class Executor:
                 device=runner.device,
                 dtype=torch.float64,
             )
-        # Messages of two microbatches ago have been received by now, since receivers do not wait for this worker first:
-        # waiting for them takes no time, and releases their buffers.
-        for key in [key for key in state.pending_sends if key[0][0] == action.stage and key[0][1] <= i - 2]:
+        # Waiting for messages of earlier microbatches releases their buffers; program/check.py has shown that it ends.
+        for key in [key for key in state.pending_sends if key[0][0] == action.stage and key[0][1] <= i - SEND_DEPTH]:
             state.wait_sent(key)
-        for earlier in [each for each in state.input_gradients if each[0] == action.stage and each[1] <= i - 2]:
+        for earlier in [
+            each for each in state.input_gradients if each[0] == action.stage and each[1] <= i - SEND_DEPTH
+        ]:
             del state.input_gradients[earlier]
         state.output_values.pop(here, None)  # with the autograd graph that hangs on it
         gradients, outgoing = state.gradients.pop(here, {}), dict[str, Tensor]()

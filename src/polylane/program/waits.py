@@ -1,0 +1,20 @@
+"""When a worker posts its receives, and when it waits for its sends: what the executor does and the check assumes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from polylane.schedule.action import PASSES, Action
+
+# Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
+LOOKAHEAD = 2
+# A backward pass waits for the sends of its stage of so many microbatches ago, and releases their buffers.
+SEND_DEPTH = 2
+
+
+def receive_horizons(actions: Sequence[Action]) -> list[int]:
+    """Return, for every action, the position up to which receives are posted before it runs."""
+    compute = [i for i, a in enumerate(actions) if a.kind in PASSES]
+    ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
+    return [compute[i] if i < len(compute) else len(actions) for i in ahead]
