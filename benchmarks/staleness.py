@@ -1,4 +1,4 @@
-"""python -m benchmarks.staleness [digits text] [--epochs E]: how asynchronous pipelines learn, beside synchronous ones.
+"""python -m benchmarks.staleness [digits text] [--epochs E] [--plan PLAN]: how stale weights learn, beside new ones.
 
 The same model, data, order of samples and number of updates; weights that lack some of them. The figures do not depend
 on how busy the machine is.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -163,6 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("benchmarks.staleness", __doc__)
     parser.add_argument("courses", nargs="*", metavar="COURSE", default=list(COURSES), help=f"of {', '.join(COURSES)}")
     parser.add_argument("--epochs", type=int, default=6, help="epochs of each training (default 6)")
+    parser.add_argument("--plan", action="append", metavar="PLAN", help="train this plan only; may be repeated")
+    parser.add_argument("--rate", help="learning rate of the text model (default 0.003)")
     parser.add_argument("--seeds", type=int, default=3, help="trainings of each plan (default 3)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -170,10 +172,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name not in COURSES:
             parser.error(f"there is no course {name!r}: choose from {', '.join(COURSES)}")
         course = COURSES[name]
+        if options.rate is not None and "lr" in course.settings:
+            course = replace(course, settings=course.settings | {"lr": options.rate})
         second = "share of the test images told right" if course.classes else "loss of the test data"
         epochs, steps, seeds = (1, 3, 1) if options.quick else (options.epochs, course.steps, options.seeds)
         print(f"\n{name}: loss of the epoch, {second}; means of {seeds} seeds\n")
-        for line in rows(course, QUICK if options.quick else PLANS, epochs, steps, seeds):
+        for line in rows(course, options.plan or (QUICK if options.quick else PLANS), epochs, steps, seeds):
             print(line, flush=True)
 
 

@@ -288,10 +288,7 @@ cli_planning.register(app)
 
 @app.command()
 def lanes(
-    stages: Annotated[
-        str,
-        typer.Option("--stages", metavar="K|FILE", help="A number of stages, or a YAML file of stages that branch."),
-    ],
+    stages: options.DrawnStages,
     microbatches: Annotated[int, typer.Option("--microbatches", metavar="M", min=1, help="Microbatches in a batch.")],
     schedule: Annotated[options.ScheduleName | None, typer.Argument(help="Which schedule.", show_default=False)] = None,
     compare: options.Compare = False,
@@ -299,6 +296,7 @@ def lanes(
     batches: options.Batches = None,
     vertical_sync: options.VerticalSync = False,
     live: options.Live = None,
+    replicas: options.Replicas = None,
     forward: options.ForwardTicks = "1",
     backward: options.BackwardTicks = "2",
     weight: options.WeightTicks = None,
@@ -315,8 +313,9 @@ def lanes(
     interleaved and zb-v cut each stage into chunks (a, b, ...); durations are then those of a chunk. zb-h1, zb-h2 and
     zb-v run backward passes in two halves: input gradients, then weight gradients. pipedream (a batch is one
     microbatch) and pipedream-2bw are drawn as runs with their updates. auto is the order that a search finds for these
-    durations, within --live microbatches on a worker. --compare draws all schedules of one model, whose stages keep
-    their durations when they are cut into chunks.
+    durations, within --live microbatches on a worker. With --replicas a stage has several workers, which compute whole
+    microbatches in turn. --compare draws all schedules of one model, whose stages keep their durations when they are
+    cut into chunks.
 
     \b
     Examples:
@@ -324,6 +323,7 @@ def lanes(
       polylane lanes zb-v --stages 4 --microbatches 8
       polylane lanes interleaved --stages 4 --chunks 2 --microbatches 8 --hop 1
       polylane lanes 1f1b --stages examples/lanes/branches.yaml --microbatches 8
+      polylane lanes 1f1b --stages 2 --microbatches 4 --replicas 2,1 --forward 2,1 --backward 2,1
       polylane lanes --compare --stages 4 --microbatches 8 --html schedules.html
     """
     from polylane.commands import lanes as command
@@ -337,6 +337,7 @@ def lanes(
         batches=batches,
         vertical_sync=vertical_sync,
         live=live,
+        replicas=replicas,
         forward=forward,
         backward=backward,
         weight=weight,

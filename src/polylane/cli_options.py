@@ -94,6 +94,17 @@ Live = Annotated[
     int | None,
     typer.Option("--live", metavar="L", min=1, help="Most live microbatches of a worker, for auto. Default: all."),
 ]
+DrawnStages = Annotated[
+    str, typer.Option("--stages", metavar="K|FILE", help="A number of stages, or a YAML file of stages that branch.")
+]
+Replicas = Annotated[
+    str | None,
+    typer.Option(
+        "--replicas",
+        metavar="D",
+        help="Replicas of a stage that take microbatches in turn; 2,1 for stages that differ.",
+    ),
+]
 ForwardTicks = Annotated[
     str, typer.Option("--forward", metavar="TICKS", help="Time of one forward; 1,2,1 for stages that differ.")
 ]

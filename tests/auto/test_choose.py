@@ -15,6 +15,7 @@ from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
+from polylane.plan.fixed_keys import parse_fixed
 from polylane.planner.search import SearchResult
 from training import batch_of, classify, mlp, sgd
 
@@ -102,6 +103,11 @@ def test_a_model_without_weights() -> None:
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     model = model.double()
     assert chosen(model, (2,), "2:cpu").ranked_plans[0].plan.workers == 2
+
+
+def test_of_keys_that_no_plan_has_it_is_said() -> None:
+    with pytest.raises(PolylaneError, match=r"no plan for 1 worker and batches of 8 with data=2: fix less"):
+        auto.choose(problem(deep()), (1,), parse("2:a100-80g"), fixed=parse_fixed("data=2"))
 
 
 def test_nothing_fits_is_said_with_what_is_needed() -> None:

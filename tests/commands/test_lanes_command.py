@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,55 @@ def test_halves_of_stages_in_a_file(tmp_path: Path) -> None:
 
 def test_the_example() -> None:
     assert "stages: 0 stem, 1 near, 2 far, 3 head" in lanes(BRANCHES).stdout
+
+
+def test_replicas_in_turn_are_drawn_as_they_run() -> None:
+    """Twice the time and twice the workers on the first stage: the picture of `polylane.schedule.round_robin`."""
+    words = ["--stages", "2", "--microbatches", "4", "--replicas", "2,1", "--forward", "2,1", "--backward", "2,1"]
+    done = CliRunner().invoke(app, ["lanes", "1f1b", *words])
+    assert done.stdout.splitlines()[:6] == [
+        "1f1b · stages 2 · replicas 2, 1 · microbatches 4",
+        "utilization 66.7 % (24/36) · makespan 12 ticks",
+        "                 │  0   2   4   6   8  10 ticks",
+        "rank 0 · stage 0 │  0 0 2 2<0<0 · ·<2<2 · ·",
+        "rank 1 · stage 0 │  1 1 3 3 · ·<1<1 · ·<3<3",
+        "rank 2 · stage 1 │  · · 0<0 1<1 2<2 3<3 · ·",
+    ]
+    table = CliRunner().invoke(app, ["lanes", "--compare", *words, "--json"])
+    found = json.loads(table.stdout)
+    assert [(each["schedule"], each["makespan"], each["replicas"]) for each in found["schedules"]] == [
+        ("naive", 14, [2, 1]),
+        ("afab", 12, [2, 1]),
+        ("1f1b", 12, [2, 1]),
+    ]
+    assert set(found["left_out"]) >= {"zb-h1", "pipedream", "auto"}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1", "pipedream", "pipedream-2bw"])
+def test_equal_replicas_are_pipelines_side_by_side(schedule: str) -> None:
+    """Each has its own part of the microbatches: the time, the memory and the weights of a pipeline of that part."""
+    common = [schedule, "--stages", "2", "--hop", "1", "--json"]
+    alone, both = (
+        json.loads(CliRunner().invoke(app, ["lanes", *common, *words]).stdout)
+        for words in (["--microbatches", "3"], ["--microbatches", "6", "--replicas", "2"])
+    )
+    assert both["makespan"] == alone["makespan"] and both["messages"] == 2 * alone["messages"]
+    for key in ("worker_utilization", "peak_live_microbatches", "weight_versions", "staleness"):
+        assert both[key] == [each for each in alone[key] for _ in range(2)], key
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("zb-h1 --replicas 2,1", "zb-h1 needs as many replicas of every stage; naive, afab, 1f1b may have different"),
+        ("1f1b --replicas 2,1,1", "replicas names 3 numbers for 2 stages: give one number, or one per stage"),
+        ("1f1b --replicas 9", "9 replicas cannot compute 8 microbatches in turn"),
+        ("auto --replicas 2", "auto finds orders of workers that do the same, not of replicas in turn"),
+        ("pipedream --replicas 3", "shares the microbatches of an update evenly: 8 is no multiple of 3 replicas"),
+        ("1f1b --replicas 2,x", "--replicas takes a whole number from 1 to 262,144, or one for each stage as in 2,1"),
+        ("1f1b --replicas 0", "--replicas takes a whole number from 1"),
+    ],
+)
+def test_replicas_that_cannot_be_drawn(words: str, says: str) -> None:
+    done = CliRunner().invoke(app, ["lanes", *words.split(), "--stages", "2", "--microbatches", "8"])
+    assert done.exit_code == 2 and says in done.stderr and done.stderr.count("\n") == 1

@@ -185,7 +185,7 @@ def test_a_worker_holds_all_its_chunks() -> None:
     [
         ("data=4", 2, "chunks=2 are of a pipeline's workers, and there is one stage: add pipeline=2"),
         ("pipeline=2,schedule=afab", 2, "the schedule afab has one stage on a worker, not 2 chunks: try interleaved"),
-        ("pipeline=4", 500, "4 stages of 500 chunks are 2000, and the graph can be cut into at most"),
+        ("pipeline=4", 500, "chunks=500 on each of pipeline=4 are 2000 stages, and the graph can be cut into at most"),
         ("pipeline=4", 0, "not 0"),
     ],
 )

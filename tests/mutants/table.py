@@ -835,6 +835,33 @@ SCHEDULED = [
         "-(-(ahead - 1) // microbatches)", "-(-(ahead - 1) // microbatches) - (ahead > 2)",
         "tests/schedule/test_asynchronous.py", unseen="the rule is right on both sides of the proof",
     ),
+    Mutant(
+        "turns-start-too-few", "replicas in turn start a microbatch too few where those ahead are no multiple of them",
+        "schedule.round_robin", "min(-(-ahead // replicas) - 1, own)", "min(ahead // replicas - 1, own)",
+        "tests/schedule/test_round_robin.py", unseen="the order of passes, and how much memory they take",
+    ),
+    Mutant(
+        "statistics-of-own-turns", "running statistics move for the microbatches of a replica's own turns alone",
+        "runtime.pipeline.running_statistics:RunningStatistics.move",
+        "sum_replicas(rows.flatten()).view_as(rows)", "rows",
+        "tests/equivalence/test_turns.py", network="data=2,replicas=round-robin,microbatches=4",
+    ),
+    Mutant(
+        "turns-rated-as-parts", "a replica in turn is rated with the microbatches that all of its stage hold",
+        "planner.stage_meshes:StageMeshSearch.count_live",
+        "min(-(-self.microbatches // option.turns), -(-ahead // option.turns))", "min(self.microbatches, ahead)",
+        "tests/planner/test_chosen_turns.py", unseen="what a search takes for possible",
+    ),
+    Mutant(
+        "order-beyond-memory", "an order of passes is found that does not fit into the memory",
+        "planner.find_order:find_order", "over[0] <= 0", "True",
+        "tests/planner/test_find_order.py", unseen="the order of passes, and how much memory they take",
+    ),
+    Mutant(
+        "first-order-found", "of the orders that fit the first one is taken, not the fastest",
+        "planner.find_order:find_order", "prediction.seconds < best[0]", "False",
+        "tests/planner/test_find_order.py", unseen="the order of passes, and how much time they take",
+    ),
 ]  # fmt: skip
 
 MUTANTS = [

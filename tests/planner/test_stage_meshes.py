@@ -10,9 +10,9 @@ import jobs
 from polylane.planner.stage_meshes import Chosen, StageMeshSearch, choose_positions, search_unequal_meshes
 
 
-def found(workers: int, microbatches: int, limit: float = 1e12) -> StageMeshSearch:
+def found(workers: int, microbatches: int, limit: float = 1e12, in_turn: bool = False) -> StageMeshSearch:
     graph = jobs.blocks(3, 64)
-    return StageMeshSearch(jobs.estimates(graph, "8:a100-80g", 32), workers, microbatches, limit)
+    return StageMeshSearch(jobs.estimates(graph, "8:a100-80g", 32), workers, microbatches, limit, in_turn)
 
 
 def every(search: StageMeshSearch, bound: float) -> list[Chosen]:
@@ -26,8 +26,9 @@ def every(search: StageMeshSearch, bound: float) -> list[Chosen]:
                 if sum(search.options[o].mesh.workers for o in options) != search.workers:
                     continue
                 way = [(ends[i], ends[i + 1], search.options[o]) for i, o in enumerate(options)]
-                live = [min(search.microbatches, stages - i) for i in range(stages)]
-                if all(o.seconds[a, b] <= bound for a, b, o in way) and all(
+                used = [sum(o.mesh.workers for _, _, o in way[i:]) for i in range(stages)]
+                live = [search.count_live(o, stages - i, used[i]) for i, (_, _, o) in enumerate(way)]
+                if all(o.period[a, b] <= bound for a, b, o in way) and all(
                     search.stage_bytes(options[i], live[i])[a, b] <= search.limit for i, (a, b, _) in enumerate(way)
                 ):
                     ways.append(way)
@@ -36,8 +37,9 @@ def every(search: StageMeshSearch, bound: float) -> list[Chosen]:
 
 @pytest.mark.parametrize("share", [0.4, 0.6, 1.0])
 @pytest.mark.parametrize("limit", [1e12, 3e5])
-def test_the_least_sum_under_a_bound(share: float, limit: float) -> None:
-    search = found(3, 4, limit)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_the_least_sum_under_a_bound(share: float, limit: float, in_turn: bool) -> None:
+    search = found(3, 4, limit, in_turn)
     search.places = search.places[:1] + search.places[1:-1:3] + search.places[-1:]
     bound = share * min(float(option.seconds[0, -1]) for option in search.options)
 

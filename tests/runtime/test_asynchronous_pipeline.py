@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
+from polylane.graph.batch import split_bounds
 from polylane.runtime.job import Job
 from polylane.schedule.asynchronous import weight_delays
 from training import batch_of, mlp, sgd, workers
 
 BATCHES = [batch_of(8, seed=number) for number in range(9)]
 WIDTHS = (6, 8, 8, 8, 4)
+SLOW = pytest.mark.slow
 
 
 def step_all(job: Job) -> dict[str, Any]:
@@ -103,3 +105,33 @@ def test_stages_that_share_a_weight_are_refused() -> None:
     model[4].weight = model[0].weight
     with pytest.raises(PolylaneError, match=r"share .*weight, and would update it at different times"):
         workers(step_all, model, "pipeline=4,schedule=pipedream")
+
+
+SIZES = (8, 8, 5, 8)
+
+
+def step_sizes(job: Job) -> dict[str, Tensor]:
+    for number, size in enumerate(SIZES):
+        job.step(batch_of(size, seed=number))
+    return job.state_dict()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "data=2,pipeline=2,schedule=pipedream,microbatches=2,replicas=round-robin",
+        pytest.param("data=2,pipeline=2,schedule=pipedream-2bw,microbatches=4,replicas=round-robin", marks=SLOW),
+        pytest.param("pipeline=2,schedule=pipedream,microbatches=2", marks=SLOW),
+    ],
+)
+def test_running_statistics_of_replicas_in_turn_move_once_for_every_microbatch(line: str) -> None:
+    """Also of the last batches, under way when the pipeline is emptied, and of one that is shorter than the others."""
+    model, count = nn.Sequential(nn.BatchNorm1d(6).double(), *mlp(*WIDTHS)), int(line.partition("microbatches=")[2][:1])
+    found = workers(step_sizes, model, line)[0]
+    # What the first layer normalizes does not depend on weights.
+    norm = nn.BatchNorm1d(6).double()
+    for number, size in enumerate(SIZES):
+        for first, last in split_bounds(size, count):
+            norm(batch_of(size, seed=number)[0][first:last])
+    for name, value in norm.named_buffers():
+        torch.testing.assert_close(found[f"0.{name}"], value, rtol=1e-12, atol=1e-14)

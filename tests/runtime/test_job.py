@@ -81,6 +81,17 @@ def test_alone_a_plan_for_many_keeps_its_microbatches() -> None:
     assert job("data=2,pipeline=2").plan.workers == 1 and job("data=2,pipeline=2").plan.microbatches == 4
     assert job("data=2,pipeline=2", batch_size=64).plan.microbatches == 8
     assert job("pipeline=2,microbatches=3").plan.microbatches == 3
+    # What only several workers can have is left out: chunks, folds, versions of weights, turns, budgets of stages.
+    for plan in (
+        "pipeline=2,schedule=interleaved,chunks=2,microbatches=3",
+        "pipeline=2,schedule=zb-v,microbatches=3",
+        "pipeline=2,schedule=pipedream,vertical_sync=yes,microbatches=3",
+        "data=2,pipeline=2,replicas=round-robin,microbatches=3",
+        "pipeline=2,recompute=budget:200B,microbatches=3",
+        "pipeline=2,schedule=auto,microbatches=3",
+    ):
+        found = job(plan).plan
+        assert (found.workers, found.pipeline, found.microbatches) == (1, 1, 3), plan
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ def _nothing(answer: SearchResult) -> str:
     workers = f"{count} worker{'s' if count != 1 else ''}"
     if not answer.too_large_candidates and wish.batch_is_indivisible:
         return f"there is no plan for {workers} that keeps a batch whole, whose samples meet in the loss: give one"
+    if not answer.too_large_candidates and str(wish.fixed):
+        return f"there is no plan for {workers} and batches of {batch} with {wish.fixed}: fix less, or other numbers"
     if not answer.too_large_candidates:
         return f"there is no plan for {workers} and batches of {batch}: the model or the batch is too small"
     least = min(candidate.peak_bytes for candidate in answer.too_large_candidates)

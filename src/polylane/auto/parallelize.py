@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
 from polylane.plan.plan import Plan
+from polylane.plan.recompute import NONE, budget_bytes
 from polylane.plan.spec import Spec, default_microbatches
-from polylane.plan.sync import SUM
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
 
@@ -64,7 +63,8 @@ def parallelize(
             model.to_empty(device=...); model.apply(init)``, and no worker holds more of them than its part and one
             module.
         alone: where this process is the only worker (``python script.py``), train the plan's microbatches on it, as the
-            reference of what the plan computes; with several workers it changes nothing.
+            reference of what the plan computes; with several workers it changes nothing. What has no meaning on one
+            worker (stale weights of an asynchronous schedule, replicas that agree now and then) is left out.
 
     Raises:
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
@@ -99,14 +99,15 @@ def _refuse_single_process(spec: Spec | Plan) -> None:
 
 
 def _alone(spec: Spec | Plan, samples: int) -> Spec:
-    """Return the same training for one worker: the same microbatches, without anything to synchronize.
+    """Return the same training for one worker: the same microbatches, without anything to schedule or synchronize.
 
     Args:
         spec: the plan for several workers.
         samples: number of samples of a batch, which decides how many microbatches there are where the plan does not.
     """
-    if isinstance(spec, Plan):
-        return Spec(schedule=spec.schedule, microbatches=spec.microbatches, precision=spec.precision)
-    microbatches = default_microbatches(spec, samples)
-    plain = replace(spec, data=1, pipeline=1, sequence=1, tensor=1, stages=(), sync=SUM, slow=())
-    return replace(plain, microbatches=microbatches)
+    microbatches = spec.microbatches if isinstance(spec, Plan) else default_microbatches(spec, samples)
+    # Budgets are of stages: what one of them can keep within, the whole model may not.
+    recompute = NONE if budget_bytes(spec.recompute) is not None else spec.recompute
+    return Spec(
+        microbatches=microbatches, precision=spec.precision, recompute=recompute, per_sample=tuple(spec.per_sample)
+    )

@@ -25,6 +25,7 @@ def print_comparison(request: LanesRequest, model: ComparedModel) -> None:
     figures = compared.figures()
     rows = [_row(each) for each in figures]
     title = f"schedules of {figures[0]['stages']} stages and {model.microbatches} microbatches"
+    title += f", {', '.join(map(str, model.replicas))} replicas in turn" if model.replicas else ""
     if request.html is not None:
         timelines = {name: drawn.timeline for name, drawn in compared.drawn.items()}
         write_text(request.html, gallery(title, HEADS, rows, timelines, _notes(compared)))

@@ -37,6 +37,7 @@ def run(request: LanesRequest) -> None:
     _check_mode(request)
     drawn = _read_stages(request)
     weight = drawn.weight if request.weight is None else _ticks("--weight", request.weight)
+    replicas = _parse_replicas(request.replicas)
     stages, hop = drawn.graph if drawn.names else drawn.graph.stages, _number("--hop", request.hop, request.hop)
     try:
         if request.schedule is None:
@@ -48,6 +49,7 @@ def run(request: LanesRequest) -> None:
                 backward=drawn.backward,
                 weight=weight,
                 hop=hop,
+                replicas=replicas,
             )
             print_comparison(request, model)
             return
@@ -59,6 +61,7 @@ def run(request: LanesRequest) -> None:
             batches=request.batches,
             vertical_sync=request.vertical_sync,
             live=request.live,
+            replicas=replicas,
         )
         _print_schedule(request, draw_schedule(shape, drawn.forward, drawn.backward, weight=weight, hop=hop))
     except ValueError as error:
@@ -214,6 +217,21 @@ def _read(path: Path, forward: Ticks, backward: Ticks) -> _Drawn:
     except CyclicStages as circle:
         way = " -> ".join(names[stage] for stage in circle.stages)
         raise PolylaneError(f"stages {path}: stages {way} wait for each other") from None
+
+
+def _parse_replicas(text: str | None) -> tuple[int, ...]:
+    """Return the replicas of all stages, or of each; empty where none are asked for.
+
+    Raises:
+        PolylaneError: they are no whole numbers of at least 1, or more than can be drawn.
+    """
+    pieces = [] if text is None else [piece.strip() for piece in text.split(",")]
+    for piece in pieces:
+        if not (piece.isascii() and piece.isdecimal()) or len(piece) > len(str(MOST)) or not 1 <= int(piece) <= MOST:
+            raise PolylaneError(
+                f"--replicas takes a whole number from 1 to {MOST:,}, or one for each stage as in 2,1, not {text!r}"
+            )
+    return tuple(int(piece) for piece in pieces)
 
 
 def _ticks(option: str, text: str) -> Ticks:

@@ -201,6 +201,8 @@ class LanesRequest:
         batches: number of batches of a run of pipedream-2bw; None: two.
         vertical_sync: whether the stages of pipedream compute on the same version of the weights.
         live: live microbatches that a worker of auto may hold at most; None: as many as there are.
+        replicas: replicas of a stage that compute whole microbatches in turn, or one number for each stage as in 2,1;
+            None: one.
         forward: ticks of one forward pass, or one number for each stage as in 1,2,1.
         backward: ticks of one backward pass, given like ``forward``.
         weight: the ticks of it that weight gradients take, given like ``forward``; None: half of them.
@@ -218,6 +220,7 @@ class LanesRequest:
     batches: int | None = None
     vertical_sync: bool = False
     live: int | None = None
+    replicas: str | None = None
     forward: str = "1"
     backward: str = "2"
     weight: str | None = None

@@ -50,7 +50,7 @@ def choose_plan(request: WorkersRequest) -> Spec | Plan:
     else:
         plan = read_plan(text) if isinstance(text, str) else text
     if workers is not None and plan.processes != workers:
-        product = " times ".join(specs.format_degrees(plan.meshes))
+        product = " times ".join(specs.format_degrees(plan.group_meshes))
         product += f", and servers={plan.sync.server_count}" if plan.sync.dedicated else ""
         raise PolylaneError(f"--workers {workers}, but the plan takes {plan.processes} ({product}): they must be equal")
     most = max(MOST_STARTED, EACH_CORE * (os.cpu_count() or 1))

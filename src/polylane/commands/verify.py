@@ -58,7 +58,7 @@ def _refuse_too_small(batch: int, plan: Spec | Plan) -> None:
 
 
 def _plan_line(plan: Spec | Plan) -> str:
-    return ",".join([*format_degrees(plan.meshes), f"schedule={plan.schedule}"])
+    return ",".join([*format_degrees(plan.group_meshes), f"schedule={plan.schedule}"])
 
 
 def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:

@@ -65,6 +65,7 @@ def cut_graph(
         return fit.partition_for(plan, graph)
     if plan.pipeline == 1:
         return Partition(graph, ())
+    fit.check_chunks(plan, graph)
     times, staying = measure(), list[str]()
     # Where replicas are resplit between stages, a value of unknown batch layout must not cross: keep it on one stage.
     if plan.resplits_batch:

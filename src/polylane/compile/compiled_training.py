@@ -25,7 +25,7 @@ from polylane.graph.partition import Partition, align_partition
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import budget_bytes
-from polylane.plan.spec import Spec, parse
+from polylane.plan.spec import TURNS, Spec, parse
 from polylane.planner.find_order import find_measured_order
 from polylane.profiling.time_operators import measure, measure_both
 from polylane.program.server_assignment import assign_parameters
@@ -200,7 +200,7 @@ def compile_training(
     spec = parse(plan) if isinstance(plan, str) else plan
     requested = requested_microbatches(spec, problem.samples)
     # The samples of one rank in one microbatch: the sizes that determine time and memory.
-    whole = spec.replicas == "round-robin"
+    whole = spec.replicas == TURNS
     samples = max(2, -(-problem.samples // (requested * (1 if whole else spec.data))))
     with python_kept(problem.model, *problem.losses):
         graphs = {name: problem.capture(samples, each) for name, each in problem.objectives.items()}

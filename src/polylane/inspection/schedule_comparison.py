@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from polylane.inspection.schedule_report import AUTO, DrawnSchedule, ScheduleShape, draw_schedule, lanes_summary
@@ -25,6 +25,8 @@ class ComparedModel:
         backward: ticks of its backward pass, given like ``forward``.
         weight: the ticks of it that weight gradients take, given like ``forward``; None: half of them.
         hop: ticks that a value takes between two workers.
+        replicas: workers at each place of the pipeline that compute whole microbatches in turn, or one number for all;
+            empty: one.
     """
 
     stages: int | StageGraph
@@ -34,6 +36,7 @@ class ComparedModel:
     backward: float | Sequence[float] = 2
     weight: float | Sequence[float] | None = None
     hop: float = 0
+    replicas: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,17 +98,17 @@ def _shapes(model: ComparedModel) -> Iterator[tuple[str, ScheduleShape]]:
             stages=model.stages,
             microbatches=model.microbatches,
             chunks=(model.chunks if name == "interleaved" else None) or DEFAULT_CHUNKS.get(name),
+            replicas=model.replicas,
         )
         title = f"{name}, {shape.chunks} chunks" if shape.chunks is not None else name
         yield (f"{name}, 2 batches" if name == "pipedream-2bw" else title), shape
         if name == "pipedream":
-            synced = ScheduleShape(
-                schedule=name, stages=model.stages, microbatches=model.microbatches, vertical_sync=True
-            )
-            yield f"{name}, vertical sync", synced
+            yield f"{name}, vertical sync", replace(shape, vertical_sync=True)
     # With the memory of 1F1B, and with as much as it likes.
     for live in (_longest_way(model.stages), None):
-        shape = ScheduleShape(schedule=AUTO, stages=model.stages, microbatches=model.microbatches, live=live)
+        shape = ScheduleShape(
+            schedule=AUTO, stages=model.stages, microbatches=model.microbatches, live=live, replicas=model.replicas
+        )
         yield AUTO if live is None else f"{AUTO}, {live} live", shape
 
 

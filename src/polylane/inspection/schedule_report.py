@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from polylane.cost.simulator.schedule_tasks import pass_ticks, simulate_schedule
+from polylane.cost.simulator.schedule_tasks import pass_ticks, simulate_replicas
 from polylane.observe.timeline import Timeline, union_intervals
 from polylane.schedule.action import ActionKind
 from polylane.schedule.asynchronous import AsynchronousRun, pipedream, pipedream_2bw
 from polylane.schedule.live import peak_live
 from polylane.schedule.problem import ScheduleProblem
-from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, assign_stages, schedule_lanes
+from polylane.schedule.round_robin import WARM_UPS, renumber, replica_lanes
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, assign_stages
 from polylane.schedule.search import find_schedule
 from polylane.schedule.stage_graph import StageGraph, as_stage_graph
 from polylane.schedule.synchronous import Lanes
@@ -39,6 +40,8 @@ class ScheduleShape:
         batches: batches of the run, of pipedream-2bw only; None: :data:`BATCHES`.
         vertical_sync: whether a microbatch sees the same weights on all stages, of pipedream only.
         live: live microbatches that a worker may hold at most, of auto only; None: as many as there are.
+        replicas: for each place in the pipeline, the workers there, which compute whole microbatches in turn; or one
+            number for all; empty: one worker.
     """
 
     schedule: str
@@ -48,6 +51,7 @@ class ScheduleShape:
     batches: int | None = None
     vertical_sync: bool = False
     live: int | None = None
+    replicas: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,26 +93,35 @@ def draw_schedule(
 
     Raises:
         ValueError: an unknown schedule, fewer than one stage or microbatch, chunks that the schedule does not have or
-            that the stages do not divide into, options of another schedule, or durations that do not fit the stages.
+            that the stages do not divide into, options of another schedule, durations that do not fit the stages, or
+            numbers of replicas that the schedule cannot have.
     """
     _check_options(shape)
-    origin = ""
+    turns, origin = _turns(shape), ""
     run = _asynchronous_run(shape)
     if run is not None:
         graph = as_stage_graph(shape.stages)
-        lanes, chunks, owners = run.lanes, 1, tuple(range(graph.stages))
-        versions, staleness = run.peak_versions(), run.staleness()
+        count, chunks, owners = len(turns), 1, tuple(range(graph.stages))
+        of_replicas = _update_lanes(run, turns[0])
+        versions, staleness = (
+            tuple(each for each in figures for _ in range(turns[0]))
+            for figures in (run.peak_versions(), run.staleness())
+        )
     else:
         if shape.schedule == AUTO:
-            graph, chunks, owners, lanes, origin = _search_lanes(shape, forward, backward, weight, hop)
+            graph, chunks, owners, found, origin = _search_lanes(shape, forward, backward, weight, hop)
+            of_replicas = tuple((lane,) for lane in found)
         else:
             graph, chunks, owners = _stages_of_workers(shape, shape.schedule)
-            lanes = schedule_lanes(shape.schedule, graph, shape.microbatches, owners)
-        versions, staleness = (1,) * len(lanes), (0,) * len(lanes)
-    played = simulate_schedule(lanes, forward, backward, hop, graph, weight)
+            of_stages = [turns[owner] for owner in owners]
+            of_replicas = replica_lanes(shape.schedule, graph, shape.microbatches, of_stages, owners)
+        count = len(of_replicas)
+        versions, staleness = (1,) * sum(turns), (0,) * sum(turns)
+    played = simulate_replicas(of_replicas, forward, backward, graph, weight, hop)
+    lanes = tuple(lane for of_group in of_replicas for lane in of_group)
     return DrawnSchedule(
         shape=shape,
-        timeline=replace(played, title=_title(shape, len(lanes), chunks), notes=_notes(shape, len(lanes), chunks)),
+        timeline=replace(played, title=_title(shape, count, chunks), notes=_notes(shape, count, chunks)),
         chunks=chunks,
         origin=origin,
         messages=_count_messages(lanes, graph, owners),
@@ -147,7 +160,8 @@ def lanes_summary(drawn: DrawnSchedule) -> dict[str, Any]:
     return {
         "schedule": drawn.shape.schedule,
         **({"origin": drawn.origin} if drawn.origin else {}),
-        "stages": timeline.ranks,
+        "stages": int(timeline.notes["stages"]),
+        **({"replicas": list(_turns(drawn.shape))} if drawn.shape.replicas else {}),
         "chunks": drawn.chunks,
         "microbatches": drawn.shape.microbatches,
         "utilization": timeline.utilization(),
@@ -200,14 +214,55 @@ def _check_options(shape: ScheduleShape) -> None:
         raise ValueError(f"the schedule {shape.schedule} has one stage on a worker, not {shape.chunks} chunks")
 
 
+def _turns(shape: ScheduleShape) -> tuple[int, ...]:
+    """Return the number of workers at each place of the pipeline.
+
+    Raises:
+        ValueError: numbers of replicas that do not fit the stages, the microbatches or the schedule.
+    """
+    graph = as_stage_graph(shape.stages)
+    chunks = shape.chunks or DEFAULT_CHUNKS.get(shape.schedule, 1)
+    places = graph.stages // chunks if isinstance(shape.stages, StageGraph) else graph.stages
+    if not shape.replicas:
+        return (1,) * places
+    turns = shape.replicas * places if len(shape.replicas) == 1 else shape.replicas
+    if len(turns) != places:
+        raise ValueError(f"replicas names {len(turns)} numbers for {places} stages: give one number, or one per stage")
+    most = max(turns)
+    if min(turns) < 1:
+        raise ValueError(f"replicas must be whole numbers of at least 1, not {min(turns)}")
+    if most > shape.microbatches:
+        raise ValueError(
+            f"{most} replicas cannot compute {shape.microbatches} microbatches in turn: draw {most} or more"
+        )
+    if most > 1 and shape.schedule == AUTO:
+        raise ValueError("auto finds orders of workers that do the same, not of replicas in turn")
+    if len(set(turns)) > 1 and shape.schedule not in WARM_UPS:
+        raise ValueError(
+            f"{shape.schedule} needs as many replicas of every stage; {', '.join(WARM_UPS)} may have different numbers"
+        )
+    if shape.schedule in ASYNCHRONOUS and shape.microbatches % most:
+        raise ValueError(
+            f"{shape.schedule} shares the microbatches of an update evenly: {shape.microbatches} is no multiple of "
+            f"{most} replicas"
+        )
+    return turns
+
+
 def _asynchronous_run(shape: ScheduleShape) -> AsynchronousRun | None:
-    """Return the run of an asynchronous schedule; None for a synchronous one."""
+    """Return the run of an asynchronous schedule, as each of its replicas has it; None for a synchronous one."""
+    own = shape.microbatches // _turns(shape)[0]
     if shape.schedule == "pipedream":
-        return pipedream(shape.stages, shape.microbatches, shape.vertical_sync)
+        return pipedream(shape.stages, own, shape.vertical_sync)
     if shape.schedule == "pipedream-2bw":
         batches = BATCHES if shape.batches is None else shape.batches
-        return pipedream_2bw(shape.stages, shape.microbatches, batches)
+        return pipedream_2bw(shape.stages, own, batches)
     return None
+
+
+def _update_lanes(run: AsynchronousRun, replicas: int) -> tuple[Lanes, ...]:
+    """Return for every stage the lanes of its replicas in turn, each of which has an equal part of every update."""
+    return tuple(tuple(renumber(lane, first, replicas) for first in range(replicas)) for lane in run.lanes)
 
 
 def _search_lanes(
@@ -279,6 +334,7 @@ def _count_messages(lanes: Lanes, graph: StageGraph, owners: Sequence[int]) -> i
 
 def _notes(shape: ScheduleShape, workers: int, chunks: int) -> dict[str, str]:
     said = {"schedule": shape.schedule, "stages": str(workers)}
+    said |= {"replicas": ", ".join(map(str, shape.replicas))} if shape.replicas else {}
     said |= {"chunks": str(chunks)} if chunks > 1 else {}
     said |= {"microbatches": str(shape.microbatches)}
     said |= {"live": str(shape.live)} if shape.live is not None else {}

@@ -261,6 +261,20 @@ def _difference(plan: Plan, said: Fingerprint, graph: Graph, own: Fingerprint) -
     return f"the shapes or the wiring differ (fingerprint {said.id}, this model's is {own.id})"
 
 
+def check_chunks(spec: Spec, graph: Graph) -> None:
+    """Refuse more chunks on a worker than a graph has parts for all workers.
+
+    Raises:
+        PolylaneError: the graph cannot be cut into so many stages.
+    """
+    most = len(cut_positions(graph)) + 1
+    if spec.chunks > 1 and len(spec.meshes) > most and not graph.is_opaque:
+        raise PolylaneError(
+            f"chunks={spec.chunks} on each of pipeline={spec.pipeline} are {len(spec.meshes)} stages, and the graph "
+            f"can be cut into at most {most}: lower one of them"
+        )
+
+
 def check_asynchronous(plan: Plan, partition: Partition) -> None:
     """Refuse a graph that an asynchronous pipeline cannot train; nothing for any other plan.
 

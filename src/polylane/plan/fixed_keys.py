@@ -9,13 +9,14 @@ from typing import Any, Literal
 from polylane.errors import PolylaneError
 from polylane.plan import spec as specs
 from polylane.plan.recompute import MODES
-from polylane.plan.spec import AUTO, DEGREES, PRECISIONS, Degrees, Spec
+from polylane.plan.schedule_checks import check_accumulation, check_plain_sum
+from polylane.plan.spec import AUTO, DEGREES, PRECISIONS, REPLICAS, TURNS, Degrees, Spec
 from polylane.plan.sync import KEYS, SUM, SyncOptions, parse_sync
 from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, RUNNABLE
 from polylane.settings import split_pairs
 
 # Keys of a plan that a search can be told; what else a plan can say, it finds or leaves at its default.
-_KNOWN = (*DEGREES, "microbatches", "schedule", "chunks", "precision", "recompute", *KEYS)
+_KNOWN = (*DEGREES, "microbatches", "schedule", "chunks", "replicas", "precision", "recompute", *KEYS)
 
 # A schedule, and the stages of every worker.
 ScheduleOption = tuple[str, int]
@@ -46,6 +47,12 @@ class FixedKeys:
         schedule: name of the pipeline schedule; None: the search compares those that compute the same numbers.
         chunks: number of stages of every worker; None: what the schedule has, or the search finds.
         recompute: mode of recomputation; None: as much as is needed for memory.
+        replicas: whether replicas "split" every microbatch, or compute whole ones in turn ("round-robin"); None: the
+            search compares both.
+
+    Raises:
+        PolylaneError: replicas in turn that do anything but sum gradients, or that have no microbatch each; fewer
+            microbatches than PipeDream-2BW needs.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
@@ -55,6 +62,19 @@ class FixedKeys:
     schedule: str | None = None
     chunks: int | None = None
     recompute: str | None = None
+    replicas: str | None = None
+
+    def __post_init__(self) -> None:
+        data, pipeline, microbatches = (self.counts.get(key) for key in ("data", "pipeline", "microbatches"))
+        sharing = (data or 1) if self.replicas == TURNS else 1
+        if self.replicas == TURNS:
+            check_plain_sum(f"replicas={TURNS}", self.sync)
+            if microbatches is not None and microbatches < sharing:
+                raise PolylaneError(
+                    f"replicas={TURNS}: {sharing} replicas cannot compute microbatches={microbatches} in turn"
+                )
+        if self.schedule == "pipedream-2bw" and pipeline is not None and microbatches is not None:
+            check_accumulation(f"pipeline={pipeline}", pipeline, microbatches, -(-microbatches // sharing))
 
     @property
     def schedules(self) -> tuple[ScheduleOption, ...]:
@@ -82,6 +102,8 @@ class FixedKeys:
         # Asynchronous pipelines share nothing out either.
         if "shard" in self.sync_keys or self.sync != SUM or self.schedule in ASYNCHRONOUS:
             return ()
+        if self.replicas == TURNS:
+            return ()  # nor do replicas in turn
         return ("optimizer", "gradients", "parameters")
 
     @property
@@ -128,6 +150,7 @@ class FixedKeys:
         words = [f"{key}={number}" for key, number in self.counts.items()]
         words += [f"schedule={self.schedule}"] if self.schedule else []
         words += [f"chunks={self.chunks}"] if self.chunks else []
+        words += [f"replicas={self.replicas}"] if self.replicas else []
         words += [f"precision={self.precision}"] if self.precision else []
         words += [f"recompute={self.recompute}"] if self.recompute else []
         return ",".join([*words, *self.sync.to_words()])
@@ -163,13 +186,16 @@ def _parse(text: str) -> FixedKeys:
     precision = given.get("precision")
     if precision not in (None, *PRECISIONS):
         raise PolylaneError(f"precision={precision} is not known, known are {', '.join(PRECISIONS)}")
+    replicas = given.get("replicas")
+    if replicas not in (None, *REPLICAS):
+        raise PolylaneError(f"replicas={replicas} is not known, known are {', '.join(REPLICAS)}")
     recompute = given.get("recompute")
     if recompute not in (None, *MODES):
         raise PolylaneError(
             f"recompute={recompute}: a search can be told one of {', '.join(MODES)}, and finds budgets by itself"
         )
     keys = {key: given[key] for key in KEYS if key in given}
-    return FixedKeys(counts, parse_sync(keys), frozenset(keys), precision, schedule, chunks, recompute)
+    return FixedKeys(counts, parse_sync(keys), frozenset(keys), precision, schedule, chunks, recompute, replicas)
 
 
 def _check_schedule(schedule: str | None, chunks: int | None, pipeline: int | None) -> None:

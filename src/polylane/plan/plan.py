@@ -14,7 +14,7 @@ from polylane.plan.order import check_order, has_halves
 from polylane.plan.pinned_placements import check_axes
 from polylane.plan.recompute import NONE, Recompute
 from polylane.plan.schedule_checks import check_accumulation, check_asynchronous, check_chunks, check_turns
-from polylane.plan.spec import Degrees, check_workers, format_degrees
+from polylane.plan.spec import TURNS, Degrees, check_workers, format_degrees
 from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, check_devices, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
 from polylane.plan.sync import SUM, SyncOptions
@@ -185,7 +185,7 @@ class Plan(StrictMapping):
     @property
     def takes_turns(self) -> bool:
         """Whether the replicas of a stage compute whole microbatches in turn."""
-        return self.replicas == "round-robin"
+        return self.replicas == TURNS
 
     @property
     def most_turns(self) -> int:

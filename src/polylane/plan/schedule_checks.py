@@ -56,11 +56,7 @@ def check_turns(title: str, replicas: Sequence[int], schedule: str, microbatches
             f"{what}: {most} replicas cannot compute microbatches: {microbatches} in turn: give {most} or more, or "
             "take replicas: split"
         )
-    if not sync.is_plain_sum:
-        raise PolylaneError(
-            f"{what}: sync ({','.join(sync.to_words())}) is for replicas that split every microbatch: leave sync out, "
-            "or take replicas: split"
-        )
+    check_plain_sum(what, sync)
     if schedule == FOUND:
         raise PolylaneError(f"{what} needs a named schedule: {schedule} finds orders for replicas that do the same")
     if len(set(replicas)) > 1 and schedule not in WARM_UPS:
@@ -72,6 +68,23 @@ def check_turns(title: str, replicas: Sequence[int], schedule: str, microbatches
         raise PolylaneError(
             f"{what}: under schedule: {schedule} replicas have as many microbatches of every update each: "
             f"microbatches: {microbatches} is no multiple of data={most}"
+        )
+
+
+def check_plain_sum(what: str, sync: SyncOptions) -> None:
+    """Refuse replicas in turn that do anything but sum their gradients.
+
+    Args:
+        what: what errors begin with: the plan's key.
+        sync: how the replicas synchronize.
+
+    Raises:
+        PolylaneError: it is not the plain sum.
+    """
+    if not sync.is_plain_sum:
+        raise PolylaneError(
+            f"{what}: sync ({','.join(sync.to_words())}) is for replicas that split every microbatch: leave sync out, "
+            "or take replicas: split"
         )
 
 

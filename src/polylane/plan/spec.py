@@ -19,7 +19,8 @@ from polylane.settings import split_pairs
 AUTO = "auto"
 
 PRECISIONS = ("float32", "bfloat16")
-REPLICAS = ("split", "round-robin")
+# What the replicas of a stage do with a microbatch: compute a part of each, or whole ones in turn.
+SPLIT, TURNS = REPLICAS = ("split", "round-robin")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches", "chunks")
 _KEYS = (*_COUNTS, "schedule", "replicas", "vertical_sync", "precision", "recompute", *syncs.KEYS, "slow", "per_sample")
@@ -94,7 +95,7 @@ class Spec:
     recompute: str = NONE
     chunks: int = 1
     vertical_sync: bool = False
-    replicas: str = "split"
+    replicas: str = SPLIT
 
     def __post_init__(self) -> None:
         if self.stages:
@@ -154,7 +155,7 @@ class Spec:
     @property
     def resplits_batch(self) -> bool:
         """Whether stages divide a microbatch over different numbers of replicas: it is resplit between them."""
-        return self.replicas == "split" and len({degrees.data for degrees in self.group_meshes}) > 1
+        return self.replicas == SPLIT and len({degrees.data for degrees in self.group_meshes}) > 1
 
     @property
     def workers(self) -> int:
@@ -201,7 +202,7 @@ def default_microbatches(spec: Spec, batch: int) -> int:
     """
     if spec.microbatches is not None:
         return spec.microbatches
-    if spec.replicas == "round-robin":
+    if spec.replicas == TURNS:
         each = 1 if spec.pipeline == 1 or spec.schedule == "pipedream" else 4 * spec.pipeline
         return spec.data * max(1, min(each, batch // spec.data))
     if spec.schedule == "pipedream":
@@ -236,7 +237,7 @@ def _parse_line(text: str) -> Spec:
         raise PolylaneError(f"schedule={_shorten(schedule)} is not known, known are {', '.join(RUNNABLE)}")
     if precision not in PRECISIONS:
         raise PolylaneError(f"precision={_shorten(precision)} is not known, known are {', '.join(PRECISIONS)}")
-    replicas = given.get("replicas", "split")
+    replicas = given.get("replicas", SPLIT)
     if replicas not in REPLICAS:
         raise PolylaneError(f"replicas={_shorten(replicas)} is not known, known are {', '.join(REPLICAS)}")
     recompute = given.get("recompute", NONE)

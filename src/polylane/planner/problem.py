@@ -25,10 +25,10 @@ from polylane.cost.predict import CostModel
 from polylane.cost.stage_cost import Lay, StageCosts
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
-from polylane.graph.partition import Partition, balance_stages, cut_positions
+from polylane.graph.partition import Partition, balance_stages
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
-from polylane.plan.spec import Degrees, Spec, default_microbatches
+from polylane.plan.spec import SPLIT, Degrees, Spec, default_microbatches
 from polylane.planner.stage_curves import CurveCache
 from polylane.sharding.layout import Layout, LayoutOffer, choose_layout
 from polylane.sharding.stage_layouts import SHARED_BY, tensors_on_unequal_meshes, values_between_meshes
@@ -185,16 +185,11 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
             raise PolylaneError(f"{name}={parts}: a batch of {batch} samples cannot be divided into so many")
     partition = Partition(graph, ())
     if plan.pipeline > 1:
-        most = len(cut_positions(graph)) + 1
-        if plan.chunks > 1 and len(plan.meshes) > most and not graph.is_opaque:
-            raise PolylaneError(
-                f"{plan.pipeline} stages of {plan.chunks} chunks are {len(plan.meshes)}, and the graph can be cut into "
-                f"at most {most}"
-            )
+        fit.check_chunks(plan, graph)
         # Balanced by the times on the widest mesh, with the local samples that it leaves; weights are the
         # stages' workers.
         widest = max(plan.meshes, key=lambda mesh: mesh.workers)
-        samples = -(-batch // (microbatches * (widest.data if plan.replicas == "split" else 1)))
+        samples = -(-batch // (microbatches * (widest.data if plan.replicas == SPLIT else 1)))
         table = CurveCache(found, batch).table(widest, samples)
         times = np.diff(table.forward + table.backward + table.waits + table.backward_waits)
         partition = balance_stages(graph, len(plan.meshes), list(times), [mesh.workers for mesh in plan.meshes])

@@ -12,14 +12,15 @@ from polylane.graph.partition import Partition
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.fixed_keys import ScheduleOption
 from polylane.plan.plan import Plan
-from polylane.plan.spec import PRECISIONS, Spec
+from polylane.plan.spec import PRECISIONS, SPLIT, TURNS, Spec
 from polylane.planner.problem import fit_to_meshes
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
 
-# Relative speed-up that twice the workers must bring; and that replicas which share something out must bring, for what
-# that takes beyond its messages (flat copies, hooks) is not priced.
-FRUGAL, PLAIN = 0.01, 0.03
+# Relative speed-up that twice the workers must bring; that replicas which share something out must bring, for what that
+# takes beyond its messages (flat copies, hooks) is not priced; and that replicas in turn must, so that of equally fast
+# plans the plainer one comes first.
+FRUGAL, PLAIN, TURNING = 0.01, 0.03, 0.01
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,21 @@ def make_plan(partition: Partition, candidate: RatedPlan, method: TrainingOption
     """Return a candidate's plan, with ranks ordered so that those that communicate most share a host."""
     precision = method.dtype if method.dtype in PRECISIONS else PRECISIONS[0]
     schedule, chunks = candidate.option
-    spec = Spec(schedule=schedule, chunks=chunks, precision=precision, stages=candidate.meshes, sync=candidate.sync)
+    spec = Spec(
+        schedule=schedule,
+        chunks=chunks,
+        replicas=TURNS if candidate.takes_turns else SPLIT,
+        precision=precision,
+        stages=candidate.meshes,
+        sync=candidate.sync,
+    )
     return fit.plan_from_partition(partition, spec, candidate.microbatches)
 
 
-def weighted_seconds(seconds: float, workers: int, sharded: bool = False) -> float:
+def weighted_seconds(seconds: float, workers: int, sharded: bool = False, takes_turns: bool = False) -> float:
     """Return seconds with a penalty per doubling of workers: of equally fast plans the one with fewer comes first.
 
-    So does one whose replicas share nothing out before one whose replicas do.
+    So does one whose replicas share nothing out before one whose replicas do, and one that splits every microbatch
+    before one whose replicas take turns.
     """
-    return seconds * (1 + FRUGAL * math.log2(workers) + PLAIN * sharded)
+    return seconds * (1 + FRUGAL * math.log2(workers) + PLAIN * sharded + TURNING * takes_turns)

@@ -65,7 +65,8 @@ def _misses_plans(answer: SearchResult) -> bool:
 
 
 def _weigh(found: RankedPlan) -> float:
-    return weighted_seconds(found.prediction.seconds, found.plan.workers, found.plan.sync.shard != "none")
+    plan = found.plan
+    return weighted_seconds(found.prediction.seconds, plan.workers, plan.sync.shard != "none", plan.takes_turns)
 
 
 def _say(found: RankedPlan, mode: str) -> RankedPlan:

@@ -11,6 +11,7 @@ import numpy as np
 from polylane.plan.fixed_keys import COMPARED, ScheduleOption
 from polylane.plan.sync import SyncOptions
 from polylane.planner.balance import Array
+from polylane.schedule.round_robin import WARM_UPS
 from polylane.schedule.schedules import ASYNCHRONOUS, splits_backward
 
 # The schedule that every estimate starts from.
@@ -45,7 +46,12 @@ class StageSeconds:
 
 
 def usable_options(
-    options: Sequence[ScheduleOption], stages: int, microbatches: int, most_stages: int, sync: SyncOptions
+    options: Sequence[ScheduleOption],
+    stages: int,
+    microbatches: int,
+    most_stages: int,
+    sync: SyncOptions,
+    turns: Sequence[int] = (),
 ) -> list[ScheduleOption]:
     """Return the schedules that so many groups of workers may have; those that a plan would be refused with are none.
 
@@ -55,7 +61,9 @@ def usable_options(
         microbatches: number of microbatches of a step.
         most_stages: most stages into which the graph can be cut.
         sync: how replicas synchronize, and whether they share parameters out.
+        turns: numbers of replicas that compute whole microbatches in turn, of every group; empty where they split them.
     """
+    most = max(turns, default=1)
     if stages == 1 and PLAIN_SCHEDULE in options:
         return [PLAIN_SCHEDULE]  # one worker alone waits for nobody
     found = []
@@ -70,7 +78,12 @@ def usable_options(
             continue
         if name in ASYNCHRONOUS and not sync.is_plain_sum:
             continue
-        if name == "pipedream-2bw" and microbatches < stages - 1:
+        # Replicas in turn have an equal part of every update (`polylane.plan.schedule_checks`).
+        if name in ASYNCHRONOUS and microbatches % most:
+            continue
+        if name == "pipedream-2bw" and microbatches // most < stages - 1:
+            continue
+        if len(set(turns)) > 1 and name not in WARM_UPS:
             continue
         found.append(option)
     return found

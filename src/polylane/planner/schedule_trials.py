@@ -97,7 +97,7 @@ def _build_variants(estimates: CurveCache, first: RankedPlan, options: Sequence[
     """Return the plan with every other schedule that its graph and its replicas allow."""
     candidate = first.candidate
     stages, most = len(candidate.meshes), estimates.max_stages
-    usable = usable_options(options, stages, candidate.microbatches, most, candidate.sync)
+    usable = usable_options(options, stages, candidate.microbatches, most, candidate.sync, candidate.turns)
     usable = [option for option in usable if option != candidate.option]
     if not usable or candidate.option[0] in ASYNCHRONOUS:
         return []

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from polylane.cost.state_sharding import Sharding
+from polylane.errors import PolylaneError
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
+from polylane.plan.spec import SPLIT, TURNS
 from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
 from polylane.planner.ranked_plan import PricedPlan, RankedPlan, price_plan, weighted_seconds
@@ -15,8 +18,9 @@ from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize, usable_o
 from polylane.planner.schedule_trials import choose_schedule, simulate_runner_up, with_schedule
 from polylane.planner.search_progress import Told, tell_nobody
 from polylane.planner.stage_curves import CurveCache
-from polylane.planner.stage_meshes import search_unequal_meshes
+from polylane.planner.stage_meshes import MICROBATCHES, search_unequal_meshes
 from polylane.planner.uniform_plans import RatedPlan, UniformPlan
+from polylane.samples.running_norms import find_running_norms
 
 # Share of the memory within which a plan that is estimated to fit will fit.
 SURE = 0.85
@@ -174,9 +178,8 @@ def _price_where_it_fits(estimates: CurveCache, candidate: RatedPlan, wish: Sear
     """Return a candidate as a full plan; with another schedule, the plainest, where its own does not fit."""
     first, limit = price_plan(estimates, candidate), candidate.memory_limit
     options = wish.fixed.schedules if first.peak_bytes > limit else ()
-    for option in usable_options(
-        options, len(candidate.meshes), candidate.microbatches, estimates.max_stages, candidate.sync
-    ):
+    stages, most = len(candidate.meshes), estimates.max_stages
+    for option in usable_options(options, stages, candidate.microbatches, most, candidate.sync, candidate.turns):
         changed = None if option == candidate.option else with_schedule(estimates, candidate, option)
         priced = None if changed is None else price_plan(estimates, changed)
         if priced is not None and priced.peak_bytes <= limit:
@@ -197,7 +200,8 @@ def _with_fixed_schedule(candidates: Sequence[RatedPlan], wish: SearchRequest, m
     found = []
     for candidate in candidates:
         options = [option for option in wish.fixed.schedules if option[1] == 1]
-        usable = usable_options(options, len(candidate.meshes), candidate.microbatches, most, candidate.sync)
+        stages, turns = len(candidate.meshes), candidate.turns
+        usable = usable_options(options, stages, candidate.microbatches, most, candidate.sync, turns)
         found += [replace(candidate, option=option) for option in usable[:1]]
     return found
 
@@ -208,7 +212,8 @@ def _weighted_estimate(candidate: RatedPlan) -> float:
 
 def _weigh(candidate: RatedPlan, seconds: float) -> float:
     """Return a candidate's seconds, estimated or simulated, with what it must be faster by than plainer plans."""
-    return penalize(weighted_seconds(seconds, candidate.workers, candidate.sync.shard != "none"), candidate.option)
+    shares = candidate.sync.shard != "none"
+    return penalize(weighted_seconds(seconds, candidate.workers, shares, candidate.takes_turns), candidate.option)
 
 
 def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
@@ -216,7 +221,7 @@ def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
     counts: dict[object, int] = {}
     kept = []
     for candidate in candidates:
-        key = (candidate.meshes, candidate.stage_of_piece, candidate.sync.shard)
+        key = (candidate.meshes, candidate.stage_of_piece, candidate.sync.shard, candidate.takes_turns)
         counts[key] = counts.get(key, 0) + 1
         if counts[key] <= 3:
             kept.append(candidate)
@@ -261,18 +266,42 @@ class _UniformSearch:
         single, double = list[UniformPlan](), list[UniformPlan]()
         wish, estimates = self._wish, self._estimates
         for uniform in uniform_plans.enumerate_uniform_plans(
-            workers, wish.max_operator_ranks, estimates.batch, estimates.max_stages
+            workers,
+            wish.max_operator_ranks,
+            estimates.batch,
+            estimates.max_stages,
+            wish.fixed.counts.get("microbatches"),
         ):
-            if not wish.fixed.allows((uniform.mesh,) * uniform.stages, uniform.microbatches):
-                continue
-            if not wish.batch_is_indivisible or uniform.data == uniform.microbatches == 1:
-                (double if uniform.sequence > 1 and uniform.tensor > 1 else single).append(uniform)
+            for each in self._divide_work(uniform):
+                if not wish.fixed.allows((each.mesh,) * each.stages, each.microbatches):
+                    continue
+                if not wish.batch_is_indivisible or each.data == each.microbatches == 1:
+                    (double if each.sequence > 1 and each.tensor > 1 else single).append(each)
         found = self._rate_best_first(single)
         best = sorted((pair for pair in found if pair[1].fits), key=lambda pair: pair[1].seconds)
         # Products sequence x tensor of the fastest plans that shard operators at all, in the order of their seconds.
         inner = list(dict.fromkeys(u.sequence * u.tensor for u, _ in best if u.sequence * u.tensor > 1))[:BOTH_AXES]
         found += self._rate_best_first([u for u in double if u.sequence * u.tensor in inner])
         return [candidate for _, candidate in found]
+
+    def _divide_work(self, uniform: UniformPlan) -> list[UniformPlan]:
+        """Return a uniform plan with what its replicas may do with a microbatch: split it, or take turns.
+
+        Equal numbers of replicas in turn are faster only where replicas that split sum statistics inside their passes.
+        Without a pipeline those of the whole batch are kept: turns are not compared unasked.
+        """
+        fixed, code = self._wish.fixed, self._estimates.basis.stages.graph.code
+        # A number of microbatches that is fixed is that of the step, whatever a replica has of them.
+        turning = replace(uniform, takes_turns=True) if "microbatches" in fixed.counts else uniform.in_turn()
+        useful = uniform.stages > 1 and code.has_batch_statistics and self._turns_are_possible
+        ways = [uniform] if uniform.data == 1 or fixed.replicas != TURNS else []
+        if uniform.data > 1 and (fixed.replicas == TURNS or (fixed.replicas is None and useful)):
+            ways.append(turning)
+        return [way for way in ways if way.divides(self._estimates.batch)]
+
+    @cached_property
+    def _turns_are_possible(self) -> bool:
+        return may_take_turns(self._estimates)
 
     def _rate_best_first(self, uniforms: Sequence[UniformPlan]) -> list[tuple[UniformPlan, RatedPlan]]:
         """Rate plans in the order of their lower bounds; return those that were not skipped."""
@@ -295,7 +324,8 @@ class _UniformSearch:
 
     def _rate_variants(self, uniform: UniformPlan) -> Iterator[RatedPlan]:
         """Yield a uniform plan with every kind of sharding that may be worth it."""
-        for number, estimates in enumerate(self._variants if uniform.data > 1 else self._variants[:1]):
+        shares = uniform.data > 1 and not uniform.takes_turns
+        for number, estimates in enumerate(self._variants if shares else self._variants[:1]):
             wish = self._wish
             candidate = uniform_plans.rate_uniform_plan(estimates, uniform, wish.memory_limit, wish.fixed.schedules)
             if candidate is None:
@@ -324,5 +354,20 @@ def _search_unequal(estimates: CurveCache, wish: SearchRequest, workers: int) ->
     # is that of every stage.
     if estimates.sync.is_replica_local or estimates.sync.has_servers or wish.fixed.degrees:
         return []
-    found = (search_unequal_meshes(each, workers, wish.memory_limit) for each in sharding_variants(estimates, wish))
-    return next((plans for plans in found if plans), [])
+    variants = sharding_variants(estimates, wish) if wish.fixed.replicas != TURNS else []
+    counts = (wish.fixed.counts["microbatches"],) if "microbatches" in wish.fixed.counts else MICROBATCHES
+    split = (search_unequal_meshes(each, workers, wish.memory_limit, counts) for each in variants)
+    found = next((plans for plans in split if plans), [])
+    if wish.fixed.replicas != SPLIT and may_take_turns(estimates):
+        found += search_unequal_meshes(estimates, workers, wish.memory_limit, counts, in_turn=True)
+    return found
+
+
+def may_take_turns(estimates: CurveCache) -> bool:
+    """Return whether replicas may compute whole microbatches in turn: as far as their synchronization and norms go."""
+    graph = estimates.basis.stages.graph
+    try:
+        find_running_norms(graph.code.fx, {node.name for node in graph.nodes})
+    except PolylaneError:
+        return False
+    return estimates.sync.is_plain_sum

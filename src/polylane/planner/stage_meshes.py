@@ -3,10 +3,14 @@
 Zheng et al., Alpa, OSDI 2022, section 5.2: for every bound on the slowest stage, find the stages with the least sum of
 times; a pipeline takes that sum plus (m - 1) times the slowest. Here stages also keep within memory, which is why they
 are added from the last one back: in 1F1B a stage holds as many microbatches as there are stages from it to the end.
+
+Replicas of a stage either split every microbatch, or compute whole ones in turn (`polylane.schedule.round_robin`): of d
+replicas each then has a d-th of the microbatches, and m / d takes the place of m.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,6 +42,7 @@ class MeshOption:
 
     Attributes:
         mesh: degrees of the stage's data, sequence and tensor axes.
+        turns: number of replicas that compute whole microbatches in turn; 1 where they split every one.
         seconds: seconds of a microbatch's two passes and of the messages before them.
         closing_seconds: seconds of a step after the last backward pass.
         elements: trained elements of one rank.
@@ -46,24 +51,44 @@ class MeshOption:
     """
 
     mesh: Degrees
+    turns: int
     seconds: Array
     closing_seconds: Array
     elements: Array
     activation_bytes: Array
     frozen_bytes: Array
 
+    @property
+    def period(self) -> Array:
+        """Seconds between two microbatches of a stage: replicas in turn are at several at once."""
+        return self.seconds / self.turns
+
 
 # Stages: first position, end position and mesh of each, as indices into the chosen positions.
 Chosen = list[tuple[int, int, MeshOption]]
 
 
-def search_unequal_meshes(estimates: CurveCache, workers: int, limit: float) -> list[RatedPlan]:
-    """Return the best plan with unequal meshes for each number of microbatches."""
+def search_unequal_meshes(
+    estimates: CurveCache,
+    workers: int,
+    limit: float,
+    microbatches: Sequence[int] = MICROBATCHES,
+    in_turn: bool = False,
+) -> list[RatedPlan]:
+    """Return the best plan with unequal meshes for each number of microbatches.
+
+    Args:
+        estimates: cost curves and memory bound on the cluster.
+        workers: number of workers over all stages.
+        limit: bytes that a worker may have.
+        microbatches: numbers of microbatches of a step that are tried.
+        in_turn: whether replicas compute whole microbatches in turn, and do not split every one.
+    """
     if workers > MOST_WORKERS or workers < 3 or estimates.max_stages < 2:
         return []
     found = []
-    for microbatches in (m for m in MICROBATCHES if m <= estimates.batch):
-        found += StageMeshSearch(estimates, workers, microbatches, limit).find_best()
+    for count in (m for m in microbatches if m <= estimates.batch):
+        found += StageMeshSearch(estimates, workers, count, limit, in_turn).find_best()
     return found
 
 
@@ -75,10 +100,14 @@ class StageMeshSearch:
         workers: number of workers over all stages.
         microbatches: number of microbatches of a step.
         limit: bytes that a worker may have.
+        in_turn: whether replicas compute whole microbatches in turn, and do not split every one.
     """
 
-    def __init__(self, estimates: CurveCache, workers: int, microbatches: int, limit: float) -> None:
+    def __init__(
+        self, estimates: CurveCache, workers: int, microbatches: int, limit: float, in_turn: bool = False
+    ) -> None:
         self.estimates, self.workers, self.microbatches, self.limit = estimates, workers, microbatches, limit
+        self.in_turn = in_turn
         self.places = choose_positions(estimates)
         self._bytes: dict[tuple[int, int], Array] = {}
 
@@ -94,37 +123,75 @@ class StageMeshSearch:
         # Equal meshes are left to the uniform plans, which price their cuts more closely.
         if best is None or len({option.mesh for _, _, option in best[1]}) < 2:
             return []
+        meshes = tuple(option.mesh for _, _, option in best[1])
+        replicated = any(mesh.data > 1 for mesh in meshes)
+        # Without replicas there are no turns: it is the plan that the other search finds.
+        if self.in_turn and not replicated:
+            return []
         seconds, chosen = best
         positions = self.estimates.positions
-        live = [min(self.microbatches, len(chosen) - i) for i in range(len(chosen))]
-        most = max(
-            float(self.stage_bytes(self.options.index(o), n)[a, b]) for n, (a, b, o) in zip(live, chosen, strict=True)
-        )
-        meshes = tuple(option.mesh for _, _, option in chosen)
         cuts = tuple(int(positions[self.places[a]]) for a, _, _ in chosen[1:])
-        sync = self.estimates.sync if any(mesh.data > 1 for mesh in meshes) else SUM
-        return [RatedPlan(meshes, cuts, self.microbatches, seconds, most, self.limit, sync=sync)]
+        return [
+            RatedPlan(
+                meshes=meshes,
+                cuts=cuts,
+                microbatches=self.microbatches,
+                seconds=seconds,
+                peak_bytes=self._max_stage_bytes(chosen),
+                memory_limit=self.limit,
+                sync=self.estimates.sync if replicated else SUM,
+                takes_turns=self.in_turn,
+            )
+        ]
+
+    def _max_stage_bytes(self, chosen: Chosen) -> float:
+        """Return the bytes of a rank of the stage that needs the most memory."""
+        most, used = 0.0, 0
+        for number, (a, b, option) in enumerate(reversed(chosen), 1):
+            used += option.mesh.workers
+            live = self.count_live(option, number, used)
+            most = max(most, float(self.stage_bytes(self.options.index(option), live)[a, b]))
+        return most
+
+    def count_live(self, option: MeshOption, stages: int, workers: int) -> int:
+        """Return the microbatches that a rank of a stage holds at once under 1F1B, at most.
+
+        Args:
+            option: the mesh of the stage, with what it takes there.
+            stages: number of stages from this one to the end.
+            workers: number of workers on these stages.
+        """
+        if not self.in_turn:
+            return min(self.microbatches, stages)
+        # `round_robin.WARM_UPS`: replicas from here to the end over the stage's own. Ranks that share operators behind
+        # this stage count as replicas, of which there are fewer: a bound.
+        ahead = option.turns + workers - option.mesh.workers
+        return min(-(-self.microbatches // option.turns), -(-ahead // option.turns))
 
     def step_seconds(self, chosen: Chosen) -> float:
-        """Return the seconds of a step: sum of the stages, (m - 1) times the slowest, and the end of the step."""
-        each = [float(option.seconds[a, b]) for a, b, option in chosen]
-        return (
-            sum(each) + (self.microbatches - 1) * max(each) + max(float(o.closing_seconds[a, b]) for a, b, o in chosen)
-        )
+        """Return the seconds of a step: sum of the stages, the slowest for all further microbatches, and the end."""
+        own = [float(option.seconds[a, b]) for a, b, option in chosen]
+        further = (-(-self.microbatches // option.turns) - 1 for _, _, option in chosen)
+        slowest = max(count * seconds for count, seconds in zip(further, own, strict=True))
+        return sum(own) + slowest + max(float(option.closing_seconds[a, b]) for a, b, option in chosen)
 
     @cached_property
     def options(self) -> list[MeshOption]:
         """Every mesh of a stage that leaves workers for other stages."""
         splits = [(1, 1), *((1, n) for n in DEGREES), *((n, 1) for n in DEGREES)]
-        most = min(self.workers - 1, self.estimates.batch // self.microbatches)
+        # Each replica needs a sample of every microbatch, or in turn a microbatch.
+        parts = self.microbatches if self.in_turn else self.estimates.batch // self.microbatches
+        most = min(self.workers - 1, parts)
         meshes = [Degrees(data, sequence, tensor) for data in range(1, most + 1) for sequence, tensor in splits]
         return [self._build_option(mesh) for mesh in meshes if mesh.workers < self.workers]
 
     def _build_option(self, mesh: Degrees) -> MeshOption:
         basis, at, m = self.estimates.basis, np.array(self.places), self.microbatches
         replicas = range(0, mesh.workers, mesh.sequence * mesh.tensor)
-        samples = -(-self.estimates.batch // (self.microbatches * mesh.data))
-        curves = self.estimates.curves(mesh, samples, replicas, m)
+        turns = mesh.data if self.in_turn else 1
+        samples = -(-self.estimates.batch // (self.microbatches * mesh.data // turns))
+        # Replicas in turn sum no statistics inside their passes.
+        curves = self.estimates.curves(mesh._replace(data=mesh.data // turns), samples, replicas, m)
         times = curves.stage_seconds(at[:, None], at[None, :])
         elements, held = curves.elements[at], curves.activation_bytes[at]
         inward = np.array(
@@ -141,7 +208,9 @@ class StageMeshSearch:
         ending = ending + own / SAMPLE * (summed * (0.3 if basis.method.overlap else 1.0) + handed)
         seconds = times.forward + times.backward + 2 * inward[:, None]
         frozen = curves.frozen_bytes[at]
-        return MeshOption(mesh, seconds, ending, own, held[None, :] - held[:, None], frozen[None, :] - frozen[:, None])
+        return MeshOption(
+            mesh, turns, seconds, ending, own, held[None, :] - held[:, None], frozen[None, :] - frozen[:, None]
+        )
 
     def stage_bytes(self, number: int, live: int) -> Array:
         """Return the bytes of a rank of every stage on one option, with ``live`` microbatches in flight."""
@@ -159,7 +228,7 @@ class StageMeshSearch:
         best = np.inf
         stages = 0
         for number in range(1, min(MOST_STAGES, self.workers, count - 1) + 1):
-            rounds.append(self._add_stage(least, bound, min(self.microbatches, number)))
+            rounds.append(self._add_stage(least, bound, number))
             least = rounds[-1].least
             if least[self.workers, 0] < best:
                 best, stages = float(least[self.workers, 0]), number
@@ -173,20 +242,23 @@ class StageMeshSearch:
             at, left = end, left - option.mesh.workers
         return result
 
-    def _add_stage(self, after: Array, bound: float, live: int) -> _SearchRound:
-        """Prepend one stage to the best stages so far; ``after`` has their least times."""
+    def _add_stage(self, after: Array, bound: float, stages: int) -> _SearchRound:
+        """Prepend one stage to the best stages so far, of which there are then so many; ``after`` has their times."""
         count = len(self.places)
         least = np.full_like(after, np.inf)
         choice, ends = (np.full(after.shape, -1, dtype=np.int64) for _ in "12")
         upper = np.triu(np.ones((count, count), dtype=bool), 1)
         for number, option in enumerate(self.options):
-            allowed = upper & (option.seconds <= bound) & (self.stage_bytes(number, live) <= self.limit)
-            if not allowed.any():
+            quick = upper & (option.period <= bound)
+            if not quick.any():
                 continue
             # The end of the step happens once, not per microbatch: only the slowest counts, spread here
             # so that sums stay additive.
-            cost = np.where(allowed, option.seconds + option.closing_seconds / self.microbatches, np.inf)
+            whole = option.seconds + option.closing_seconds / self.microbatches
+            live, cost = 0, whole
             for used in range(option.mesh.workers, self.workers + 1):
+                if live != (live := self.count_live(option, stages, used)):
+                    cost = np.where(quick & (self.stage_bytes(number, live) <= self.limit), whole, np.inf)
                 total = cost + after[used - option.mesh.workers][None, :]
                 end = np.argmin(total, axis=1)
                 value = total[np.arange(count), end]

@@ -41,6 +41,7 @@ class RatedPlan:
         memory_limit: bytes that a worker may have.
         sync: how replicas synchronize, and what they share out; the plain sum where there are none.
         option: the schedule, and the stages of every worker.
+        takes_turns: whether replicas compute whole microbatches in turn, and do not split every one.
     """
 
     meshes: tuple[Degrees, ...]
@@ -52,6 +53,12 @@ class RatedPlan:
     stage_of_piece: tuple[int, ...] = ()
     sync: SyncOptions = SUM
     option: ScheduleOption = PLAIN_SCHEDULE
+    takes_turns: bool = False
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Number of replicas of every stage, where they take turns; else empty."""
+        return tuple(mesh.data for mesh in self.meshes) if self.takes_turns else ()
 
     @property
     def workers(self) -> int:
@@ -71,6 +78,7 @@ class UniformPlan:
     Attributes:
         data, stages, sequence, tensor: number of ranks along each axis.
         microbatches: number of microbatches of a step.
+        takes_turns: whether replicas compute whole microbatches in turn, and do not split every one.
     """
 
     data: int
@@ -78,6 +86,38 @@ class UniformPlan:
     sequence: int
     tensor: int
     microbatches: int
+    takes_turns: bool = False
+
+    @classmethod
+    def of(cls, candidate: RatedPlan) -> UniformPlan:
+        """Return the degrees of a candidate whose stages all have the same mesh."""
+        mesh, stages = candidate.meshes[0], len(candidate.meshes)
+        return cls(mesh.data, stages, mesh.sequence, mesh.tensor, candidate.microbatches, candidate.takes_turns)
+
+    def in_turn(self) -> UniformPlan:
+        """Return the same replicas in turn: each has the same samples in as many passes, as microbatches of its own."""
+        return replace(self, microbatches=self.microbatches * self.data, takes_turns=True)
+
+    def divides(self, batch: int) -> bool:
+        """Return whether each replica has a sample of every microbatch, or in turn a microbatch of its own."""
+        if self.takes_turns:
+            return self.data <= self.microbatches <= batch
+        return self.data * self.microbatches <= batch
+
+    @property
+    def sharing(self) -> int:
+        """Number of replicas that compute on one microbatch together."""
+        return 1 if self.takes_turns else self.data
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """Number of replicas of every stage, where they take turns; else empty."""
+        return (self.data,) * self.stages if self.takes_turns else ()
+
+    @property
+    def own_microbatches(self) -> int:
+        """Number of microbatches that a replica computes on, of the one that has most."""
+        return -(-self.microbatches // (self.data if self.takes_turns else 1))
 
     @property
     def mesh(self) -> Degrees:
@@ -105,7 +145,7 @@ def rate_uniform_plan(
     """
     curves = stage_curves_of(estimates, uniform)
     sync = estimates.sync if uniform.data > 1 else SUM
-    options = usable_options(options, uniform.stages, uniform.microbatches, estimates.max_stages, sync)
+    options = _usable_options(estimates, uniform, sync, options)
     if curves is None or not options:
         return None
     # If nothing fits it is cut without limit, to report how much memory is missing.
@@ -114,19 +154,27 @@ def rate_uniform_plan(
         return None
     times = _stage_seconds(estimates, uniform, curves, ends)
     closing = _closing_seconds(estimates, uniform, curves, ends, times)
-    seconds = {option: pipeline_seconds(option, times, uniform.microbatches) + closing for option in options}
+    own = uniform.own_microbatches
+    seconds = {option: pipeline_seconds(option, times, own) + closing for option in options}
     sizes: dict[ScheduleOption, float] = {}
     # The first that fits is the best one; where none does, that which needs the least is reported.
     for option in sorted(options, key=lambda each: penalize(seconds[each], each)):
-        live = live_microbatches(option, uniform.stages, uniform.microbatches)
+        live = live_microbatches(option, uniform.stages, own)
         sizes[option] = _max_stage_bytes(estimates, uniform, curves, ends, live)
         if sizes[option] <= limit:
             break
     else:
         option = min(options, key=sizes.__getitem__)
-    meshes = (uniform.mesh,) * uniform.stages
-    cuts = _cut_positions(estimates, ends)
-    found = RatedPlan(meshes, cuts, uniform.microbatches, seconds[option], sizes[option], limit, sync=sync)
+    found = RatedPlan(
+        meshes=(uniform.mesh,) * uniform.stages,
+        cuts=_cut_positions(estimates, ends),
+        microbatches=uniform.microbatches,
+        seconds=seconds[option],
+        peak_bytes=sizes[option],
+        memory_limit=limit,
+        sync=sync,
+        takes_turns=uniform.takes_turns,
+    )
     return change_schedule(estimates, found, option) if option != PLAIN_SCHEDULE else found
 
 
@@ -138,8 +186,7 @@ def change_schedule(estimates: CurveCache, candidate: RatedPlan, option: Schedul
     chunks = option[1]
     if chunks == 1:
         return replace(candidate, option=option)
-    mesh, stages = candidate.meshes[0], len(candidate.meshes)
-    uniform = UniformPlan(mesh.data, stages, mesh.sequence, mesh.tensor, candidate.microbatches)
+    uniform = UniformPlan.of(candidate)
     curves = stage_curves_of(estimates, uniform)
     ends = None if curves is None else _stage_bounds(estimates, uniform, curves, math.inf, chunks)
     return None if ends is None else replace(candidate, option=option, cuts=_cut_positions(estimates, ends))
@@ -147,11 +194,10 @@ def change_schedule(estimates: CurveCache, candidate: RatedPlan, option: Schedul
 
 def cut_for_plain_schedule(estimates: CurveCache, candidate: RatedPlan) -> RatedPlan | None:
     """Return a uniform candidate as 1F1B would have it, with one stage on every worker; None if nothing is cut so."""
-    mesh = candidate.meshes[0]
     if candidate.option[1] == 1:
         return replace(candidate, option=PLAIN_SCHEDULE)
-    uniform = UniformPlan(mesh.data, len(candidate.meshes), mesh.sequence, mesh.tensor, candidate.microbatches)
-    own = estimates.with_sync(candidate.sync) if mesh.data > 1 else estimates
+    uniform = UniformPlan.of(candidate)
+    own = estimates.with_sync(candidate.sync) if uniform.data > 1 else estimates
     return rate_uniform_plan(own, uniform, candidate.memory_limit)
 
 
@@ -163,8 +209,10 @@ def stage_curves_of(estimates: CurveCache, uniform: UniformPlan) -> StageCurves 
     """Return the curves of a uniform plan's stages; None if the graph has too few cut positions."""
     if uniform.stages > estimates.max_stages:
         return None
-    samples = -(-estimates.batch // (uniform.microbatches * uniform.data))
-    return estimates.curves(uniform.mesh, samples, uniform.ranks("data"), uniform.microbatches)
+    samples = -(-estimates.batch // (uniform.microbatches * uniform.sharing))
+    # Replicas that take turns sum nothing inside their passes.
+    mesh = uniform.mesh._replace(data=uniform.sharing)
+    return estimates.curves(mesh, samples, uniform.ranks("data"), uniform.microbatches)
 
 
 def min_step_seconds(
@@ -173,11 +221,19 @@ def min_step_seconds(
     """Return a lower bound of a step's seconds: perfectly balanced stages, no messages, no reductions."""
     curves = stage_curves_of(estimates, uniform)
     sync = estimates.sync if uniform.data > 1 else SUM
-    options = usable_options(options, uniform.stages, uniform.microbatches, estimates.max_stages, sync)
+    options = _usable_options(estimates, uniform, sync, options)
     if curves is None or not options:
         return math.inf
     times = curves.balanced_seconds(uniform.stages)
-    return min(pipeline_seconds(option, times, uniform.microbatches) for option in options)
+    return min(pipeline_seconds(option, times, uniform.own_microbatches) for option in options)
+
+
+def _usable_options(
+    estimates: CurveCache, uniform: UniformPlan, sync: SyncOptions, options: Sequence[ScheduleOption]
+) -> list[ScheduleOption]:
+    return usable_options(
+        options, uniform.stages, uniform.microbatches, estimates.max_stages, sync, turns=uniform.turns
+    )
 
 
 def _stage_bounds(
@@ -187,15 +243,16 @@ def _stage_bounds(
     # Parameters, gradients and states per trained element.
     weight = estimates.footprint.bytes_per_element(uniform.data)
     # With at least as many microbatches as stages, 1F1B's memory does not depend on their number: cuts are shared.
-    filled = uniform.microbatches >= uniform.stages
+    own = uniform.own_microbatches
+    filled = own >= uniform.stages
 
     def memory(last: int) -> Array:
-        live = min(uniform.microbatches, last)
+        live = min(own, last)
         return curves.elements * weight + curves.frozen_bytes + curves.activation_bytes * live
 
     room = estimates.footprint.available_bytes(limit) - estimates.gathered_bytes(uniform.mesh)
     # The cache keeps the curves alive, so that their id() is not reused.
-    key = (id(curves), weight, room, None if filled else uniform.microbatches)
+    key = (id(curves), weight, room, None if filled else own)
     found = estimates.cuts_cache.get(key)
     if found is None:
         found = estimates.cuts_cache[key] = BalancedCuts(curves.pass_seconds, memory, room)
@@ -245,7 +302,9 @@ def _closing_seconds(
     return most
 
 
-def enumerate_uniform_plans(workers: int, inner: int, batch: int, pieces: int) -> Iterator[UniformPlan]:
+def enumerate_uniform_plans(
+    workers: int, inner: int, batch: int, pieces: int, microbatches: int | None = None
+) -> Iterator[UniformPlan]:
     """Yield every uniform plan worth rating on ``workers`` workers.
 
     Args:
@@ -253,6 +312,7 @@ def enumerate_uniform_plans(workers: int, inner: int, batch: int, pieces: int) -
         inner: most ranks over which an operator may be sharded.
         batch: samples of a step over all replicas.
         pieces: most stages into which the graph can be cut.
+        microbatches: the number that plans must have; None: those that may be worth it.
     """
     for sequence in _powers_of_two(inner):
         for tensor in _powers_of_two(inner // sequence):
@@ -263,8 +323,8 @@ def enumerate_uniform_plans(workers: int, inner: int, batch: int, pieces: int) -
                 data = rest // stages
                 if data > batch:
                     continue
-                for microbatches in _microbatch_counts(batch // data, stages):
-                    yield UniformPlan(data, stages, sequence, tensor, microbatches)
+                for count in _microbatch_counts(batch // data, stages) if microbatches is None else [microbatches]:
+                    yield UniformPlan(data, stages, sequence, tensor, count)
 
 
 def _microbatch_counts(samples: int, stages: int) -> list[int]:

@@ -58,17 +58,18 @@ def simulate_schedule(
 
 def simulate_replicas(
     lanes: Sequence[Lanes],
-    forward: Sequence[float],
-    backward: Sequence[float],
+    forward: float | Sequence[float],
+    backward: float | Sequence[float],
     graph: StageGraph,
     weight: float | Sequence[float] | None = None,
+    hop: float = 0,
 ) -> Timeline:
-    """Simulate the passes of replicas that compute whole microbatches in turn, without communication.
+    """Simulate the passes of replicas that compute whole microbatches in turn; sums of gradients take no time.
 
     Args:
         lanes: for every group of workers, the passes of each of its replicas; one stage for each group where groups
             have different numbers of replicas.
-        forward, backward, graph, weight: as of :func:`simulate_schedule`, by stage.
+        forward, backward, graph, weight, hop: as of :func:`simulate_schedule`, by stage.
 
     Returns:
         The timeline; ranks number the replicas of the first group, then those of the second, and so on.
@@ -78,12 +79,13 @@ def simulate_replicas(
         # Replicas with the same number are a pipeline of their own.
         spans = list[Span]()
         for replica in range(counts[0]):
-            played = simulate_schedule([each[replica] for each in lanes], forward, backward, graph=graph, weight=weight)
+            own = [each[replica] for each in lanes]
+            played = simulate_schedule(own, forward, backward, hop, graph, weight)
             spans += [replace(span, rank=span.rank * counts[0] + replica) for span in played.spans]
         return replace(played, spans=tuple(spans), ranks=sum(counts))
     every = [lane for of_replicas in lanes for lane in of_replicas]
     # No two stages share a lane, so that every value is a message.
-    passes = _SchedulePasses(graph, {}, pass_ticks(graph.stages, forward, backward, weight), 0)
+    passes = _SchedulePasses(graph, {}, pass_ticks(graph.stages, forward, backward, weight), hop)
     found: list[list[Span]] = [[] for _ in every]
     longest_path(passes.run(number, lane, found[number]) for number, lane in enumerate(every))
     return Timeline(tuple(span for of_lane in found for span in of_lane), ranks=len(every), unit="ticks")

@@ -52,12 +52,14 @@ class AsynchronousPipeline:
         delay: steps after a batch's own in which its last backward pass runs on some stage.
         begun: number of steps so far.
         batches: batches under way, by the number of their step.
+        buffers: this worker's buffers that passes write, by role, as the newest batch has them.
     """
 
     versions: WeightVersions
     delay: int
     begun: int = 0
     batches: dict[int, _BatchUnderWay] = field(default_factory=dict)
+    buffers: dict[tuple[str, Any], Tensor] = field(default_factory=dict)
     # Batches whose update is made, until their last messages have been received.
     _ended: list[StepState] = field(default_factory=list)
 
@@ -69,6 +71,7 @@ class AsynchronousPipeline:
                 executor.run_step(self.begun, [])
                 self.begun += 1
             assert not self.batches
+            executor.store_buffers()
         self.release(0)
         self.begun = self.versions.newest
         self.versions.restart()
@@ -102,13 +105,11 @@ class AsynchronousExecutor(Executor):
         written = find_written_buffers(self.program.partition.graph.code.fx)
         self._written = [("buffer", name) for name in written if ("buffer", name) in self.any_runner.tensors]
 
-    def _begin_versions(self, number: int) -> dict[tuple[str, Any], Tensor]:
+    def _begin_versions(self, number: int) -> None:
         """Have the stages compute a batch on its version of the weights, and on buffers of its own that it writes.
 
-        Backward passes of earlier batches read the buffers as these had left them.
-
-        Returns:
-            The batch's own buffers, by role: what they hold after its forward passes becomes the model's.
+        Backward passes of earlier batches read the buffers as these had left them. What the batch's own hold after its
+        forward passes becomes the model's.
         """
         plain = self._plain_arguments[self.program.stage]
         own = {role: plain[role].clone() for role in self._written}
@@ -116,7 +117,13 @@ class AsynchronousExecutor(Executor):
         for stage, runner in self.runners.items():
             tensors = self._plain_arguments[stage]
             runner.tensors = {**tensors, **{role: value for role, value in changed.items() if role in tensors}}
-        return own
+        self.pipeline.buffers = own
+
+    def store_buffers(self) -> None:
+        """Make what the newest batch has left in its buffers the model's."""
+        with torch.no_grad():
+            for role, buffer in self.pipeline.buffers.items():
+                self._plain_arguments[self.program.stage][role].copy_(buffer)
 
     def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
         """Run one step; ``finish`` is called for the update of this batch, in this step or a later one."""
@@ -126,15 +133,13 @@ class AsynchronousExecutor(Executor):
             pipeline.empty()
         state = self._begin(batch, step, seed)
         state.first_pass = pipeline.begun * self.microbatches
-        own = self._begin_versions(pipeline.begun)
+        self._begin_versions(pipeline.begun)
         pipeline.batches[pipeline.begun] = _BatchUnderWay(self, batch, state, finish)
         number, pipeline.begun = pipeline.begun, pipeline.begun + 1
         spans = list[Span]()
         self.run_step(number, spans)
         super()._check_witnessed_calls()
-        with torch.no_grad():
-            for role, buffer in own.items():
-                self._plain_arguments[self.program.stage][role].copy_(buffer)
+        self.store_buffers()
         # Two steps later the receivers have come by their messages: nobody waits for them any more.
         pipeline.release(2 + pipeline.delay)
         state.spans = spans
@@ -164,6 +169,9 @@ class AsynchronousExecutor(Executor):
         versions = self.pipeline.versions
         if action.kind is ActionKind.STEP:
             versions.begin_update()
+            # Of replicas in turn running statistics move at the update, in the step of a later batch, maybe one of
+            # another size: what is stored behind that step is the later batch's buffers.
+            self.any_runner.tensors = {**self.any_runner.tensors, **self.pipeline.buffers}
         self._run_action(action, own.batch, own.state, own.finish)
         if action.kind is ActionKind.BACKWARD and action.microbatch == max(own.state.tables.shares):
             versions.load_gradients(number)
