@@ -13,8 +13,8 @@ from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.plan.spec import SPLIT, TURNS
 from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
-from polylane.planner.ranked_plan import PricedPlan, RankedPlan, price_plan, weighted_seconds
-from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize, usable_options
+from polylane.planner.ranked_plan import PricedPlan, RankedPlan, price_plan, weigh
+from polylane.planner.schedule_options import PLAIN_SCHEDULE, usable_options
 from polylane.planner.schedule_trials import choose_schedule, simulate_runner_up, with_schedule
 from polylane.planner.search_progress import Told, tell_nobody
 from polylane.planner.stage_curves import CurveCache
@@ -136,7 +136,7 @@ def _search(
     fitting = sorted((c for c in every if c.fits), key=_weighted_estimate)
     excluded = [c for c in every if not c.fits]
     exact, too_big = _exact(estimates, _drop_near_duplicates(fitting), wish, finalists, told) if finalists else ([], {})
-    exact.sort(key=lambda f: _weigh(f.candidate, f.prediction.seconds))
+    exact.sort(key=lambda f: weigh(f.candidate, f.prediction.seconds))
     exact[:1] = [simulate_runner_up(estimates, best) for best in exact[:1]]
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
     fitting = [c for c in fitting if id(c) not in too_big]
@@ -207,13 +207,7 @@ def _with_fixed_schedule(candidates: Sequence[RatedPlan], wish: SearchRequest, m
 
 
 def _weighted_estimate(candidate: RatedPlan) -> float:
-    return _weigh(candidate, candidate.seconds)
-
-
-def _weigh(candidate: RatedPlan, seconds: float) -> float:
-    """Return a candidate's seconds, estimated or simulated, with what it must be faster by than plainer plans."""
-    shares = candidate.sync.shard != "none"
-    return penalize(weighted_seconds(seconds, candidate.workers, shares, candidate.takes_turns), candidate.option)
+    return weigh(candidate, candidate.seconds)
 
 
 def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:
