@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -13,9 +14,11 @@ from polylane.auto import choose as auto
 from polylane.cluster.spec import parse
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
+from polylane.cost.operators.training_options import TrainingOptions
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
-from polylane.plan.fixed_keys import parse_fixed
+from polylane.plan.fixed_keys import NOTHING_FIXED, parse_fixed
+from polylane.planner.find_plans import find_plans
 from polylane.planner.search import SearchResult
 from training import batch_of, classify, mlp, sgd
 
@@ -114,6 +117,25 @@ def test_nothing_fits_is_said_with_what_is_needed() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(6, 60_000), nn.Linear(60_000, 60_000), nn.Linear(60_000, 4)).double()
     with pytest.raises(
-        PolylaneError, match=r"plan auto: nothing fits on 2 workers with [\d.]+ GiB each, .* needs [\d.]+ GiB"
+        PolylaneError,
+        match=r"plan auto: nothing fits on 2 workers with [\d.]+ GiB each: .*recompute=full\) needs [\d.]+ GiB",
     ):
         chosen(model, (2,), "2:cpu")
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_recomputation_that_is_fixed_is_kept(mode: str) -> None:
+    answer = auto.choose(problem(deep()), (2,), parse("2:a100-80g"), fixed=parse_fixed(f"recompute={mode}"))
+    assert {found.plan.recompute for found in answer.ranked_plans} == {mode}
+
+
+@pytest.mark.parametrize("keys", ["", "recompute=full", "shard=optimizer"])
+@pytest.mark.parametrize("model", [deep, normalized])
+def test_it_is_the_search_of_polylane_plan(model: Callable[[], nn.Module], keys: str) -> None:
+    """The same training on the same machines has the same plans, whoever asks for them."""
+    training, cluster = problem(model()), parse("4:a100-80g")
+    fixed = parse_fixed(keys) if keys else NOTHING_FIXED
+    here = auto.choose(training, range(1, 5), cluster, fixed=fixed)
+    planned = find_plans(training.captured(training.capture(4)), cluster, 8, TrainingOptions(), fixed=fixed)
+    assert [found.plan for found in here.ranked_plans] == [found.plan for found in planned.ranked_plans]
+    assert here.compared_count == planned.compared_count

@@ -341,7 +341,10 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         ),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 0", "--chunks must be at least 1, not 0"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 2", "there is one stage: add pipeline=2"),
-        ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2 --chunks 99", "2 stages of 99 chunks are 198"),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan pipeline=2 --chunks 99",
+            "are 198 stages, and the graph",
+        ),
         ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2,schedule=afab --chunks 2", "afab has one stage"),
         (
             "simulate layers.py --cluster 2:a100-80g --plan auto,chunks=3 --chunks 2",

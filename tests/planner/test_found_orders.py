@@ -7,8 +7,8 @@ import pytest
 import jobs
 from polylane.plan.fixed_keys import parse_fixed
 from polylane.planner import order_trials
-from polylane.planner.ranked_plan import RankedPlan
-from polylane.planner.schedule_options import penalize
+from polylane.planner.order_trials import try_found_orders
+from polylane.planner.ranked_plan import RankedPlan, weigh
 from polylane.planner.search import SearchRequest, search
 from polylane.planner.stage_curves import CurveCache
 
@@ -19,11 +19,12 @@ UNEVEN = jobs.blocks(5, 2048)
 def best_of(line: str, limit: float = 1e15, batch: int = 64) -> RankedPlan:
     fixed = parse_fixed(line)
     estimates = CurveCache(jobs.basis(UNEVEN, "4:a100-80g"), batch, sync=fixed.sync)
-    return search(estimates, SearchRequest((4,), 4, limit, 2, fixed=fixed)).ranked_plans[0]
+    wish = SearchRequest((4,), 4, limit, 2, fixed=fixed)
+    return try_found_orders(search(estimates, wish)).ranked_plans[0]
 
 
-def weigh(found: RankedPlan) -> float:
-    return penalize(found.prediction.seconds, found.candidate.option)
+def weighted(found: RankedPlan) -> float:
+    return weigh(found.candidate, found.prediction.seconds)
 
 
 @pytest.mark.parametrize("line", ["pipeline=4,microbatches=4", "pipeline=4,microbatches=8"])
@@ -31,8 +32,8 @@ def test_the_best_plan_is_no_slower_for_the_search_of_an_order(line: str, monkey
     chosen = best_of(line)
     monkeypatch.setattr(order_trials, "MOST_PASSES", 0)
     named = best_of(line)
-    assert weigh(chosen) <= weigh(named)
-    assert (chosen.plan.schedule == "auto") == bool(chosen.plan.order) == (weigh(chosen) < weigh(named))
+    assert weighted(chosen) <= weighted(named)
+    assert (chosen.plan.schedule == "auto") == bool(chosen.plan.order) == (weighted(chosen) < weighted(named))
 
 
 def test_an_order_is_found_where_it_is_asked_for() -> None:

@@ -208,12 +208,6 @@ def fixed_keys(text: str | None, request: PredictRequest) -> FixedKeys:
     return fixed.with_sync(**given).with_schedule(request.schedule, request.chunks)
 
 
-def with_fixed(method: TrainingOptions, fixed: FixedKeys) -> TrainingOptions:
-    """Return the training options with the precision and the recomputation that a search must keep."""
-    changes = {"dtype": fixed.precision, "recompute": fixed.recompute}
-    return replace(method, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
-
-
 def reserve_of(request: PredictRequest) -> MemoryReserve:
     """Return the memory that a search keeps free on every device, from the options of a command.
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from polylane.cluster.figures import format_size
 from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
-from polylane.commands.plan import search_for
 from polylane.errors import PolylaneError
 from polylane.plan.fixed_keys import FixedKeys, parse_auto
 
@@ -42,6 +41,7 @@ def run(request: SimulateRequest) -> None:
     from polylane.observe.swimlane import render as swimlane
     from polylane.plan.plan import Plan
     from polylane.planner.find_order import find_order
+    from polylane.planner.find_plans import find_plans, keep_options
     from polylane.planner.problem import build_cost_model, fit_plan, fit_to_meshes
 
     method = planning.method_of(request)
@@ -55,9 +55,9 @@ def run(request: SimulateRequest) -> None:
     problem, captured = planning.capture_on_meta(recipe, cluster, request, pins)
     if plan is None:
         fixed = planning.fixed_keys(str(wanted), request)
-        method = planning.with_fixed(method, fixed)
+        method = keep_options(method, fixed)
         plan = announce_best(
-            search_for(captured, cluster, request.batch, method, fixed=fixed, reserve=planning.reserve_of(request))
+            find_plans(captured, cluster, request.batch, method, fixed=fixed, reserve=planning.reserve_of(request))
         )
     else:
         plan = divide_further(plan, request.chunks or 1)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from polylane.cost.predict import predict
 from polylane.errors import PolylaneError
-from polylane.plan.fixed_keys import FixedKeys, ScheduleOption
+from polylane.graph.partition import Partition
+from polylane.plan.fixed_keys import ScheduleOption
+from polylane.plan.plan import Plan
 from polylane.planner.find_order import find_order
-from polylane.planner.ranked_plan import RankedPlan, ScheduleTrial, price_plan
-from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize
+from polylane.planner.problem import fit_to_meshes
+from polylane.planner.ranked_plan import RankedPlan, ScheduleTrial, price_plan, weigh
+from polylane.planner.schedule_options import PLAIN_SCHEDULE
 from polylane.planner.schedule_trials import with_schedule
-from polylane.planner.stage_curves import CurveCache
+from polylane.planner.search import SearchResult
+from polylane.planner.uniform_plans import RatedPlan
 from polylane.schedule.schedules import ASYNCHRONOUS, FOUND
 
 # Orders are searched for steps of at most so many passes: longer ones take longer to search than the rest of a plan.
@@ -22,53 +27,70 @@ EFFORT = 20_000
 _PLACED: tuple[ScheduleOption, ...] = (PLAIN_SCHEDULE, ("zb-v", 2), ("interleaved", 2))
 
 
-def try_found_orders(estimates: CurveCache, best: RankedPlan, fixed: FixedKeys) -> RankedPlan:
-    """Return a plan with the order of passes that is found for its stages, if it is faster than its named schedule.
+def try_found_orders(answer: SearchResult) -> SearchResult:
+    """Return the result of a search with its best plan in an order of its own, if that beats the named schedules.
 
-    The stages are those of the plan, and two on every worker, where its graph can be cut so and nothing else is fixed.
-
-    Args:
-        estimates: cost curves of the graph on the cluster.
-        best: the plan with the fastest of the named schedules.
-        fixed: the keys that the plan must have: with ``schedule=auto`` the best found order is taken, whether it is
-            faster or not; with another schedule none is searched.
+    Where the user asks for ``schedule=auto``, every plan that is wanted gets the best order found, faster or not; where
+    the user asks for another schedule none does. The stages are those of the plan, and two on every worker, as far as
+    its graph can be cut so and the user has not fixed the chunks.
     """
-    wanted = fixed.schedule == FOUND
-    if len(best.candidate.meshes) == 1 or best.candidate.takes_turns or not (wanted or fixed.schedule is None):
+    wanted = answer.wish.fixed.schedule == FOUND
+    if not (wanted or answer.wish.fixed.schedule is None):
+        return answer
+    count = answer.wish.plan_count if wanted else 1
+    ordered = [_order(answer, best, wanted) for best in answer.ranked_plans[:count]]
+    return replace(answer, ranked_plans=(*sorted(ordered, key=_weighted), *answer.ranked_plans[count:]))
+
+
+def _order(answer: SearchResult, best: RankedPlan, wanted: bool) -> RankedPlan:
+    """Return a plan in the best order that is found; as it is where there is none, or none better and none wanted."""
+    candidate = best.candidate
+    if len(candidate.meshes) == 1 or candidate.takes_turns or candidate.option[0] in ASYNCHRONOUS:
         return best
-    tried = [found for option in _PLACED if (found := _find(estimates, best, option, fixed)) is not None]
-    if not tried:
+    tried = [found for each in _place_stages(answer, best) if (found := _find(answer, *each)) is not None]
+    found = min(tried, key=_weighted, default=best)
+    if found is best or not (wanted or _weighted(found) < _weighted(best)):
         return best
-    found = min(tried, key=_weigh)
-    if not wanted and _weigh(found) >= _weigh(best):
-        return best
-    trial = ScheduleTrial(best.candidate.option, best.prediction.seconds, True)
+    trial = ScheduleTrial(candidate.option, best.prediction.seconds, True)
     trials = sorted([*best.trials, trial], key=lambda each: each.seconds)
-    seconds = best.candidate.seconds * found.prediction.seconds / best.prediction.seconds
-    candidate = replace(found.candidate, seconds=seconds, peak_bytes=float(found.peak_bytes))
-    return replace(found, candidate=candidate, trials=tuple(trials))
+    # Estimates are compared with estimates: the order changes it as it changes the simulated time.
+    seconds = candidate.seconds * found.prediction.seconds / best.prediction.seconds
+    rated = replace(found.candidate, seconds=seconds, peak_bytes=float(found.peak_bytes))
+    return replace(found, candidate=rated, trials=tuple(trials))
 
 
-def _find(estimates: CurveCache, best: RankedPlan, option: ScheduleOption, fixed: FixedKeys) -> RankedPlan | None:
-    """Return the plan with an order found for stages placed as a named schedule has them; None where there is none."""
-    candidate, chunks = best.candidate, option[1]
-    passes = 2 * len(candidate.meshes) * chunks * candidate.microbatches
-    if fixed.chunks not in (None, chunks) or passes > MOST_PASSES or candidate.option[0] in ASYNCHRONOUS:
-        return None
-    if len(candidate.meshes) * chunks > estimates.max_stages:
-        return None
-    placed = with_schedule(estimates, candidate, option)
-    if placed is None:
-        return None
-    priced = price_plan(estimates, placed)
-    plan = priced.plan.model_copy(update={"schedule": FOUND})
+def _place_stages(answer: SearchResult, best: RankedPlan) -> Iterator[tuple[RatedPlan, Plan, Partition]]:
+    """Yield the plan with its own stages, and with two on every worker, in both ways to place them."""
+    candidate, fixed = best.candidate, answer.wish.fixed.chunks
+    for option in _PLACED:
+        chunks = option[1]
+        passes = 2 * len(candidate.meshes) * chunks * candidate.microbatches
+        if fixed not in (None, chunks) or passes > MOST_PASSES:
+            continue
+        if candidate.option[1] == chunks == 1 or candidate.option == option:
+            yield candidate, best.plan, best.partition
+            continue
+        # Budgets are those of the stages as they are.
+        if len(candidate.meshes) * chunks > answer.estimates.max_stages or any(s.recompute for s in best.plan.stages):
+            continue
+        placed = with_schedule(answer.estimates, candidate, option)
+        if placed is not None:
+            priced = price_plan(answer.estimates, placed)
+            yield placed, priced.plan.model_copy(update={"recompute": best.plan.recompute}), priced.partition
+
+
+def _find(answer: SearchResult, candidate: RatedPlan, plan: Plan, partition: Partition) -> RankedPlan | None:
+    """Return the plan in the best order that is found for it; None where none fits into the memory."""
+    batch = answer.estimates.batch
+    basis = fit_to_meshes(answer.estimates.basis, partition, plan, batch)
+    free = plan.model_copy(update={"schedule": FOUND, "order": ()})
     try:
-        plan = find_order(priced.basis, priced.partition, plan, estimates.batch, candidate.memory_limit, EFFORT)
-    except PolylaneError:  # no order fits into the memory
+        ordered = find_order(basis, partition, free, batch, candidate.memory_limit, EFFORT)
+    except PolylaneError:
         return None
-    prediction = predict(priced.basis, priced.partition, plan, estimates.batch, exact=False)
-    return RankedPlan(replace(placed, option=(FOUND, chunks)), plan, priced.partition, prediction)
+    option = FOUND, candidate.option[1]
+    return RankedPlan(replace(candidate, option=option), ordered, partition, predict(basis, partition, ordered, batch))
 
 
-def _weigh(found: RankedPlan) -> float:
-    return penalize(found.prediction.seconds, found.candidate.option)
+def _weighted(found: RankedPlan) -> float:
+    return weigh(found.candidate, found.prediction.seconds)

@@ -14,6 +14,7 @@ from polylane.plan.fixed_keys import ScheduleOption
 from polylane.plan.plan import Plan
 from polylane.plan.spec import PRECISIONS, SPLIT, TURNS, Spec
 from polylane.planner.problem import fit_to_meshes
+from polylane.planner.schedule_options import penalize
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
 
@@ -128,3 +129,9 @@ def weighted_seconds(seconds: float, workers: int, sharded: bool = False, takes_
     before one whose replicas take turns.
     """
     return seconds * (1 + FRUGAL * math.log2(workers) + PLAIN * sharded + TURNING * takes_turns)
+
+
+def weigh(candidate: RatedPlan, seconds: float) -> float:
+    """Return a candidate's seconds, estimated or simulated, with what it must be faster by than plainer plans."""
+    shares = candidate.sync.shard != "none"
+    return penalize(weighted_seconds(seconds, candidate.workers, shares, candidate.takes_turns), candidate.option)

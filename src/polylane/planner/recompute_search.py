@@ -6,7 +6,8 @@ recompute within budgets (:mod:`polylane.cost.memory.recompute_budget`) as large
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +18,9 @@ from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import BUDGET, NONE
 from polylane.planner.problem import fit_to_meshes
-from polylane.planner.ranked_plan import RankedPlan, weighted_seconds
+from polylane.planner.ranked_plan import RankedPlan, weigh
 from polylane.planner.search import SearchResult
+from polylane.planner.uniform_plans import RatedPlan
 
 # A plan that does not fit is missed if it would be this much faster than the best that fits.
 MISSED = 0.98
@@ -38,22 +40,53 @@ def search_with_recomputation(
     """
     if fixed is not None:
         answer = search_once(basis)
-        return replace(answer, ranked_plans=tuple(_say(each, fixed) for each in answer.ranked_plans))
+        return (
+            answer
+            if fixed == NONE
+            else _keep_fitting(answer, *_realize_mode(basis, answer, fixed, len(answer.ranked_plans)))
+        )
     plain = search_once(basis)
     if not _misses_plans(plain):
         return plain
-    best, answers = list(plain.ranked_plans), dict[str, SearchResult]()
+    best, answers = list(plain.ranked_plans), {NONE: plain}
     modes: tuple[Recompute, ...] = ("selective", "full")
     for mode in modes:
-        answers[mode] = answer = search_once(replace(basis, method=replace(basis.method, recompute=mode)))
-        realized = (_realize(basis, each, _say(each, mode).plan, answer) for each in answer.ranked_plans[:REALIZED])
-        best += [each for each in realized if each.peak_bytes <= each.candidate.memory_limit]
+        found = search_once(replace(basis, method=replace(basis.method, recompute=mode)))
+        fitting, too_large = _realize_mode(basis, found, mode)
+        answers[mode] = _keep_fitting(found, fitting, too_large)
+        best += fitting
+    if not best:
+        # What comes closest is the leanest of all.
+        return min(
+            answers.values(), key=lambda each: min((c.peak_bytes for c in each.too_large_candidates), default=math.inf)
+        )
     best.sort(key=_weigh)
-    if best and best[0].plan.recompute != NONE:
-        answer = answers[best[0].plan.recompute]
-        refined = _fill_memory(basis, best[0], answer)
-        return replace(answer, ranked_plans=(refined, *best[1 : plain.wish.plan_count]))
-    return replace(plain, ranked_plans=tuple(best[: plain.wish.plan_count]))
+    answer = answers[best[0].plan.recompute]
+    if best[0].plan.recompute != NONE:
+        best[0] = _fill_memory(basis, best[0], answer)
+    return replace(answer, ranked_plans=tuple(best[: plain.wish.plan_count]))
+
+
+def _realize_mode(
+    basis: CostModel, answer: SearchResult, mode: str, most: int = REALIZED
+) -> tuple[list[RankedPlan], list[RatedPlan]]:
+    """Return the ``most`` best plans of a mode as the runtime recomputes, and those that do not fit so."""
+    fitting, too_large = list[RankedPlan](), list[RatedPlan]()
+    for each in answer.ranked_plans:
+        if len(fitting) == most:
+            break
+        found = _realize(basis, each, _say(each, mode).plan, answer)
+        if found.peak_bytes <= found.candidate.memory_limit:
+            fitting.append(found)
+        else:
+            too_large.append(replace(found.candidate, peak_bytes=float(found.peak_bytes)))
+    return sorted(fitting, key=_weigh), too_large
+
+
+def _keep_fitting(answer: SearchResult, fitting: Sequence[RankedPlan], too_large: Sequence[RatedPlan]) -> SearchResult:
+    """Return the answer with the plans that fit as the runtime recomputes, and the others among those too large."""
+    candidates = tuple(sorted([*answer.too_large_candidates, *too_large], key=lambda each: each.seconds))
+    return replace(answer, ranked_plans=tuple(fitting), too_large_candidates=candidates)
 
 
 def _misses_plans(answer: SearchResult) -> bool:
@@ -65,8 +98,7 @@ def _misses_plans(answer: SearchResult) -> bool:
 
 
 def _weigh(found: RankedPlan) -> float:
-    plan = found.plan
-    return weighted_seconds(found.prediction.seconds, plan.workers, plan.sync.shard != "none", plan.takes_turns)
+    return weigh(found.candidate, found.prediction.seconds)
 
 
 def _say(found: RankedPlan, mode: str) -> RankedPlan:

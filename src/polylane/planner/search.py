@@ -13,16 +13,14 @@ from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.plan.spec import SPLIT, TURNS
 from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
-from polylane.planner.order_trials import try_found_orders
-from polylane.planner.ranked_plan import PricedPlan, RankedPlan, price_plan, weighted_seconds
-from polylane.planner.schedule_options import PLAIN_SCHEDULE, penalize, usable_options
+from polylane.planner.ranked_plan import PricedPlan, RankedPlan, price_plan, weigh
+from polylane.planner.schedule_options import PLAIN_SCHEDULE, usable_options
 from polylane.planner.schedule_trials import choose_schedule, simulate_runner_up, with_schedule
 from polylane.planner.search_progress import Told, tell_nobody
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.stage_meshes import MICROBATCHES, search_unequal_meshes
 from polylane.planner.uniform_plans import RatedPlan, UniformPlan
 from polylane.samples.running_norms import find_running_norms
-from polylane.schedule.schedules import FOUND
 
 # Share of the memory within which a plan that is estimated to fit will fit.
 SURE = 0.85
@@ -138,11 +136,8 @@ def _search(
     fitting = sorted((c for c in every if c.fits), key=_weighted_estimate)
     excluded = [c for c in every if not c.fits]
     exact, too_big = _exact(estimates, _drop_near_duplicates(fitting), wish, finalists, told) if finalists else ([], {})
-    exact.sort(key=lambda f: _weigh(f.candidate, f.prediction.seconds))
+    exact.sort(key=lambda f: weigh(f.candidate, f.prediction.seconds))
     exact[:1] = [simulate_runner_up(estimates, best) for best in exact[:1]]
-    # An order that is found for one plan alone: for the best, or for all that are wanted where the user asks for it.
-    ordered = wish.plan_count if wish.fixed.schedule == FOUND else 1
-    exact[:ordered] = [try_found_orders(estimates, each, wish.fixed) for each in exact[:ordered]]
     excluded = sorted([*excluded, *too_big.values()], key=lambda c: c.seconds)
     fitting = [c for c in fitting if id(c) not in too_big]
     return SearchResult(estimates, wish, tuple(exact[: wish.plan_count]), tuple(fitting), tuple(excluded), passed)
@@ -212,13 +207,7 @@ def _with_fixed_schedule(candidates: Sequence[RatedPlan], wish: SearchRequest, m
 
 
 def _weighted_estimate(candidate: RatedPlan) -> float:
-    return _weigh(candidate, candidate.seconds)
-
-
-def _weigh(candidate: RatedPlan, seconds: float) -> float:
-    """Return a candidate's seconds, estimated or simulated, with what it must be faster by than plainer plans."""
-    shares = candidate.sync.shard != "none"
-    return penalize(weighted_seconds(seconds, candidate.workers, shares, candidate.takes_turns), candidate.option)
+    return weigh(candidate, candidate.seconds)
 
 
 def _drop_near_duplicates(candidates: Sequence[RatedPlan]) -> list[RatedPlan]:

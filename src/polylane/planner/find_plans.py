@@ -1,0 +1,162 @@
+"""Finding a training's plans: one search, with all that the training needs, for `plan`, `simulate` and plan="auto"."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polylane.cluster.cluster import Cluster
+from polylane.cluster.figures import format_size
+from polylane.cost.operators.training_options import TrainingOptions
+from polylane.cost.predict import predict
+from polylane.errors import PolylaneError
+from polylane.graph.batch import count_parts
+from polylane.graph.graph import Graph
+from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
+from polylane.plan.recompute import NONE
+from polylane.planner.advice import describe_candidate, devices_needed
+from polylane.planner.memory_reserve import USUAL, MemoryReserve, memory_limit
+from polylane.planner.order_trials import try_found_orders
+from polylane.planner.problem import CapturedProblem, build_cost_model, fit_to_meshes
+from polylane.planner.recompute_search import search_with_recomputation
+from polylane.planner.search import SearchRequest, SearchResult, search
+from polylane.planner.search_progress import show_progress
+from polylane.planner.stage_curves import CurveCache
+from polylane.planner.uniform_plans import RatedPlan
+from polylane.samples.batch_layout import BatchLayout, batch_layouts
+from polylane.samples.derivation import derive_composition
+from polylane.samples.microbatch_limit import MinSamples, min_samples
+
+# Up to this many workers every number of them is compared.
+EVERY_COUNT = 8
+MOST_DEVICES = 1 << 14  # most devices that "would do" may propose where nothing fits
+
+
+def find_plans(
+    problem: CapturedProblem,
+    cluster: Cluster,
+    batch: int,
+    method: TrainingOptions,
+    *,
+    workers: int | None = None,
+    fewer: bool = True,
+    memory: int | None = None,
+    top: int = 5,
+    fixed: FixedKeys = NOTHING_FIXED,
+    reserve: MemoryReserve = USUAL,
+) -> SearchResult:
+    """Search the fastest plans for a training on a cluster.
+
+    Args:
+        problem: the training, with its model captured.
+        cluster: the devices and links on which it is to run; plans take the first devices.
+        batch: number of samples of a step, over all workers.
+        method: precision and overlap of the training; what ``fixed`` says of precision and recomputation counts.
+        workers: how many devices to use at most; None: all.
+        fewer: whether plans may take fewer than that.
+        memory: bytes that a worker may use; None: all that a device has but the reserve.
+        top: how many plans are wanted.
+        fixed: keys that a plan must have.
+        reserve: memory that is kept free on every device.
+
+    Raises:
+        PolylaneError: nothing fits, and the message says what comes closest; or the batch is too small.
+    """
+    graph, most = problem.graph, cluster.count if workers is None else workers
+    fewest = check_batch(graph, batch)
+    composition = derive_composition(graph)
+    # Values of unknown batch layout cannot be divided among other replicas: they stay within a stage. Without replicas
+    # they need not.
+    layouts = batch_layouts(graph, composition.batch_layouts) if composition.is_proven else {}
+    staying = [name for name, layout in layouts.items() if layout is BatchLayout.UNKNOWN]
+    counts = candidate_worker_counts(most) if fewer else (most,)
+    wish = SearchRequest(
+        counts,
+        max(group.devices for group in cluster.hosts),  # the ranks that share an operator are on one host
+        memory_limit(cluster, most, reserve, memory),
+        max(top, 1),
+        # Where the loss couples samples, the batch stays whole: only operators and stages are split.
+        batch_is_indivisible=not composition.is_proven,
+        # An optimizer that must see whole parameters cannot update shards of them.
+        shardings=() if problem.whole else fixed.shardings,
+        fixed=fixed,
+    )
+
+    def keep(candidate: RatedPlan) -> bool:
+        # Every microbatch needs as many samples as the model takes at once (BatchNorm needs two), and a buffer that
+        # counts calls is right for one microbatch alone.
+        parts = 1 if composition.counters else count_parts(batch, candidate.microbatches, fewest.samples)
+        return parts == candidate.microbatches and (fewer or candidate.workers == most)
+
+    basis = build_cost_model(problem, cluster, keep_options(method, fixed))
+    with show_progress() as told:
+        answer = search_with_recomputation(
+            basis,
+            lambda prices: search(CurveCache(prices, batch, staying, fixed.sync), wish, keep=keep, told=told),
+            fixed.recompute,
+        )
+    if not answer.ranked_plans:
+        raise PolylaneError(explain_nothing_fits(answer))
+    return try_found_orders(_with_exact_memory(answer))
+
+
+def check_batch(graph: Graph, batch: int) -> MinSamples:
+    """Return the fewest samples that a microbatch may have.
+
+    Raises:
+        PolylaneError: a batch has fewer.
+    """
+    fewest = min_samples([graph])
+    fewest.check(batch, "a batch", "take larger batches")
+    return fewest
+
+
+def keep_options(method: TrainingOptions, fixed: FixedKeys) -> TrainingOptions:
+    """Return the training options with the precision and the recomputation that a search must keep."""
+    changes = {"dtype": fixed.precision, "recompute": fixed.recompute}
+    return replace(method, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
+
+
+def candidate_worker_counts(most: int) -> tuple[int, ...]:
+    """Return the numbers of workers to compare, since fewer may be faster: every one, or all, halves and one."""
+    if most <= EVERY_COUNT:
+        return tuple(range(most, 0, -1))
+    return tuple(dict.fromkeys([most, most // 2, most // 4, 1]))
+
+
+def _with_exact_memory(answer: SearchResult) -> SearchResult:
+    """Return the answer with the memory of its first plan as ``simulate`` computes it, for the local samples.
+
+    The memory of the others is scaled from a small example to the batch, and so an upper bound: what does not grow with
+    the samples is counted for each of them. A first plan that turns out not to fit is left out.
+    """
+    for index, found in enumerate(answer.ranked_plans):
+        basis = fit_to_meshes(answer.estimates.basis, found.partition, found.plan, answer.estimates.batch)
+        prediction = predict(basis, found.partition, found.plan, answer.estimates.batch)
+        if max(stage.memory.total for stage in prediction.stages) <= found.candidate.memory_limit:
+            first = replace(found, prediction=prediction)
+            return replace(answer, ranked_plans=(first, *answer.ranked_plans[index + 1 :]))
+    return answer
+
+
+def explain_nothing_fits(answer: SearchResult) -> str:
+    """Describe why a search found no plan: which one comes closest, by how much, and how many devices would do."""
+    wish, count, batch = answer.wish, max(answer.wish.workers), answer.estimates.batch
+    workers = f"{count} worker{'s' if count != 1 else ''}"
+    if not answer.too_large_candidates:
+        if wish.batch_is_indivisible:
+            return f"there is no plan for {workers} that keeps a batch whole, whose samples meet in the loss: give one"
+        if str(wish.fixed):
+            return (
+                f"there is no plan for {workers} and batches of {batch} with {wish.fixed}: fix less, or other numbers"
+            )
+        return f"there is no plan for {workers} and batches of {batch}: the model or the batch is too small"
+    least = min(answer.too_large_candidates, key=lambda c: c.peak_bytes)
+    mode = answer.estimates.basis.method.recompute
+    line = describe_candidate(least) + (f",recompute={mode}" if mode != NONE else "")
+    words = (
+        f"nothing fits on {workers} with {format_size(wish.memory_limit)} each: the leanest plan ({line}) needs "
+        f"{format_size(least.peak_bytes)} per worker, {format_size(least.peak_bytes - wish.memory_limit)} more"
+    )
+    # This repeats the search on larger clusters.
+    found = devices_needed(answer, MOST_DEVICES)
+    return f"{words}; {found} such devices would do" if found else f"{words}; more devices do not help"
