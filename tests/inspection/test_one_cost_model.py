@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 import covering
 from polylane.cli import app
 from polylane.cluster.spec import parse
-from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.profile import Both, Profile
 from polylane.graph.graph import Graph
 
@@ -66,9 +65,6 @@ def test_inspect_says_of_a_stage_what_simulate_says(
     monkeypatch.setattr("polylane.profiling.time_operators._measured", node_seconds)
     monkeypatch.setattr("polylane.inspection.plan_report.running_cluster", lambda *_: parse(cluster))
     monkeypatch.setattr("polylane.probe.profiles.load_profile", profile_of)
-    # Which operators are split depends on the samples and on the rates, of which a training takes nominal ones.
-    monkeypatch.setattr("polylane.cost.network.collectives.fit_rank_speed", lambda *_: RankSpeed())
-    monkeypatch.setattr("polylane.commands.planning.EXAMPLE", BATCH)
     inspected = stages("inspect", example, "--plan", plan, "--write", str(written))
     simulated = stages("simulate", example, "--plan", str(written), "--cluster", cluster, "--profile")
     for ours, theirs in zip(inspected, simulated, strict=True):

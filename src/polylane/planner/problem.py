@@ -17,7 +17,6 @@ from polylane.cost.cost_table import Clock
 from polylane.cost.memory.optimizer_state import Factory, OptimizerState, probe_optimizer_state
 from polylane.cost.memory.peak import MARGINS
 from polylane.cost.memory.saved_tensors import BackendSetting
-from polylane.cost.network import collectives as network
 from polylane.cost.operators import roofline
 from polylane.cost.operators.profile import Profile, ProfileClock
 from polylane.cost.operators.training_options import TrainingOptions
@@ -73,8 +72,6 @@ def build_cost_model(
     graph, device = problem.graph, cluster.device(0)
     kind = device.type
     states = probe_optimizer_state(graph, problem.optimizer, kind)
-    # Layouts are chosen for the speed of two neighbouring ranks: operator axes fill a host first.
-    rates = network.fit_rank_speed(cluster, range(min(cluster.count, 2)), method.dtype)
     offers = cache(partial(LayoutOffer, graph))
 
     def chosen(
@@ -82,10 +79,11 @@ def build_cost_model(
     ) -> Layout:
         degrees = {axis: n for axis, n in (("sequence", mesh.sequence), ("tensor", mesh.tensor)) if n > 1}
         whole = {**dict.fromkeys(shared, SHARED_BY), **problem.whole}
-        # Where the plan is known, for its samples, as its training chooses (`polylane.sharding.stage_layouts`).
+        # As its training chooses (`polylane.sharding.stage_layouts`): by nominal speeds, which all workers know alike,
+        # and for the samples of its plan, where that is known.
         samples = graph.samples if microbatch is None else max(LEAST_SAMPLES, -(-microbatch // mesh.data))
         return choose_layout(
-            graph, degrees, samples, pins=problem.pins, whole=whole, plain=plain, rates=rates, offer=offers(samples)
+            graph, degrees, samples, pins=problem.pins, whole=whole, plain=plain, offer=offers(samples)
         )
 
     setting = BackendSetting(graph.samples, device=kind, **_precision_setting(method))

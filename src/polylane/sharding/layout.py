@@ -9,7 +9,6 @@ from functools import cache, cached_property, partial
 import torch
 from torch import Tensor
 
-from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.graph.symbolic_sizes import batch_dimension
@@ -137,10 +136,11 @@ def choose_layout(
     whole: Mapping[str, str] | None = None,
     sampled: Sequence[bool] = (),
     plain: Collection[str] = (),
-    rates: RankSpeed | None = None,
     offer: LayoutOffer | None = None,
 ) -> Layout:
     """Choose the placements of a graph on the axes of a mesh, one axis after the other.
+
+    They are compared at nominal speeds, so that all workers, the planner and the simulator choose the same.
 
     Args:
         graph: the captured graph whose operators are split.
@@ -152,7 +152,6 @@ def choose_layout(
             the axes: then the loss couples samples (in-batch negatives), so that averaging over replicas would be
             wrong.
         plain: names of values that must not be Partial on any rank, nor their gradients.
-        rates: speeds of every rank; default: nominal ones.
         offer: the graph's strategies at ``samples``, shared where several layouts are chosen.
     """
     splits: dict[str, AxisSplit] = {}
@@ -164,7 +163,7 @@ def choose_layout(
         choice = _axis_options(shown, degree, axis, sampled, plain, offer)
         # Replicas hold all parameters: a plan's pins and whole parameters concern the other axes.
         asked = {} if axis == "data" else _merge_pins((pins or {}).get(axis, {}), whole or {})
-        splits[axis] = solve(shown, choice, degree, SplitDemands(axis, asked, splits), rates=rates)
+        splits[axis] = solve(shown, choice, degree, SplitDemands(axis, asked, splits))
     return Layout(graph, samples, splits, whole, plain, views)
 
 

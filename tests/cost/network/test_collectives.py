@@ -1,7 +1,5 @@
 """Seconds of collectives and messages on clusters, in figures that one can work out by hand."""
 
-import math
-
 import pytest
 
 from polylane.cluster.cluster import Cluster, Hosts, Links
@@ -14,7 +12,6 @@ from polylane.cost.network.collectives import (
     collective_curves,
     collective_seconds,
     fastest,
-    fit_rank_speed,
     message_seconds,
 )
 
@@ -156,23 +153,6 @@ def test_a_message_to_another_rack_leaves_its_host_first() -> None:
     assert message_seconds(cluster, GB, 0, 3) == pytest.approx(1e-3 + GB / 10e9)
     assert message_seconds(cluster, GB, 0, 1) == pytest.approx(70e-6 + GB / 10e9)
     assert ring(cluster, "all_gather", GB, range(0, 4, 2)) == pytest.approx(1e-3 + 1 / 2 * GB / 10e9)
-
-
-def test_the_rates_of_a_group_are_those_of_its_slowest_device_and_of_its_all_reduce() -> None:
-    cluster = Cluster((Hosts(count=2, devices=4, device=DEVICE, link=INSIDE),), Links(hosts=OUTSIDE), {6: 0.5})
-    whole, fast = fit_rank_speed(cluster, range(8)), fit_rank_speed(cluster, range(4))
-    assert (whole.flops, whole.bytes) == (1e14, 1e12)
-    assert (fast.flops, fast.bytes) == (2e14, 2e12)
-    assert (fast.latency, fast.bandwidth) == (pytest.approx(16e-6), pytest.approx(100e9))
-    for ranks, groups in ((range(8), None), (range(0, 8, 4), 4), (range(2), 1)):
-        found = fit_rank_speed(cluster, ranks, size=GB, groups=groups)
-        expected = found.latency + bytes_per_rank("all_reduce", GB, len(ranks)) / found.bandwidth
-        assert collective_seconds(cluster, "all_reduce", GB, ranks, groups) == pytest.approx(expected, rel=1e-12)
-
-
-def test_one_device_communicates_with_nobody() -> None:
-    found = fit_rank_speed(boxes(1, 8), range(3, 4))
-    assert (found.latency, found.bandwidth) == (0.0, math.inf)
 
 
 # All-reduce times of one host, in seconds: vTrain's traces.

@@ -16,7 +16,6 @@ from polylane.cluster.cluster import Cluster
 from polylane.cluster.link import Kind, Link
 from polylane.cluster.rank_span import Level, LinkUse, Ranks, RankSpan
 from polylane.cost.cost_table import CollectiveClock
-from polylane.cost.network.alpha_beta import RankSpeed, bytes_per_rank
 
 Algorithm = Literal["ring", "tree", "switch"]
 
@@ -113,34 +112,6 @@ def message_seconds(cluster: Cluster, size: float, source: int, target: int, str
         return 0.0
     delay, per_byte = _message_curve(cluster.span((source, target)), streams)
     return delay + per_byte * size
-
-
-def fit_rank_speed(
-    cluster: Cluster, ranks: Ranks, dtype: str = "bfloat16", size: float = 2.0**26, groups: int | None = None
-) -> RankSpeed:
-    """Return a group's speed as one latency and one bandwidth: exact for an all-reduce of ``size`` bytes.
-
-    Args:
-        cluster: the cluster that has the ranks and links.
-        ranks: global ranks of the group; its slowest device counts.
-        dtype: dtype of the passes, a key of the devices' rates.
-        size: bytes at which the fit is exact.
-        groups: number of groups that share the links, as in :func:`collective_seconds`.
-
-    Raises:
-        PolylaneError: a device has no rate for that dtype.
-    """
-    devices = cluster.devices(ranks)
-    flops, own = min(device.rate(dtype) for device in devices), min(device.stream for device in devices)
-    if len(ranks) < 2:
-        return RankSpeed(flops, own, 0.0, math.inf)
-    best, root = fastest(cluster, "all_reduce", size, ranks, groups), math.sqrt(size)
-    assert best is not None
-    slowest = [max(flows, key=lambda flow: flow.seconds(size, root)) for flows in best.phases]
-    latency = best.delay + best.hop_seconds
-    whole = latency + sum(flow.per_byte for flow in slowest) * size + sum(flow.per_root for flow in slowest) * root
-    whole += sum(flow.copies for flow in slowest) * size
-    return RankSpeed(flops, own, latency, bytes_per_rank("all_reduce", size, len(ranks)) / (whole - latency))
 
 
 @lru_cache(maxsize=2**14)
