@@ -14,7 +14,8 @@ import numpy as np
 from torch import fx
 
 from polylane.cost.memory import intervals
-from polylane.cost.memory.intervals import Floats, Intervals, Ints, Range
+from polylane.cost.memory.backward_steps import StageSteps
+from polylane.cost.memory.intervals import Floats, Intervals, Range
 from polylane.cost.memory.saved_tensors import Key, SavedByOperator, SavedTensors
 from polylane.graph.graph import Graph
 from polylane.placement.weight_calls import find_weight_calls, positional_arguments
@@ -50,28 +51,27 @@ class DeferredMemory:
         return kept, float(intervals.slice_ranges(self.weights, pieces).max(initial=0.0))
 
     def bytes_kept_longer(
-        self, pieces: Sequence[Range], saved: Mapping[int, int], sizes: Floats, gradient_sizes: Floats, count: int
+        self,
+        pieces: Sequence[Range],
+        saved: Mapping[int, int],
+        sizes: Floats,
+        gradient_sizes: Floats,
+        steps: StageSteps,
     ) -> Floats:
-        """Return the bytes alive at each node of a first half that a whole backward pass has freed by then.
+        """Return the bytes alive at each moment of a first half that a whole backward pass has freed by then.
 
         Args:
             pieces: ranges of nodes of the stage.
             saved: saved pieces that the stage makes -> first node that saves them, after which a whole pass frees them.
             sizes, gradient_sizes: bytes of all pieces of values and of gradients.
-            count: number of nodes of the stage.
+            steps: moments of the stage's backward pass.
         """
         inputs = np.array([i for i in np.unique(self.inputs.in_ranges(pieces)[0]) if i in saved], dtype=np.int64)
-        ends = np.array([saved[i] - 1 for i in inputs], dtype=np.int64)
+        nodes = np.array([saved[i] for i in inputs], dtype=np.int64)
         touched, at = self.gradients.in_ranges(pieces)
         first, last = intervals.first_and_last(touched, at, len(gradient_sizes))
         gradients = np.flatnonzero(last >= 0)
-        return _alive_from_start(ends, sizes[inputs], count) + _alive_from_start(
-            first[gradients] - 1, gradient_sizes[gradients], count
-        )
-
-
-def _alive_from_start(ends: Ints, size: Floats, count: int) -> Floats:
-    return intervals.alive_bytes(np.zeros(len(ends), dtype=np.int64), ends, size, count)
+        return steps.alive_after(nodes, sizes[inputs]) + steps.alive_after(first[gradients], gradient_sizes[gradients])
 
 
 def find_deferred_memory(
