@@ -232,10 +232,9 @@ def test_gradients_of_views_and_sums_lie_in_the_memory_of_what_they_come_from() 
     view = GradientOrigin(0, is_addable=False)
     assert only(keep, "unflatten").trial.gradient_origins == (view,)
     assert only(keep, "add").trial.gradient_origins == (GradientOrigin(0), GradientOrigin(0))
-    assert only(keep, "mul").trial.gradient_origins == (
-        None,
-        GradientOrigin(None, 8 * 4),
-    )  # the batch has none, the scale its own
+    # The batch has none, the scale one of its own, a view of a sum.
+    own = GradientOrigin(None, 8 * 4, is_addable=False)
+    assert only(keep, "mul").trial.gradient_origins == (None, own)
 
 
 def test_a_loss_needs_a_second_set_of_scores_on_its_way_back() -> None:

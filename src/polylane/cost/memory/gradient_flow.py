@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 
 from polylane.cost.memory.operator_trial import TensorForm
 from polylane.cost.memory.saved_tensors import Key, SavedByOperator
 
-# The pieces that one step touches; and the steps of one operator or more: first its backward pass, then the sums.
-Step = list[int]
+
+@dataclass
+class Step:
+    """A moment of a backward pass: an operator runs, or two gradients are added up.
+
+    Attributes:
+        pieces: pieces of memory of gradients that it touches.
+        runs: whether an operator runs.
+        added_to: piece to which a gradient is added in place; None where nothing is.
+    """
+
+    pieces: list[int] = field(default_factory=list)
+    runs: bool = False
+    added_to: int | None = None
 
 
 class GradientFlow:
@@ -17,27 +30,25 @@ class GradientFlow:
     An operator's backward pass reads the gradients of its outputs and makes those of its inputs. When it is over and
     what it read is free, autograd adds these to what other readers of the inputs have sent. It adds in place to the
     gradient that came first (``can_accumulate_inplace`` in torch/csrc/autograd/input_buffer.cpp) if nobody else uses
-    its memory, and if it fills that memory and is no view; else the sum is a step of its own, which takes new memory.
+    its memory, and if it fills that memory and is no view; else the sum takes new memory.
 
     Args:
-        waiting: names of the operators whose weights get their gradients later, for which the gradients of their
-            results are kept, so that nothing is added to these in place.
+        later: by name of an operator the inputs whose gradients are computed at a later time, for which the gradients
+            of its results are kept: nothing is added to these in place.
 
     Attributes:
         sizes: bytes of every piece of memory that holds gradients.
         is_parameter_gradient: whether the piece is a parameter's gradient, which no node reads.
-        steps: node position -> its steps, in their order; the node's operators begin at ``operators``.
-        operators: node position -> indices of those of its steps in which an operator runs.
+        steps: node position -> the steps of its operators, in their order, each operator's sums after it.
         result_pieces: node position -> pieces of the gradients of its results, which its backward pass reads.
     """
 
-    def __init__(self, waiting: Container[str] = ()) -> None:
+    def __init__(self, later: Mapping[str, Collection[Key]] | None = None) -> None:
         self.sizes: list[int] = []
         self.is_parameter_gradient: list[bool] = []
         self.steps: dict[int, list[Step]] = {}
-        self.operators: dict[int, list[int]] = {}
         self.result_pieces: dict[int, list[int]] = {}
-        self._waiting = waiting
+        self._later = later or {}
         # Piece of each tensor's gradient, and how many tensors' gradients share a piece; tensors to whose gradient
         # autograd never adds in place.
         self._of: dict[Key, int] = {}
@@ -54,20 +65,18 @@ class GradientFlow:
         fixed = {j for j, key in enumerate(saved.output_keys) if key in self._not_addable}
         if not given:
             return
-        steps = self.steps.setdefault(saved.at, [])
-        self.operators.setdefault(saved.at, []).append(len(steps))
-        call: Step = list(given.values())
+        steps, call = self.steps.setdefault(saved.at, []), Step(list(given.values()), runs=True)
         steps.append(call)
         self.result_pieces.setdefault(saved.at, []).extend(given.values())
         for key in saved.output_keys:
             self._drop_gradient(key)
-        waits = name in self._waiting
-        if waits:
+        later = self._later.get(name, ())
+        if later:
             for piece in given.values():
                 self._users[piece] += 1
-        ends = list[int]()  # gradients of parameters
+        finished = list[int]()  # gradients of parameters
         for key, origin in zip(saved.input_keys, saved.trial.gradient_origins, strict=False):
-            if origin is None or (waits and forms[key].is_parameter):
+            if origin is None or key in later:
                 continue
             # The operator passes an output's gradient on (a view, an addition), or allocates one.
             if origin.output in given:
@@ -75,25 +84,26 @@ class GradientFlow:
             else:
                 size = origin.new_bytes if origin.output is None else forms[key].bytes
                 found = self._new_piece(size, forms[key].is_parameter)
-            call.append(found)
+            call.pieces.append(found)
             total = self._accumulate(key, found, forms[key], origin.is_addable and origin.output not in fixed, steps)
             if forms[key].is_parameter:
-                ends.append(total)
-        # All that an operator has made is alive until the sums are made.
-        steps[-1] += ends
+                finished.append(total)
+        # All that an operator has made is alive until its sums are made.
+        steps[-1].pieces += finished
 
     def _accumulate(self, key: Key, found: int, form: TensorForm, is_addable: bool, steps: list[Step]) -> int:
-        """Accumulate a tensor's gradient, in a step of its own if that takes memory; return the piece of the sum."""
+        """Accumulate a tensor's gradient, in a step of its own if it is not the first; return the piece of the sum."""
         before = self._of.get(key)
         if before is None:
             self._set_gradient(key, found, is_addable)
             return found
         if self._users[before] == 1 and key not in self._not_addable:
+            steps.append(Step([before, found], added_to=before))
             return before
         self._drop_gradient(key)
         total = self._new_piece(form.bytes, form.is_parameter)
         self._set_gradient(key, total)
-        steps.append([before, found, total])
+        steps.append(Step([before, found, total]))
         return total
 
     def _new_piece(self, size: int, ends: bool) -> int:

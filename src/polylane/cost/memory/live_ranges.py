@@ -8,14 +8,14 @@ the nodes that touch each piece of memory: a few sums over arrays, exact for any
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from polylane.cost.memory import intervals
 from polylane.cost.memory.backward_steps import BackwardSteps, StageSteps
-from polylane.cost.memory.deferred_memory import find_deferred_memory
+from polylane.cost.memory.deferred_memory import find_deferred_calls, find_deferred_memory
 from polylane.cost.memory.gradient_flow import GradientFlow
 from polylane.cost.memory.intervals import Floats, Intervals, Ints, Range
 from polylane.cost.memory.recompute_choice import RepeatedPiece
@@ -123,22 +123,27 @@ class LiveRanges:
         ends = np.where(is_saved | leaves, count - 1, last[ids])
         alive = intervals.alive_bytes(begins[own], ends[own], size[own], count) + np.cumsum(keeps)
         forward = float((alive + intervals.slice_ranges(self._forward, pieces)).max(initial=0.0)) + received
-        # Backward runs from the last node down: a saved piece is freed after the first node that saved it.
-        steps = self._gradients.of_stage(pieces, local)
-        held = steps.alive_until(saved[stays], size[stays]) + steps.alive_until(np.arange(count), keeps)
-        found, workspace, made_again = self._recomputed_bytes(pieces, ids[~own | leaves], steps)
-        # Where a piece runs again, that comes before the node's own backward pass and the gradients that it makes.
-        work = intervals.slice_ranges(self._backward, pieces)[steps.node]
-        held += (
-            found + steps.gradients + np.where(steps.runs, np.maximum(work, workspace[steps.node] - steps.made), 0.0)
-        )
         asked = float(size[leaves & self._flowing[ids]].sum())
-        finished = self._finished_gradient_bytes(pieces, count)[steps.node]
+        finished = self._finished_gradient_bytes(pieces, count)
+
+        def backward(steps: StageSteps) -> tuple[Floats, dict[int, int]]:
+            """Return the bytes at each moment, and the nodes that free saved pieces."""
+            # From the last node down: a saved piece is freed after the first node that saved it.
+            held = steps.alive_until(saved[stays], size[stays]) + steps.alive_until(np.arange(count), keeps)
+            found, workspace, made_again = self._recomputed_bytes(pieces, ids[~own | leaves], steps)
+            # Where a piece runs again, that comes before the node's own backward pass and the gradients that it makes.
+            work = intervals.slice_ranges(self._backward, pieces)[steps.node]
+            work = np.where(steps.runs, np.maximum(work, workspace[steps.node] - steps.made), 0.0)
+            freed = {**dict(zip(ids[stays], saved[stays], strict=True)), **made_again}
+            return held + found + steps.gradients + work, freed
+
         # Values of the stage's boundary and their received gradients stay for all of the backward pass.
         constant = received + sent + asked
-        between, later = self._halves.bytes_between(pieces, self._bytes, self._gradients.sizes)
-        freed = {**dict(zip(ids[stays], saved[stays], strict=True)), **made_again}
-        kept = self._halves.bytes_kept_longer(pieces, freed, self._bytes, self._gradients.sizes, steps)
+        steps, first_half = (each.of_stage(pieces, local) for each in (self._gradients, self._first_half))
+        held, _ = backward(steps)
+        in_half, freed = backward(first_half)
+        in_half += self._halves.bytes_kept_longer(pieces, freed, self._bytes, first_half)
+        between, later = self._halves.bytes_between(pieces, self._bytes, self._first_half.sizes)
         return PeakMemory(
             saved=float(size[stays].sum() + keeps.sum()),
             values_received=received,
@@ -147,10 +152,10 @@ class LiveRanges:
             gradients_sent=float(size[~own & self._flowing[ids]].sum()),
             forward_peak=forward,
             backward_peak=float(held.max(initial=0.0)) + constant,
-            first_backward_peak=float((held + finished).max(initial=0.0)) + constant,
+            first_backward_peak=float((held + finished[steps.node]).max(initial=0.0)) + constant,
             batch_bytes=self._batch_bytes,
             between_halves=between,
-            input_half_peak=float((held + kept).max(initial=0.0)) + constant,
+            input_half_peak=float(in_half.max(initial=0.0)) + constant,
             weight_half_peak=between + later,
         )
 
@@ -246,9 +251,11 @@ class LiveRanges:
         self._maker: Ints = np.array(self._made, dtype=np.int64)
         self._flowing, self._is_free = np.array(self._flows, dtype=bool), np.array(self._free, dtype=bool)
         self._times = np.bincount(self._values.piece, minlength=len(self._bytes))
-        flow_of_results = self._build_gradients()
+        self._gradients, _ = self._build_gradients()
+        calls = find_deferred_calls(self._graph, self._keeping)
+        self._first_half, results = self._build_gradients({call.name: call.later for call in calls})
+        self._halves = find_deferred_memory(self._graph, calls, self._keeping, self._memory_piece, results)
         self._build_parameters()
-        self._halves = find_deferred_memory(self._graph, self._keeping, self._memory_piece, flow_of_results)
         forms = self._keeping.forms
         self._batch_bytes = float(sum(form.bytes for key, form in forms.items() if key[0].startswith("input:")))
 
@@ -316,19 +323,22 @@ class LiveRanges:
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
-    def _build_gradients(self) -> Mapping[int, Sequence[int]]:
-        """Play a backward pass over the whole graph and record which gradient memory every node touches.
+    def _build_gradients(
+        self, later: Mapping[str, Collection[Key]] | None = None
+    ) -> tuple[BackwardSteps, Mapping[int, Sequence[int]]]:
+        """Play a backward pass over the whole graph; return which gradient memory is touched at its moments.
 
-        Returns:
-            For every node the gradient pieces of its results.
+        Beside it for every node the gradient pieces of its results.
+
+        Args:
+            later: by operator the inputs whose gradients are computed later.
         """
-        flow = GradientFlow()
+        flow = GradientFlow(later)
         if self._keeping.loss_key is not None:
             flow.start_from_loss(self._keeping.loss_key)
         for name, each in reversed(list(self._keeping.nodes.items())):
             flow.run_backward_of(name, each, self._keeping.forms)
-        self._gradients = BackwardSteps(flow, len(self._graph.nodes))
-        return flow.result_pieces
+        return BackwardSteps(flow, len(self._graph.nodes)), flow.result_pieces
 
     def _build_parameters(self) -> None:
         names = {name: i for i, name in enumerate(self._graph.parameters)}
