@@ -15,7 +15,7 @@ from polylane.cost.plan_cost import CostModel, PlanCost
 from polylane.cost.predict import predict
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
-from polylane.plan.recompute import BUDGET, NONE
+from polylane.plan.recompute import BUDGET, NONE, format_recompute
 from polylane.planner.problem import fit_to_meshes
 from polylane.planner.ranked_plan import RankedPlan, weighted_seconds
 from polylane.planner.search import SearchResult
@@ -50,7 +50,7 @@ def search_with_recomputation(
         best += [each for each in realized if each.peak_bytes <= each.candidate.memory_limit]
     best.sort(key=_weigh)
     if best and best[0].plan.recompute != NONE:
-        answer = answers[best[0].plan.recompute]
+        answer = answers[format_recompute(best[0].plan.recompute)]
         refined = _fill_memory(basis, best[0], answer)
         return replace(answer, ranked_plans=(refined, *best[1 : plain.wish.plan_count]))
     return replace(plain, ranked_plans=tuple(best[: plain.wish.plan_count]))
