@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polylane.commands.printing import console, make_table, print_json, write_text
+from polylane.commands.printing import console, format_plural, make_table, print_json, write_text
 from polylane.commands.requests import LanesRequest
 from polylane.inspection.schedule_comparison import ComparedModel, ComparedSchedules, compare_schedules
 from polylane.observe.swimlane.layout import format_number, format_percent
@@ -24,7 +24,8 @@ def print_comparison(request: LanesRequest, model: ComparedModel) -> None:
     compared = compare_schedules(model)
     figures = compared.figures()
     rows = [_row(each) for each in figures]
-    title = f"schedules of {figures[0]['stages']} stages and {model.microbatches} microbatches"
+    title = f"schedules of {format_plural(figures[0]['stages'], 'stage')}"
+    title += f" and {model.microbatches} microbatch{'es' if model.microbatches > 1 else ''}"
     title += f", {', '.join(map(str, model.replicas))} replicas in turn" if model.replicas else ""
     if request.html is not None:
         timelines = {name: drawn.timeline for name, drawn in compared.drawn.items()}

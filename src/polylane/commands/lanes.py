@@ -242,11 +242,11 @@ def _ticks(option: str, text: str) -> Ticks:
 
 def _number(option: str, piece: str, text: str) -> float:
     try:
-        found = int(piece) if piece.isdecimal() and len(piece) < len(str(MOST_TICKS)) else float(piece)
+        whole = piece.removeprefix("-").isdecimal() and len(piece) < len(str(MOST_TICKS))
+        found = int(piece) if whole else float(piece)
     except ValueError:
-        raise PolylaneError(
-            f"{option} takes a number of ticks, or one for each stage as in 1,2,1, not {text!r}"
-        ) from None
+        several = "" if option == "--hop" else ", or one for each stage as in 1,2,1"
+        raise PolylaneError(f"{option} takes a number of ticks{several}, not {text!r}") from None
     if not -MOST_TICKS <= found <= MOST_TICKS:
         raise PolylaneError(f"{option} takes at most {MOST_TICKS:.0e} ticks, not {piece[:40]}")
     return found

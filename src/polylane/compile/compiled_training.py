@@ -57,6 +57,7 @@ class CompiledTraining:
         in_float64: whether casts to lower types inside keep float64 (for proofs).
         init: fills a module's own tensors, for a model on the meta device.
         min_samples: fewest samples that a microbatch may have in training.
+        samples: samples of a step, over all workers.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class CompiledTraining:
     in_float64: bool
     init: Callable[[nn.Module], None] | None
     min_samples: MinSamples
+    samples: int
 
     @property
     def partitions(self) -> dict[str, Partition]:
@@ -218,7 +220,7 @@ def compile_training(
         _check_sync(chosen, partitions, couples)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
         compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
-        _check_budgets(chosen, compiled.values(), problem.in_float64)
+        _check_budgets(chosen, compiled.values(), problem)
         training = CompiledTraining(
             model=problem.model,
             objectives=MappingProxyType(problem.objectives),
@@ -228,6 +230,7 @@ def compile_training(
             in_float64=problem.in_float64,
             init=problem.init,
             min_samples=fewest,
+            samples=problem.samples,
         )
         evaluations = {
             name: training.compile_further(training.recapture(name, problem.take_batch(samples), training=False))
@@ -298,11 +301,11 @@ def _known_batch_layouts(graph: Graph, plan: Spec | Plan) -> Mapping[str, BatchL
     return derive_composition(graph, plan.per_sample).batch_layouts if plan.resplits_batch else {}
 
 
-def _check_budgets(plan: Plan, graphs: Iterable[CompiledGraph], in_float64: bool) -> None:
+def _check_budgets(plan: Plan, graphs: Iterable[CompiledGraph], problem: TrainingProblem) -> None:
     """Refuse budgets of recomputation that no stage can keep, before any worker starts."""
     if any(has_budget(plan.recompute_of(stage)) for stage in range(plan.pipeline)):
         for graph in graphs:
-            find_dropped_tensors(graph.partition, plan, graph.layouts, in_float64)
+            find_dropped_tensors(graph.partition, plan, graph.layouts, problem.samples, in_float64=problem.in_float64)
 
 
 def _check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples: bool) -> None:

@@ -28,6 +28,7 @@ from polylane.cost.state_sharding import StateSharding
 from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.plan.lanes import lanes_of, stage_graph_of
+from polylane.plan.local_samples import local_samples
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
@@ -146,8 +147,7 @@ class PlanCost:
 
     def local_samples(self, stage: int) -> int:
         """Return the most samples that a replica of a stage has in one microbatch."""
-        parts = 1 if self.plan.takes_turns else self.plan.degree("data", stage)
-        return -(-self.batch // (self.plan.microbatches * parts))
+        return local_samples(self.plan, stage, self.batch)
 
     def node_ranges(self, stage: int) -> list[Range]:
         return [(first, end) for first, end, owner in self.partition.pieces if owner == stage]

@@ -143,7 +143,15 @@ class StageBinder:
         """What every stage drops, to recompute it in the backward passes of the program, if it has any."""
         prepared, trains = self.holding.prepared, any(a.kind in WEIGHT_PASSES for a in self.program.actions)
         layouts, partition = self.compiled.layouts, self.program.partition
-        return find_dropped_tensors(partition, prepared.plan, layouts, prepared.in_float64, trains)
+        return find_dropped_tensors(
+            partition,
+            prepared.plan,
+            layouts,
+            prepared.samples,
+            device=self.holding.tensors.device.type,
+            in_float64=prepared.in_float64,
+            trains=trains,
+        )
 
     @property
     def _autocast(self) -> torch.dtype | None:
