@@ -57,7 +57,9 @@ class StageSteps:
 
     def gradients_kept(self, pieces: Ints) -> Floats:
         """Return the bytes alive at each moment, beyond the gradients that are, if these pieces live to the end."""
-        kept = np.isin(self.pieces, pieces)
+        asked = np.zeros(max(self.pieces.max(initial=-1), pieces.max(initial=-1)) + 1, dtype=bool)
+        asked[pieces] = True
+        kept = asked[self.pieces]
         return self._alive_to_the_end(self.ends[kept] - 1, self.sizes[kept])
 
     def _alive_to_the_end(self, begins: Ints, size: Floats) -> Floats:
@@ -114,7 +116,9 @@ class BackwardSteps:
         ends = np.where(goes, 0, first[ids])
         # A gradient that comes from a later stage counts as received, not as made here. Who sent the backward pass on
         # holds it, so that the first gradient that is added to it makes new memory; so does handing it on as it is.
-        received = (local[highest] < 0) & np.isin(ids, self._read.in_ranges(pieces)[0])
+        is_read = np.zeros(len(self.sizes), dtype=bool)
+        is_read[self._read.in_ranges(pieces)[0]] = True
+        received = (local[highest] < 0) & is_read[ids]
         added = intervals.first_and_last(*self._added.in_ranges(ranges), len(self.sizes))[1][ids]
         copied = np.where(added >= 0, added, np.where(goes, first[ids], -1))
         begins = np.where(received, copied, last[ids])
