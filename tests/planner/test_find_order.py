@@ -11,6 +11,7 @@ from polylane.plan.order import parse_order
 from polylane.plan.spec import parse
 from polylane.planner.find_order import find_measured_order, find_order
 from polylane.planner.problem import fit_plan
+from polylane.schedule.action import ActionKind
 from polylane.schedule.live import peak_live
 
 NAMED = ("naive", "afab", "1f1b", "zb-h1", "zb-h2")
@@ -25,6 +26,17 @@ def test_it_is_never_later_than_a_named_schedule(microbatches: int) -> None:
     found = find_order(basis, partition, plan, 64)
     assert predict(basis, partition, found, 64).seconds <= min(named.values()) * (1 + 1e-12)
     assert find_order(basis, partition, found, 64) is found, "an order that is there is kept"
+
+
+def test_where_halving_costs_time_some_passes_stay_whole() -> None:
+    """On CPUs: earlier than every schedule of one kind, with both kinds of pass."""
+    basis = jobs.basis(jobs.blocks(8, 256), "4:cpu,link=nvlink-3")
+    line = "pipeline=4,microbatches=8"
+    named = {name: predict(basis, *fit_plan(basis, parse(f"{line},schedule={name}"), 64), 64).seconds for name in NAMED}
+    found = find_order(basis, *fit_plan(basis, parse(f"{line},schedule=auto"), 64), 64)
+    assert predict(basis, fit_plan(basis, parse(line), 64)[0], found, 64).seconds < min(named.values())
+    kinds = {action.kind for lane in parse_order(found.order) for action in lane}
+    assert {ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT} < kinds
 
 
 def test_it_keeps_within_the_memory() -> None:

@@ -240,7 +240,8 @@ def _find_order(problem: TrainingProblem, partitions: Mapping[str, Partition], p
     name, partition = next(iter(partitions.items()))
     leaves, _ = flatten(problem.take_batch(samples))
     seconds = measure_both(partition.graph, problem.model, problem.objectives[name].loss, leaves)
-    return find_measured_order(partition, plan, seconds)
+    device = next((p.device.type for p in problem.model.parameters()), "cpu")
+    return find_measured_order(partition, plan, seconds, device)
 
 
 def _choose_microbatches(

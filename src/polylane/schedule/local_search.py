@@ -101,14 +101,13 @@ def _moves(
     for worker, first, last in _critical_blocks(problem, orders, played, place):
         order = orders[worker]
         for source, target in _shifts(first, last):
-            move = _shift(order, worker, source, target)
             task = order[source]
-            if not any(
-                must_precede(problem, *((task, o) if target > source else (o, task)), whole)
-                for o in order[move.low : move.high]
-                if o != task
-            ):
-                yield move
+            if target > source:
+                stays = any(must_precede(problem, task, other, whole) for other in order[source + 1 : target + 1])
+            else:
+                stays = any(must_precede(problem, other, task, whole) for other in order[target:source])
+            if not stays:
+                yield _shift(order, worker, source, target)
         if problem.is_mixed:
             yield from halving_moves(problem, order, worker, range(first, last + 1), whole)
 

@@ -64,7 +64,7 @@ class ScheduleProblem:
 
     Raises:
         ValueError: figures that are negative or not one for each stage or worker, or a whole backward pass that takes
-            longer than its halves or less than one of them.
+            longer than its halves or less than the first of them.
         NoScheduleFits: a bound below what one microbatch takes on its worker.
     """
 
@@ -99,10 +99,10 @@ class ScheduleProblem:
         for stage, (whole, *halves) in enumerate(
             zip(self.whole, self.input_gradient, self.weight_gradient, strict=True)
         ):
-            if not max(halves) * (1 - SLACK) <= whole <= sum(halves) * (1 + SLACK):
+            if not halves[0] * (1 - SLACK) <= whole <= sum(halves) * (1 + SLACK):
                 raise ValueError(
                     f"the whole backward pass of stage {stage} takes {whole:g} seconds, its halves {halves[0]:g} and "
-                    f"{halves[1]:g}: it must take no longer than both, and no less than either"
+                    f"{halves[1]:g}: it must take no longer than both, and no less than the first"
                 )
         if set(self.workers) != set(range(self.count)):
             raise ValueError(f"every worker from 0 to {self.count - 1} must have a stage, not only {self.workers}")
@@ -167,8 +167,12 @@ class ScheduleProblem:
 
     def split_task(self, task: int) -> tuple[int, int, int]:
         """Return stage, microbatch and kind of a task."""
-        place, kind = divmod(task, len(self.kinds))
-        return (*divmod(place, self.microbatches), kind)
+        return self._places[task]
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int, int]]:
+        of_stage = range(self.microbatches), range(len(self.kinds))
+        return [(stage, m, kind) for stage in range(self.graph.stages) for m in of_stage[0] for kind in of_stage[1]]
 
     @cached_property
     def seconds(self) -> list[float]:

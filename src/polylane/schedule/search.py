@@ -69,7 +69,8 @@ def find_schedule(problem: ScheduleProblem, *, exact: bool = True, effort: int =
     best = starts[0]
     # A large problem has fewer starts, and in the end fewer steps.
     count = min(STARTS, max(1, effort // (problem.tasks * LEAST_STEPS)))
-    for start in starts[:count]:
+    # Those of mixed passes are improved already, as far as passes of one kind can be.
+    for start in starts[: (count + 1) // 2 if problem.is_mixed else count]:
         if best.makespan <= problem.lower_bound * (1 + SLACK):
             break
         makespan, orders = improve_orders(problem, start.orders, effort // (problem.tasks * count))
