@@ -21,16 +21,25 @@ from polylane.schedule.schedules import NAMES, schedule_lanes
 from polylane.schedule.search import find_schedule
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
+from polylane.schedule.zero_bubble import v_stages
 
 # What the search knows of memory is rounded: a bound that the simulation finds broken is lowered by this factor.
 LOWER, TRIES = 0.85, 4
 
 
-def find_order(found: CostModel, partition: Partition, plan: Plan, batch: int, memory: float | None = None) -> Plan:
+def find_order(
+    found: CostModel,
+    partition: Partition,
+    plan: Plan,
+    batch: int,
+    memory: float | None = None,
+    placed: bool = False,
+) -> Plan:
     """Return the plan with its order of passes, if its schedule is ``auto`` and has none yet.
 
     Orders that are searched for, in which every backward pass may be whole or in halves, and those of the named
     schedules that stages on these workers can have, are simulated; the fastest one that fits into the memory is taken.
+    Two stages of each worker are tried dealt round-robin, and as a V.
 
     Args:
         found: prices of the training on its cluster.
@@ -38,6 +47,7 @@ def find_order(found: CostModel, partition: Partition, plan: Plan, batch: int, m
         plan: the plan to be completed.
         batch: samples of a step, over all replicas.
         memory: bytes that a worker may hold; None: what its device has.
+        placed: whether the stages stay on the workers on which the plan has them, since its user wrote so.
 
     Raises:
         PolylaneError: no order fits into the memory; it says what the one that needs least would take.
@@ -46,14 +56,18 @@ def find_order(found: CostModel, partition: Partition, plan: Plan, batch: int, m
         return plan
     best: tuple[float, Plan] | None = None
     least: tuple[float, int] | None = None
-    for lanes in _candidates(found, partition, plan, batch, memory):
-        own = plan.model_copy(update={"order": format_order(lanes)})
+    candidates = (
+        each.model_copy(update={"order": format_order(lanes)})
+        for each in ([plan] if placed else _placements(plan))
+        for lanes in _candidates(found, partition, each, batch, memory)
+    )
+    for own in candidates:
         if own.splits_backward and plan.sync.shard == "parameters":
             continue  # weights are released between the halves
         prediction = predict(found, partition, own, batch)
         over = max(
             (stage.memory.total - limit, group)
-            for group, (stage, limit) in enumerate(zip(prediction.stages, _limits(found, plan, memory), strict=True))
+            for group, (stage, limit) in enumerate(zip(prediction.stages, _limits(found, own, memory), strict=True))
         )
         if over[0] <= 0 and (best is None or prediction.seconds < best[0]):
             best = prediction.seconds, own
@@ -68,7 +82,11 @@ def find_order(found: CostModel, partition: Partition, plan: Plan, batch: int, m
 
 
 def find_measured_order(
-    partition: Partition, plan: Plan, seconds: Sequence[tuple[float, float]], device: str = "cpu"
+    partition: Partition,
+    plan: Plan,
+    seconds: Sequence[tuple[float, float]],
+    device: str = "cpu",
+    placed: bool = False,
 ) -> Plan:
     """Return the plan with its order of passes, found for measured times alone: where no cluster is described.
 
@@ -80,10 +98,11 @@ def find_measured_order(
         plan: the plan to be completed; as it is if its schedule is another one, or its order is there.
         seconds: (forward, backward) of every node of the graph.
         device: the kind of device on which they were measured.
+        placed: whether the stages stay on their workers, as for :func:`find_order`.
     """
     if plan.schedule != "auto" or plan.order:
         return plan
-    graph, nodes = stage_graph_of(partition, plan), partition.graph
+    nodes = partition.graph
     shares = weight_shares(nodes, view_operators(nodes, nodes.samples, 1), {})
     halving = HALVING_SHARE if device == "cpu" else HALVING_SHARE_ELSEWHERE
     forward, input_, weight, longer = (np.zeros(plan.pipeline) for _ in range(4))
@@ -93,23 +112,44 @@ def find_measured_order(
         input_[stage] += back * (1 - share)
         weight[stage] += back * share
         longer[stage] += back * halving * (share > 0)
-    chunks, groups = len(plan.first_chunks), plan.stage_groups
-    # 1F1B holds as many microbatches as there are groups behind a worker, of each of its stages.
-    bounds = [float(groups.count(group) * chunks) for group in range(chunks)]
-    best = find_schedule(
-        ScheduleProblem(
-            graph=graph,
-            workers=groups,
-            microbatches=plan.microbatches,
-            forward=tuple(forward),
-            input_gradient=tuple(input_),
-            weight_gradient=tuple(weight + longer),
-            backward=tuple(input_ + weight),
-            memory=tuple(bounds),
-            split=plan.sync.shard != "parameters",
+    best: tuple[tuple[float, float], Plan] | None = None
+    for each in [plan] if placed else _placements(plan):
+        chunks, groups = len(each.first_chunks), each.stage_groups
+        found = find_schedule(
+            ScheduleProblem(
+                graph=stage_graph_of(partition, each),
+                workers=groups,
+                microbatches=plan.microbatches,
+                forward=tuple(forward),
+                input_gradient=tuple(input_),
+                weight_gradient=tuple(weight + longer),
+                backward=tuple(input_ + weight),
+                # 1F1B holds as many microbatches as there are groups behind a worker, of each of its stages.
+                memory=tuple(float(groups.count(group) * chunks) for group in range(chunks)),
+                split=plan.sync.shard != "parameters",
+            )
         )
+        rank = found.makespan, sum(found.peak_bytes)
+        if best is None or rank < best[0]:
+            best = rank, each.model_copy(update={"order": format_order(found.lanes)})
+    assert best is not None
+    return best[1]
+
+
+def _placements(plan: Plan) -> list[Plan]:
+    """Return the plan, and if each worker has two stages also the plan with them as a V: the first and the last, ...
+
+    A gradient then comes back on the way on which its value went, and the worker with the first stage also has the
+    last: the two that differ most from the others.
+    """
+    chunks, meshes = len(plan.first_chunks), set(plan.meshes)
+    if chunks == 1 or plan.pipeline != 2 * chunks or len(meshes) > 1:
+        return [plan]
+    stages = tuple(
+        stage.model_copy(update={"devices": plan.stages[plan.first_chunks[group]].devices})
+        for stage, group in zip(plan.stages, v_stages(chunks), strict=True)
     )
-    return plan.model_copy(update={"order": format_order(best.lanes)})
+    return [plan, Plan(**{**dict(plan), "stages": stages})]
 
 
 def _limits(found: CostModel, plan: Plan, memory: float | None) -> list[float]:
