@@ -66,7 +66,7 @@ def run(request: SimulateRequest) -> None:
     basis = build_cost_model(captured, cluster, method)
     partition, fitted = fit_plan(basis, plan, request.batch)
     basis = fit_to_meshes(basis, partition, fitted, request.batch)
-    fitted = find_order(basis, partition, fitted, request.batch)
+    fitted = find_order(basis, partition, fitted, request.batch, placed=isinstance(plan, Plan))
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn)
