@@ -13,12 +13,13 @@ from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
 from polylane.cost.memory.recompute_budget import dropped_on_stages
 from polylane.cost.memory.recompute_choice import SavedValues
 from polylane.cost.memory.saved_by_operators import trace_saved_tensors
-from polylane.cost.memory.saved_tensors import BackendSetting
+from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.graph.batch import flatten
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.sample_slice import SampleSlice
+from polylane.plan.recompute import RecomputeRule
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.stage_code import StageHooks, extract_stage
 from polylane.runtime.pipeline.stage_runner import StageRunner
@@ -42,15 +43,28 @@ def stage_runner(
     return StageRunner(code, table, frozenset(), CPU, autocast)
 
 
-def drop(graph: Graph, mode: str) -> DroppedTensors:
+# The last graphs with what their operators save, which every mode is chosen from.
+_traced = list[tuple[Graph, SavedTensors]]()
+
+
+def trace(graph: Graph) -> SavedTensors:
+    """What the operators of the whole graph save, on one rank; found once for the last few graphs."""
+    known = next((saved for each, saved in _traced if each is graph), None)
+    if known is None:
+        known = trace_saved_tensors(graph, BackendSetting(graph.samples))
+        _traced[:] = [*_traced[-3:], (graph, known)]
+    return known
+
+
+def drop(graph: Graph, rule: RecomputeRule) -> DroppedTensors:
     """What the whole graph drops as one stage."""
-    keeping = trace_saved_tensors(graph, BackendSetting(graph.samples))
-    return dropped_on_stages(Partition(graph, ()), [mode], [keeping])[0]
+    keeping = trace(graph)
+    return dropped_on_stages(Partition(graph, ()), [rule], [keeping])[0]
 
 
 def predicted(graph: Graph, dropped: DroppedTensors) -> PeakMemory:
     """The memory of one microbatch on the whole graph as one stage."""
-    keeping = trace_saved_tensors(graph, BackendSetting(graph.samples))
+    keeping = trace(graph)
     pieces = SavedValues(graph, keeping).pieces(dropped)
     return LiveRanges(graph, keeping, dropped, pieces).microbatch_memory([(0, len(graph.nodes))])
 

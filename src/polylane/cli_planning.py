@@ -38,8 +38,9 @@ _Recompute = Annotated[
     str | None,
     typer.Option(
         "--recompute",
-        help="Activations that are recomputed instead of kept: none, selective (attention's), full, or for a plan in "
-        "one line a budget such as budget:200MB. Default: what the plan says, or what a search needs to fit.",
+        help="Activations that are recomputed instead of kept: none, selective (attention's), full; for a given plan "
+        "also a budget such as budget:200MB, or modules: blocks.3:full+blocks.5:selective. Default: what the plan "
+        "says, or what a search needs to fit.",
     ),
 ]
 _Shard = Annotated[

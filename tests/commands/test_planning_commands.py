@@ -350,7 +350,15 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --dtype int8", "dtype 'int8': choose one of"),
         (
             "simulate layers.py --cluster 2:a100-80g --plan data=2 --recompute some",
-            "--recompute 'some': must be none, selective, full",
+            "--recompute=some must be none, selective, full",
+        ),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan data=2 --recompute 9:full",
+            "recompute.9: the model runs no operator in a module of this name",
+        ),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan data=2,recompute=0:full --recompute full",
+            "--recompute full, but the plan says recompute=0:full",
         ),
         (
             "simulate layers.py --cluster 2:a100-80g --plan data=2 --shard all",

@@ -76,7 +76,7 @@ def test_between_the_halves_lives_what_is_predicted(name: str) -> None:
         alive = sum(t.untyped_storage().nbytes() for number, t in kept.items() if number not in held)
         need = ranges.microbatch_memory([(a, b) for a, b, own in pipe.partition.pieces if own == stage])
         assert need.between_halves == pytest.approx(alive, rel=0.05)
-        assert need.input_half_peak >= need.between_halves and need.input_half_peak >= need.backward_peak
+        assert need.input_half_peak >= max(need.between_halves, need.live_bytes)
     take_gradients(model)
 
 

@@ -64,6 +64,9 @@ PLANS = [
     "data=2,shard=parameters,microbatches=2,recompute=full",
     "data=2,pipeline=2,microbatches=2,recompute=selective",
     "tensor=2,microbatches=2,recompute=full",
+    "pipeline=2,microbatches=4,recompute=blocks.0:full+blocks.2:selective",
+    "pipeline=2,microbatches=4,schedule=zb-h1,recompute=default:full+blocks.1:none+blocks.3:budget:9KB",
+    "tensor=2,microbatches=2,recompute=blocks.1:full+blocks.3:selective",
 ]
 
 

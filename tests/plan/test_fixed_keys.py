@@ -53,6 +53,7 @@ def test_the_schedules_that_are_compared_are_those_that_may_be() -> None:
     assert set(parse_fixed("schedule=interleaved").schedules) == {("interleaved", 2), ("interleaved", 4)}
     assert parse_fixed("schedule=naive").schedules == (("naive", 1),)
     assert parse_fixed("data=2").with_schedule("zb-v").schedules == (("zb-v", 2),)
+    assert parse_fixed("schedule=auto").schedules == COMPARED
     assert parse_fixed("schedule=interleaved").with_schedule(chunks=5).schedules == (("interleaved", 5),)
 
 
@@ -62,7 +63,6 @@ def test_the_schedules_that_are_compared_are_those_that_may_be() -> None:
         ("data=x", "plan 'data=x': data=x must be a whole number"),
         ("chunky=2", "unknown key 'chunky'"),
         ("schedule=zb-h3", "schedule=zb-h3 is not known, known are naive"),
-        ("schedule=auto", "search without it, and write it into the plan found"),
         ("schedule=1f1b,chunks=2", "the schedule 1f1b has one stage on a worker"),
         ("schedule=zb-v,chunks=3", "the schedule zb-v has exactly 2 chunks"),
         ("pipeline=1,chunks=2", "are of a pipeline's workers"),

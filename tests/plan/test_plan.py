@@ -12,9 +12,10 @@ from plan_files import GRAPH, MESH, PLAN, edited, refusal
 
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
-from polylane.plan.fit_to_graph import partition_for, plan_from_partition, with_fingerprint
+from polylane.plan.fit_to_graph import check_recompute, partition_for, plan_from_partition, with_fingerprint
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import dump, load
+from polylane.plan.recompute import RecomputeRule
 from polylane.plan.spec import Spec, default_microbatches, parse
 from synthetic import chain, graph
 
@@ -30,6 +31,7 @@ from synthetic import chain, graph
             Partition(GRAPH, (3,)), Spec(data=3, pipeline=2, schedule="naive", precision="bfloat16"), 7
         ),
         plan_from_partition(Partition(GRAPH, ()), Spec(tensor=4, recompute="budget:2GiB"), 1),
+        plan_from_partition(Partition(GRAPH, ()), Spec(recompute={"first": "full", "default": "budget:2GiB"}), 1),
         plan_from_partition(Partition(GRAPH, (3,)), Spec(pipeline=2, sequence=2), 1),
         MESH,
     ],
@@ -171,6 +173,39 @@ def test_placements_of_what_is_not_there(stages: tuple[Any, ...], says: str) -> 
     with pytest.raises(PolylaneError) as caught:
         partition_for(placed(*stages), GRAPH)
     assert says in str(caught.value) and str(caught.value).startswith("plan: ")
+
+
+def recomputed(plan: RecomputeRule, *stages: RecomputeRule | None) -> Plan:
+    each = (s.model_copy(update={"recompute": own}) for s, own in zip(placed({}, {}).stages, stages, strict=True))
+    return placed({}, {}).model_copy(update={"recompute": plan, "stages": tuple(each)})
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (
+            recomputed({"layr1": "full"}, None, None),
+            "recompute.layr1: the model runs no operator in a module of this name",
+        ),
+        (recomputed({"layr1": "full"}, None, None), "; did you mean layer1?"),
+        (recomputed("none", None, {"layer1": "full"}), "stages.1.recompute.layer1: it is on stage 0"),
+        (
+            recomputed({"layer1": "full"}, "none", None),
+            "recompute.layer1: it is on stage 0, which says for itself what it recomputes: say it there",
+        ),
+    ],
+)
+def test_modules_to_recompute_that_are_not_there(plan: Plan, says: str) -> None:
+    with pytest.raises(PolylaneError) as caught:
+        check_recompute(plan, [partition_for(plan, GRAPH)])
+    assert says in str(caught.value) and str(caught.value).startswith("plan: ")
+
+
+def test_modules_to_recompute_are_of_the_plan_or_of_a_stage() -> None:
+    plan = recomputed({"layer1": "full", "default": "none"}, None, {"layer3": "selective", "default": "full"})
+    check_recompute(plan, [partition_for(plan, GRAPH)])
+    assert plan.recompute_of(0) == {"layer1": "full", "default": "none"}
+    assert plan.recompute_of(1) == {"layer3": "selective", "default": "full"}
 
 
 def test_placements_of_a_tied_weight_agree() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from polylane.errors import PolylaneError
+from polylane.plan.recompute import format_recompute, parse_recompute
 from polylane.plan.spec import Degrees, Spec, parse
 
 
@@ -25,6 +26,22 @@ def test_what_a_line_says(text: str, spec: Spec) -> None:
     assert parse(text) == spec
 
 
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("full", "full"),
+        ("budget:2GB", "budget:2GB"),
+        ("default:selective", "selective"),
+        ("blocks.3:full + blocks.5:selective", {"blocks.3": "full", "blocks.5": "selective"}),
+        ("default:full+blocks.0:budget:1.5MB", {"default": "full", "blocks.0": "budget:1.5MB"}),
+        ("budget:full", {"budget": "full"}),
+    ],
+)
+def test_what_is_recomputed(text: str, rule: str | dict[str, str]) -> None:
+    assert parse(f"data=2,recompute={text}").recompute == rule
+    assert parse_recompute(format_recompute(rule)) == rule
+
+
 def test_workers_are_the_product() -> None:
     assert parse("data=3,pipeline=4").workers == 12 and Spec().workers == 1
     assert parse("data=2,sequence=3,tensor=5,pipeline=7").workers == 210
@@ -39,6 +56,12 @@ def test_microbatches_are_left_open() -> None:
     [
         ("data", "'data' is not of the form key=value"),
         ("recompute=some", "recompute=some must be none, selective, full, or a budget such as budget:200MB"),
+        (
+            "recompute=a:some",
+            "recompute=a:some must be none, selective, full, or a budget such as budget:200MB, or one of",
+        ),
+        ("recompute=a:full+full", "for each module, as in blocks.3:full+default:none"),
+        ("recompute=a:full+a:none", "recompute=a:full+a:none names a twice: keep one"),
         ("recompute=budget:5s", "recompute=budget:5s must be none, selective, full, or a budget"),
         (
             "dat=2",

@@ -21,8 +21,16 @@ from plan_files import MESH, edited, refusal
         ({"stages": None}, "stages is missing"),
         (
             {"recompute": "some"},
-            "recompute must be none, selective, full, or a budget such as budget:200MB, not 'some'",
+            "recompute must be none, selective, full, or a budget such as budget:200MB, or one of these for each "
+            "module, as in {blocks.3: full}, not 'some'",
         ),
+        ({"recompute": {}}, "or one of these for each module, as in {blocks.3: full}, not {}"),
+        (
+            {"recompute": {"a.b": "half"}},
+            "recompute: a.b must be none, selective, full, or a budget such as budget:200MB, not 'half'",
+        ),
+        ({"recompute": {3: "full"}}, "recompute: 3 must be a name, in quotes where it reads like a number ('3')"),
+        ({"stages.1.recompute": {"a": None}}, "stages.1.recompute: a must be none, selective, full, or a budget"),
         ({"stages.1.recompute": "budget:0MB"}, "stages.1.recompute must be none, selective, full, or a budget"),
         ({"stages": 3}, "stages must be a list, not 3"),
         ({"stages": []}, "stages: there must be at least one"),

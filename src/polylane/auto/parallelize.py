@@ -21,7 +21,7 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
 from polylane.plan.plan import Plan
-from polylane.plan.recompute import NONE, budget_bytes
+from polylane.plan.recompute import without_budgets
 from polylane.plan.spec import Spec, default_microbatches
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
@@ -107,7 +107,7 @@ def _alone(spec: Spec | Plan, samples: int) -> Spec:
     """
     microbatches = spec.microbatches if isinstance(spec, Plan) else default_microbatches(spec, samples)
     # Budgets are of stages: what one of them can keep within, the whole model may not.
-    recompute = NONE if budget_bytes(spec.recompute) is not None else spec.recompute
+    recompute = without_budgets(spec.recompute)
     return Spec(
         microbatches=microbatches, precision=spec.precision, recompute=recompute, per_sample=tuple(spec.per_sample)
     )

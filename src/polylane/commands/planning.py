@@ -137,7 +137,7 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
         PolylaneError: an option contradicts a key of the plan, or the plan cannot have both.
     """
     from polylane.plan.plan import Plan, check
-    from polylane.plan.recompute import NONE
+    from polylane.plan.recompute import NONE, format_recompute, parse_recompute
     from polylane.plan.spec import PRECISIONS, Spec
     from polylane.plan.sync import SUM
 
@@ -154,10 +154,10 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
     # float16 is priced alone: no plan says it.
     precision = request.dtype if request.dtype in PRECISIONS else plan.precision
     sync = plan.sync.changed(**given) if given else plan.sync
-    if request.recompute is not None and plan.recompute not in (NONE, request.recompute):
-        both = f"--recompute {request.recompute}, but the plan says recompute={plan.recompute}"
+    recompute = plan.recompute if request.recompute is None else parse_recompute(request.recompute)
+    if plan.recompute not in (NONE, recompute):
+        both = f"--recompute {request.recompute}, but the plan says recompute={format_recompute(plan.recompute)}"
         raise PolylaneError(f"{both}: leave one of them out")
-    recompute = request.recompute or plan.recompute
     plan = _with_schedule(plan, request.schedule)
     if isinstance(plan, Plan):
         patched = plan.model_copy(update={"sync": sync, "precision": precision, "recompute": recompute})
@@ -244,16 +244,15 @@ def method_of(request: PredictRequest) -> TrainingOptions:
         PolylaneError: an option has a value that is not known.
     """
     from polylane.cost.operators.training_options import TrainingOptions
-    from polylane.plan.recompute import MODES, NONE, WANTED, budget_bytes
+    from polylane.plan.recompute import MODES, NONE, parse_recompute
 
     dtype = request.dtype or "float32"
     if dtype == "float64":
         raise PolylaneError("--dtype 'float64': choose one of float32, bfloat16, float16")
-    # A budget is a plan's: a search knows whole modes alone.
+    # Budgets and modules are a plan's: a search knows whole modes alone.
     mode = request.recompute or NONE
-    if mode not in MODES and budget_bytes(mode) is None:
-        raise PolylaneError(f"--recompute {mode!r}: {WANTED}")
     try:
+        parse_recompute(mode)
         return TrainingOptions(dtype, True, mode if mode in MODES else NONE, request.overlap)  # type: ignore[arg-type]
     except PolylaneError as error:
         raise PolylaneError(f"--{error}") from None  # the message begins with the option's name

@@ -24,7 +24,7 @@ from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
-from polylane.plan.recompute import budget_bytes
+from polylane.plan.recompute import has_budget
 from polylane.plan.spec import TURNS, Spec, parse
 from polylane.planner.find_order import find_measured_order
 from polylane.profiling.time_operators import measure, measure_both
@@ -216,6 +216,7 @@ def compile_training(
             chosen = _find_order(problem, partitions, chosen, samples)
         for partition in partitions.values():
             refuse_effects(partition, chosen)
+        fit.check_recompute(chosen, partitions.values())
         _check_sync(chosen, partitions, couples)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
         compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
@@ -302,7 +303,7 @@ def _known_batch_layouts(graph: Graph, plan: Spec | Plan) -> Mapping[str, BatchL
 
 def _check_budgets(plan: Plan, graphs: Iterable[CompiledGraph], problem: TrainingProblem) -> None:
     """Refuse budgets of recomputation that no stage can keep, before any worker starts."""
-    if any(budget_bytes(plan.recompute_of(stage)) for stage in range(plan.pipeline)):
+    if any(has_budget(plan.recompute_of(stage)) for stage in range(plan.pipeline)):
         for graph in graphs:
             find_dropped_tensors(graph.partition, plan, graph.layouts, problem.samples, in_float64=problem.in_float64)
 

@@ -73,7 +73,8 @@ class PassCosts:
     @property
     def backward_input(self) -> float:
         """Seconds of the first half of a backward pass in two: all but the gradients of weights."""
-        return self.backward - self.backward_weight
+        # Sums over the graph's nodes: of a stage that is all weights the difference may round below zero.
+        return max(0.0, self.backward - self.backward_weight)
 
 
 class StageCosts:

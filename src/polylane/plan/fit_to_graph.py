@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 import networkx as nx
 
 from polylane.errors import PolylaneError, suggest_name
-from polylane.graph.graph import Graph, Node
+from polylane.graph.graph import Graph, Node, is_inside
 from polylane.graph.partition import Partition, StageCrossing, cut_positions
 from polylane.plan.lanes import stage_graph_of
 from polylane.plan.order import check_order_runs
 from polylane.plan.pinned_placements import check_pins
 from polylane.plan.plan import Plan, check
+from polylane.plan.recompute import DEFAULT, RecomputeRule
 from polylane.plan.spec import Degrees, Spec
 from polylane.plan.stage import MESH, Fingerprint, Stage
 from polylane.schedule.stage_graph import CyclicStages
@@ -57,7 +60,7 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
         sync=spec.sync,
         slow=dict(spec.slow),
         per_sample=spec.per_sample,
-        recompute=spec.recompute,
+        recompute=spec.recompute,  # type: ignore[arg-type]
     )
 
 
@@ -296,3 +299,42 @@ def check_asynchronous(plan: Plan, partition: Partition) -> None:
                 f"{what}: stages {' and '.join(map(str, holders))} share {name}, and would update it at different "
                 "times: cut so that one stage has it, or take a schedule that waits"
             )
+
+
+def check_recompute(plan: Plan, partitions: Collection[Partition]) -> None:
+    """Refuse modules to recompute that the model does not have, or that are not where it is said of them.
+
+    Args:
+        plan: the plan, with its ``recompute`` for all stages or each.
+        partitions: the cuts of all graphs that are trained.
+
+    Raises:
+        PolylaneError: an unknown module, one of another stage, or one whose stages all speak for themselves; naming
+            the plan's key.
+    """
+    silent = {number for number, stage in enumerate(plan.stages) if stage.recompute is None}
+    said: list[tuple[str, RecomputeRule, set[int]]] = [("recompute", plan.recompute, silent)]
+    said += [(f"stages.{s}.recompute", plan.recompute_of(s), {s}) for s in range(plan.pipeline) if s not in silent]
+    for key, rule, where in said:
+        for module in () if isinstance(rule, str) else rule:
+            having = _stages_with_module(module, partitions)
+            if module == DEFAULT or not having.isdisjoint(where):
+                continue
+            if not having:
+                paths = {node.module for partition in partitions for node in partition.graph.nodes}
+                known = sorted({path for each in paths for path in accumulate(re.split(r"(?=\.)", each))})
+                wrong = f"the model runs no operator in a module of this name{suggest_name(module, known)}"
+            else:
+                wrong = f"it is on stage {', '.join(map(str, sorted(having)))}"
+                wrong += ", which says for itself what it recomputes: say it there" if key == "recompute" else ""
+            raise PolylaneError(f"{plan.title}: {key}.{module}: {wrong}")
+
+
+def _stages_with_module(module: str, partitions: Collection[Partition]) -> set[int]:
+    """Return the stages that run operators of a module, in any graph."""
+    return {
+        stage
+        for partition in partitions
+        for stage in range(partition.stages)
+        if any(is_inside(node.module, module) for node in partition.nodes(stage))
+    }

@@ -80,9 +80,10 @@ class FixedKeys:
     def schedules(self) -> tuple[ScheduleOption, ...]:
         """The schedules that a search compares, each with its chunks; what changes the numbers only where it is said.
 
-        Chunks without a schedule are those of any that may have so many.
+        Chunks without a schedule are those of any that may have so many. Where orders are to be found, they are found
+        for the plans that are best under these schedules.
         """
-        if self.schedule is None:
+        if self.schedule in (None, FOUND):
             if self.chunks is None:
                 return COMPARED
             known = [option for option in COMPARED if option[1] == self.chunks]
@@ -206,10 +207,6 @@ def _check_schedule(schedule: str | None, chunks: int | None, pipeline: int | No
     """
     if schedule is not None and schedule not in RUNNABLE:
         raise PolylaneError(f"schedule={schedule} is not known, known are {', '.join(RUNNABLE)}")
-    if schedule == FOUND:
-        raise PolylaneError(
-            f"schedule={FOUND} orders the stages of one plan: search without it, and write it into the plan found"
-        )
     if schedule is None and chunks is None:
         return
     schedule = schedule or ("interleaved" if chunks != 1 else COMPARED[0][0])

@@ -12,7 +12,7 @@ import pydantic
 from polylane.errors import PolylaneError
 from polylane.plan.order import check_order, has_halves
 from polylane.plan.pinned_placements import check_axes
-from polylane.plan.recompute import NONE, Recompute
+from polylane.plan.recompute import NONE, Recompute, RecomputeRule, format_recompute
 from polylane.plan.schedule_checks import check_accumulation, check_asynchronous, check_chunks, check_turns
 from polylane.plan.spec import TURNS, Degrees, check_workers, format_degrees
 from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, check_devices, index_stages
@@ -40,7 +40,8 @@ class Plan(StrictMapping):
             replica r of d has microbatches r, r + d, r + 2d, ...; PipeDream's replicated stages).
         sync: how replicas synchronize gradients or weights.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
-        recompute: what backward passes recompute: one of :data:`.recompute.MODES`, or a budget ("budget:200MB").
+        recompute: what backward passes recompute: one of :data:`.recompute.MODES`, or a budget ("budget:200MB"); or a
+            mapping of paths of modules to these, in which "default" is the rest.
         slow: by rank, how it is made a straggler, to see the effect on the others.
         per_sample: modules that run the user's own Python and, by the user's word, treat each sample by itself; "model"
             is all of it.
@@ -204,7 +205,7 @@ class Plan(StrictMapping):
         axes = _OPERATOR_AXES if self.takes_turns else MESH
         return all(self.degree(axis, a) == self.degree(axis, b) for axis in axes)
 
-    def recompute_of(self, stage: int) -> str:
+    def recompute_of(self, stage: int) -> RecomputeRule:
         """Return what a stage recomputes."""
         return self.stages[stage].recompute or self.recompute
 
@@ -328,7 +329,7 @@ class Plan(StrictMapping):
         words += [f"chunks={self.most_chunks}"] if self.most_chunks > 1 else []
         words += ["vertical_sync=yes"] if self.vertical_sync else []
         words += [] if self.precision == "float32" else [f"precision={self.precision}"]
-        words += [] if self.recompute == NONE else [f"recompute={self.recompute}"]
+        words += [] if self.recompute == NONE else [f"recompute={format_recompute(self.recompute)}"]
         words += [*self.sync.to_words(), *straggler_words(self.slow)]
         words += [f"per_sample={'+'.join(self.per_sample)}"] if self.per_sample else []
         return ",".join(words)

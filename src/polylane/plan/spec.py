@@ -9,7 +9,7 @@ from typing import NamedTuple
 from polylane.errors import PolylaneError
 from polylane.plan import straggler as stragglers
 from polylane.plan import sync as syncs
-from polylane.plan.recompute import MODES, NONE, WANTED, budget_bytes
+from polylane.plan.recompute import NONE, RecomputeRule, parse_recompute
 from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SUM, SyncOptions
 from polylane.schedule.schedules import DEFAULT_CHUNKS, RUNNABLE, assign_stages
@@ -92,7 +92,7 @@ class Spec:
     sync: SyncOptions = SUM
     slow: tuple[tuple[int, Straggler], ...] = ()
     per_sample: tuple[str, ...] = ()
-    recompute: str = NONE
+    recompute: RecomputeRule = NONE
     chunks: int = 1
     vertical_sync: bool = False
     replicas: str = SPLIT
@@ -240,9 +240,6 @@ def _parse_line(text: str) -> Spec:
     replicas = given.get("replicas", SPLIT)
     if replicas not in REPLICAS:
         raise PolylaneError(f"replicas={_shorten(replicas)} is not known, known are {', '.join(REPLICAS)}")
-    recompute = given.get("recompute", NONE)
-    if recompute not in MODES and budget_bytes(recompute) is None:
-        raise PolylaneError(f"recompute={_shorten(recompute)} {WANTED}")
     counts = {key: parse_count(key, given[key]) for key in _COUNTS if key in given}
     microbatches = counts.pop("microbatches", None)
     sync = syncs.parse_sync({key: given[key] for key in syncs.KEYS if key in given})
@@ -265,7 +262,7 @@ def _parse_line(text: str) -> Spec:
         sync=sync,
         slow=slow,
         per_sample=per_sample,
-        recompute=recompute,
+        recompute=parse_recompute(given.get("recompute", NONE)),
     )
 
 

@@ -18,7 +18,7 @@ from polylane.plan.order import format_order
 from polylane.plan.plan import Plan
 from polylane.schedule.problem import NoScheduleFits, ScheduleProblem
 from polylane.schedule.schedules import NAMES, schedule_lanes
-from polylane.schedule.search import find_schedule
+from polylane.schedule.search import EFFORT, find_schedule
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
 
@@ -26,7 +26,14 @@ from polylane.schedule.synchronous import Lanes
 LOWER, TRIES = 0.85, 4
 
 
-def find_order(found: CostModel, partition: Partition, plan: Plan, batch: int, memory: float | None = None) -> Plan:
+def find_order(
+    found: CostModel,
+    partition: Partition,
+    plan: Plan,
+    batch: int,
+    memory: float | None = None,
+    effort: int = EFFORT,
+) -> Plan:
     """Return the plan with its order of passes, if its schedule is ``auto`` and has none yet.
 
     Orders that are searched for, with backward passes whole and in halves, and those of the named schedules that stages
@@ -38,6 +45,7 @@ def find_order(found: CostModel, partition: Partition, plan: Plan, batch: int, m
         plan: the plan to be completed.
         batch: samples of a step, over all replicas.
         memory: bytes that a worker may hold; None: what its device has.
+        effort: number of tasks that each search plays.
 
     Raises:
         PolylaneError: no order fits into the memory; it says what the one that needs least would take.
@@ -46,7 +54,7 @@ def find_order(found: CostModel, partition: Partition, plan: Plan, batch: int, m
         return plan
     best: tuple[float, Plan] | None = None
     least: tuple[float, int] | None = None
-    for lanes in _candidates(found, partition, plan, batch, memory):
+    for lanes in _candidates(found, partition, plan, batch, memory, effort):
         own = plan.model_copy(update={"order": format_order(lanes)})
         if own.splits_backward and plan.sync.shard == "parameters":
             continue  # weights are released between the halves
@@ -118,7 +126,7 @@ def _limits(found: CostModel, plan: Plan, memory: float | None) -> list[float]:
 
 
 def _candidates(
-    found: CostModel, partition: Partition, plan: Plan, batch: int, memory: float | None
+    found: CostModel, partition: Partition, plan: Plan, batch: int, memory: float | None, effort: int
 ) -> Iterator[Lanes]:
     """Yield orders of passes, those of named schedules first."""
     graph = stage_graph_of(partition, plan)
@@ -134,7 +142,7 @@ def _candidates(
         ]
         for _ in range(TRIES):
             try:
-                lanes = find_schedule(build_problem(scene, graph, bounds, split)).lanes
+                lanes = find_schedule(build_problem(scene, graph, bounds, split), effort=effort).lanes
             except NoScheduleFits:
                 break
             yield lanes

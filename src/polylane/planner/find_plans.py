@@ -15,6 +15,7 @@ from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.plan.recompute import NONE
 from polylane.planner.advice import describe_candidate, devices_needed
 from polylane.planner.memory_reserve import USUAL, MemoryReserve, memory_limit
+from polylane.planner.order_trials import try_found_orders
 from polylane.planner.problem import CapturedProblem, build_cost_model, fit_to_meshes
 from polylane.planner.recompute_search import search_with_recomputation
 from polylane.planner.search import SearchRequest, SearchResult, search
@@ -22,7 +23,7 @@ from polylane.planner.search_progress import show_progress
 from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
 from polylane.samples.batch_layout import BatchLayout, batch_layouts
-from polylane.samples.derivation import derive_composition
+from polylane.samples.derivation import Derivation, derive_composition
 from polylane.samples.microbatch_limit import MinSamples, min_samples
 
 # Up to this many workers every number of them is compared.
@@ -61,19 +62,12 @@ def find_plans(
         PolylaneError: nothing fits, and the message says what comes closest; or the batch is too small.
     """
     graph, most = problem.graph, cluster.count if workers is None else workers
-    fewest = check_batch(graph, batch)
-    composition = derive_composition(graph)
-    # Values of unknown batch layout cannot be divided among other replicas: they stay within a stage. Without replicas
-    # they need not.
-    layouts = batch_layouts(graph, composition.batch_layouts) if composition.is_proven else {}
-    staying = [name for name, layout in layouts.items() if layout is BatchLayout.UNKNOWN]
-    counts = candidate_worker_counts(most) if fewer else (most,)
+    fewest, composition = check_batch(graph, batch), derive_composition(graph)
     wish = SearchRequest(
-        counts,
+        candidate_worker_counts(most) if fewer else (most,),
         max(group.devices for group in cluster.hosts),  # the ranks that share an operator are on one host
         memory_limit(cluster, most, reserve, memory),
         max(top, 1),
-        # Where the loss couples samples, the batch stays whole: only operators and stages are split.
         batch_is_indivisible=not composition.is_proven,
         # An optimizer that must see whole parameters cannot update shards of them.
         shardings=() if problem.whole else fixed.shardings,
@@ -81,11 +75,11 @@ def find_plans(
     )
 
     def keep(candidate: RatedPlan) -> bool:
-        # Every microbatch needs as many samples as the model takes at once (BatchNorm needs two), and a buffer that
-        # counts calls is right for one microbatch alone.
+        # A microbatch has as many samples as the model needs at once; a buffer that counts calls allows one alone.
         parts = 1 if composition.counters else count_parts(batch, candidate.microbatches, fewest.samples)
         return parts == candidate.microbatches and (fewer or candidate.workers == most)
 
+    staying = _staying_values(graph, composition)
     basis = build_cost_model(problem, cluster, keep_options(method, fixed))
     with show_progress() as told:
         answer = search_with_recomputation(
@@ -95,7 +89,16 @@ def find_plans(
         )
     if not answer.ranked_plans:
         raise PolylaneError(explain_nothing_fits(answer))
-    return _with_exact_memory(answer)
+    return try_found_orders(_with_exact_memory(answer))
+
+
+def _staying_values(graph: Graph, composition: Derivation) -> list[str]:
+    """Return the values that must stay within a stage: of unknown batch layout, other replicas cannot divide them.
+
+    Without replicas they need not.
+    """
+    layouts = batch_layouts(graph, composition.batch_layouts) if composition.is_proven else {}
+    return [name for name, layout in layouts.items() if layout is BatchLayout.UNKNOWN]
 
 
 def check_batch(graph: Graph, batch: int) -> MinSamples:

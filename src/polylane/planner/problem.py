@@ -176,6 +176,7 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
     if isinstance(plan, Plan):
         partition = fit.partition_for(plan, graph)
         fit.check_asynchronous(plan, partition)
+        fit.check_recompute(plan, [partition])
         return partition, fit.with_fingerprint(plan, graph)
     microbatches = default_microbatches(plan, batch)
     for name, parts in (("microbatches", microbatches), ("data", plan.data)):
@@ -193,4 +194,5 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
         partition = balance_stages(graph, len(plan.meshes), list(times), [mesh.workers for mesh in plan.meshes])
     fitted = fit.plan_from_partition(partition, plan, microbatches)
     fit.check_asynchronous(fitted, partition)
+    fit.check_recompute(fitted, [partition])
     return partition, fitted

@@ -16,7 +16,7 @@ from polylane.cost.plan_cost import CostModel, PlanCost
 from polylane.cost.predict import predict
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
-from polylane.plan.recompute import BUDGET, NONE
+from polylane.plan.recompute import BUDGET, NONE, format_recompute
 from polylane.planner.problem import fit_to_meshes
 from polylane.planner.ranked_plan import RankedPlan, weigh
 from polylane.planner.search import SearchResult
@@ -61,7 +61,7 @@ def search_with_recomputation(
             answers.values(), key=lambda each: min((c.peak_bytes for c in each.too_large_candidates), default=math.inf)
         )
     best.sort(key=_weigh)
-    answer = answers[best[0].plan.recompute]
+    answer = answers[format_recompute(best[0].plan.recompute)]
     if best[0].plan.recompute != NONE:
         best[0] = _fill_memory(basis, best[0], answer)
     return replace(answer, ranked_plans=tuple(best[: plain.wish.plan_count]))

@@ -363,9 +363,10 @@ def _search_unequal(estimates: CurveCache, wish: SearchRequest, workers: int) ->
     if estimates.sync.is_replica_local or estimates.sync.has_servers or wish.fixed.degrees:
         return []
     variants = sharding_variants(estimates, wish) if wish.fixed.replicas != TURNS else []
-    counts = (wish.fixed.counts["microbatches"],) if "microbatches" in wish.fixed.counts else MICROBATCHES
     # One microbatch fills a pipeline whose steps follow each other without a flush.
-    counts = (1, *counts) if wish.fixed.schedule in ASYNCHRONOUS and counts is MICROBATCHES else counts
+    counts: Sequence[int] = (1, *MICROBATCHES) if wish.fixed.schedule in ASYNCHRONOUS else MICROBATCHES
+    if "microbatches" in wish.fixed.counts:
+        counts = (wish.fixed.counts["microbatches"],)
     split = (search_unequal_meshes(each, workers, wish.memory_limit, counts) for each in variants)
     found = next((plans for plans in split if plans), [])
     if wish.fixed.replicas != SPLIT and may_take_turns(estimates):

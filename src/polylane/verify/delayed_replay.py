@@ -2,18 +2,22 @@
 
 Narayanan et al., "PipeDream", SOSP 2019, section 3.3: stage s computes batch t on the weights after t - d updates,
 where d is the stage's delay (:func:`polylane.schedule.asynchronous.weight_delays`), and the gradient is applied to the
-newest. None of the runtime's code takes part.
+newest. Before a batch of another form the pipeline is emptied, and that batch lacks no update. None of the runtime's
+code takes part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from polylane.compile.sample_shares import Batch
+from polylane.graph.batch import batch_signature, batch_structure
+from polylane.plan.lanes import stage_graph_of
 from polylane.schedule.asynchronous import weight_delays
-from polylane.schedule.stage_graph import StageGraph
 from polylane.verify.local_sgd_reference import ReferenceReplica
 from polylane.verify.record import ComparedTraining, ReferenceRun
 
@@ -30,13 +34,13 @@ def replay_delayed(training: ComparedTraining) -> ReferenceRun:
     """
     prepared, plan = training.prepared, training.prepared.plan
     one = ReferenceReplica(training, 0, 1)
-    graph = StageGraph.of_partition(prepared.main_partition)
+    graph = stage_graph_of(prepared.main_partition, plan)
     delays = weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)
     delay_of = {name: delays[stages[0]] for name, stages in prepared.owning_stages.items()}
     kept = {0: _copy(one.trained_parameters)}  # version -> values
     losses = list[float]()
-    for step in range(len(training.batches)):
-        _write(one, {n: kept[max(0, step - delay_of.get(n, 0))][n] for n in one.trained_parameters})
+    for step, emptied in enumerate(_last_emptied(training.batches)):
+        _write(one, {n: kept[max(emptied, step - delay_of.get(n, 0))][n] for n in one.trained_parameters})
         total, count = one.loop.backward(step)
         gradients = {name: gradient.clone() for name, gradient in one.loop.named_gradients().items()}
         losses.append(total / count)
@@ -48,6 +52,21 @@ def replay_delayed(training: ComparedTraining) -> ReferenceRun:
         kept.pop(step - max(delays), None)
     state = {name: value.detach().clone() for name, value in one.model.state_dict().items()}
     return ReferenceRun(losses, {}, state, [], one.loop.is_eager)
+
+
+def _last_emptied(batches: Sequence[Any]) -> list[int]:
+    """Return for every batch the first one that came into an empty pipeline together with it.
+
+    Batches whose form differs run different graphs, which are never under way at the same time.
+    """
+    sampled = Batch.whole(batches[0]).sampled
+    found, last = list[int](), None
+    for number, batch in enumerate(batches):
+        own = Batch.whole(batch).to_device(sampled, torch.device("cpu"))
+        form = batch_structure(batch), batch_signature(own.leaves, own.sampled)
+        found.append(found[-1] if form == last else number)
+        last = form
+    return found
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,19 +14,17 @@ import covering
 import models
 from polylane.cost.memory.recompute_budget import StageBudget, dropped_on_stages
 from polylane.cost.memory.recompute_choice import SavedValues
-from polylane.cost.memory.saved_by_operators import trace_saved_tensors
-from polylane.cost.memory.saved_tensors import BackendSetting
 from polylane.errors import PolylaneError
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
 from polylane.graph.repeatable import NOTHING_DROPPED
-from recomputing import drop, predicted
+from recomputing import drop, predicted, trace
 from training import classify
 
 
 def budget_of(graph: Graph) -> StageBudget:
-    keeping = trace_saved_tensors(graph, BackendSetting(graph.samples))
+    keeping = trace(graph)
     return StageBudget(SavedValues(graph, keeping), set(graph.positions), ())
 
 
@@ -101,7 +99,7 @@ def test_the_choice_is_the_best_of_all() -> None:
 
 def test_a_budget_that_nothing_meets_is_refused_with_the_least_that_would_do() -> None:
     graph = captured("vit")
-    keeping = trace_saved_tensors(graph, BackendSetting(graph.samples))
+    keeping = trace(graph)
     positions = cut_positions(graph)
     partition = Partition(graph, (positions[len(positions) // 2],))
     with pytest.raises(PolylaneError, match=r"stage 0 needs a budget of .* at least .* and 1KB is less") as caught:

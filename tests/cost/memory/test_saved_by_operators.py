@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 import covering
 import models
 from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
+from polylane.cost.memory.operator_trial import GradientOrigin
 from polylane.cost.memory.saved_by_operators import trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedByOperator, SavedTensors
 from polylane.graph.batch import flatten
@@ -227,9 +228,13 @@ def test_a_function_of_the_users_own_is_run_too() -> None:
 
 def test_gradients_of_views_and_sums_lie_in_the_memory_of_what_they_come_from() -> None:
     _, keep = of(lambda x: x.unflatten(-1, (2, 4)).flatten(1) + x, 8)
-    assert only(keep, "unflatten").trial.gradient_origins == (("output", 0),)
-    assert only(keep, "add").trial.gradient_origins == (("output", 0), ("output", 0))
-    assert only(keep, "mul").trial.gradient_origins == (None, ("new", 8 * 4))  # the batch has none, the scale its own
+    # Nothing is added in place to a view, nor to a slice.
+    view = GradientOrigin(0, is_addable=False)
+    assert only(keep, "unflatten").trial.gradient_origins == (view,)
+    assert only(keep, "add").trial.gradient_origins == (GradientOrigin(0), GradientOrigin(0))
+    # The batch has none, the scale one of its own, a view of a sum.
+    own = GradientOrigin(None, 8 * 4, is_addable=False)
+    assert only(keep, "mul").trial.gradient_origins == (None, own)
 
 
 def test_a_loss_needs_a_second_set_of_scores_on_its_way_back() -> None:
@@ -237,7 +242,7 @@ def test_a_loss_needs_a_second_set_of_scores_on_its_way_back() -> None:
     node = only(trace_saved_tensors(graph, BackendSetting(SAMPLES)), "cross_entropy_loss")
     scores = SAMPLES * 50 * 4
     assert sum(node.trial.own_tensors) == scores + 4  # log-softmax, and the sum of the weights
-    assert node.trial.gradient_origins[0] == ("new", scores) and node.trial.backward >= scores
+    assert node.trial.gradient_origins[0] == GradientOrigin(None, scores) and node.trial.backward >= scores
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------

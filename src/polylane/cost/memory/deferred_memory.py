@@ -6,15 +6,16 @@ of them share counts once.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import getitem
 
 import numpy as np
 from torch import fx
 
 from polylane.cost.memory import intervals
-from polylane.cost.memory.intervals import Floats, Intervals, Ints, Range
+from polylane.cost.memory.backward_steps import StageSteps
+from polylane.cost.memory.intervals import Floats, Intervals, Range
 from polylane.cost.memory.saved_tensors import Key, SavedByOperator, SavedTensors
 from polylane.graph.graph import Graph
 from polylane.placement.weight_calls import find_weight_calls, positional_arguments
@@ -50,32 +51,70 @@ class DeferredMemory:
         return kept, float(intervals.slice_ranges(self.weights, pieces).max(initial=0.0))
 
     def bytes_kept_longer(
-        self, pieces: Sequence[Range], saved: Mapping[int, int], sizes: Floats, gradient_sizes: Floats, count: int
+        self, pieces: Sequence[Range], saved: Mapping[int, int], sizes: Floats, steps: StageSteps
     ) -> Floats:
-        """Return the bytes alive at each node of a first half that a whole backward pass has freed by then.
+        """Return the bytes alive at each moment of a first half that are kept for the second, and not needed there.
 
         Args:
             pieces: ranges of nodes of the stage.
             saved: saved pieces that the stage makes -> first node that saves them, after which a whole pass frees them.
-            sizes, gradient_sizes: bytes of all pieces of values and of gradients.
-            count: number of nodes of the stage.
+            sizes: bytes of all pieces of values.
+            steps: moments of the stage's first half.
         """
         inputs = np.array([i for i in np.unique(self.inputs.in_ranges(pieces)[0]) if i in saved], dtype=np.int64)
-        ends = np.array([saved[i] - 1 for i in inputs], dtype=np.int64)
-        touched, at = self.gradients.in_ranges(pieces)
-        first, last = intervals.first_and_last(touched, at, len(gradient_sizes))
-        gradients = np.flatnonzero(last >= 0)
-        return _alive_from_start(ends, sizes[inputs], count) + _alive_from_start(
-            first[gradients] - 1, gradient_sizes[gradients], count
-        )
+        nodes = np.array([saved[i] for i in inputs], dtype=np.int64)
+        own = intervals.slice_ranges(self.own, pieces)
+        kept = steps.alive_after(nodes, sizes[inputs]) + steps.alive_after(np.arange(len(own)), own)
+        return kept + steps.gradients_kept(np.unique(self.gradients.in_ranges(pieces)[0]))
 
 
-def _alive_from_start(ends: Ints, size: Floats, count: int) -> Floats:
-    return intervals.alive_bytes(np.zeros(len(ends), dtype=np.int64), ends, size, count)
+@dataclass(frozen=True)
+class DeferredCall:
+    """A call whose weight gradient is computed later.
+
+    Attributes:
+        name: of the operator.
+        saved: what it reads, makes and saves.
+        formula: of the gradients.
+        kept: key of the input that is kept; None if it reads no tensor.
+        later: keys of the weight, and of the bias if its gradient is computed later too.
+    """
+
+    name: str
+    saved: SavedByOperator
+    formula: WeightFormula
+    kept: Key | None
+    later: frozenset[Key]
+
+
+def find_deferred_calls(graph: Graph, keeping: SavedTensors) -> list[DeferredCall]:
+    """Find the calls of a graph whose weight gradients are computed later.
+
+    Args:
+        graph: the captured graph.
+        keeping: what operators save on one rank.
+    """
+    _, calls = find_weight_calls(graph.code.fx, lambda name: graph.parameters[name].trainable)
+    found = list[DeferredCall]()
+    for node, formula in calls.items():
+        name = str(node.meta["name"])
+        saved = keeping.nodes.get(name)
+        if saved is None:
+            continue
+        arguments = positional_arguments(node)
+        kept = _key_of(operand_at(arguments, formula.kept))
+        late = (_key_of(operand_at(arguments, at)) for at in (formula.weight, formula.bias) if at is not None)
+        # Some keys are others in the rank's own code: then the first input is kept, and parameters get gradients later.
+        is_read = kept in saved.input_keys
+        later = frozenset(late) & set(saved.input_keys)
+        later = later or frozenset(key for key in saved.input_keys if keeping.forms[key].is_parameter)
+        found.append(DeferredCall(name, saved, formula, kept if is_read else next(iter(saved.input_keys), None), later))
+    return found
 
 
 def find_deferred_memory(
     graph: Graph,
+    calls: Sequence[DeferredCall],
     keeping: SavedTensors,
     piece_of: Callable[[Key], int | None],
     result_gradients: Mapping[int, Sequence[int]],
@@ -84,38 +123,34 @@ def find_deferred_memory(
 
     Args:
         graph: the captured graph.
+        calls: its calls whose weight gradients are computed later.
         keeping: what operators save on one rank.
         piece_of: piece of memory of a tensor; None for parameters and for the batch, which are held anyway.
-        result_gradients: by node the gradient pieces of its results.
+        result_gradients: by node the gradient pieces of its results, in the first half of a backward pass.
     """
     inputs, gradients = ([list[int]() for _ in graph.nodes] for _ in range(2))
     own, weights = np.zeros(len(graph.nodes)), np.zeros(len(graph.nodes))
-    _, calls = find_weight_calls(graph.code.fx, lambda name: graph.parameters[name].trainable)
-    for node, formula in calls.items():
-        saved = keeping.nodes.get(node.meta["name"])
-        if saved is None or saved.at not in result_gradients:  # no gradient arrives
+    for call in calls:
+        saved, key = call.saved, call.kept
+        if saved.at not in result_gradients:  # no gradient arrives
             continue
-        key = _kept_key(node, formula, saved)
-        if key is not None and formula.is_product and saved.trial.is_known and key not in saved.keys:
+        if key is not None and call.formula.is_product and saved.trial.is_known and key not in saved.keys:
             own[saved.at] = _cast_bytes(key, saved, keeping)  # autograd, too, saves a cast of it
         elif key is not None and (piece := piece_of(key)) is not None:
             inputs[saved.at].append(piece)
         gradients[saved.at] += result_gradients[saved.at]
-        weights[saved.at] = sum(keeping.forms[k].bytes for k in saved.input_keys if keeping.forms[k].is_parameter)
+        weights[saved.at] = sum(keeping.forms[k].bytes for k in call.later)
     return DeferredMemory(Intervals.from_nodes(inputs), Intervals.from_nodes(gradients), own, weights)
 
 
-def _kept_key(node: fx.Node, formula: WeightFormula, saved: SavedByOperator) -> Key | None:
-    """Return the key of a call's kept input as the rank's own code reads it."""
-    kept = operand_at(positional_arguments(node), formula.kept)
-    if kept.op == "placeholder":
-        kind, name = kept.meta["role"]
-        key = (f"{kind}:{name}", 0)
-    elif kept.target is operator.getitem:
-        key = (str(kept.args[0].meta["name"]), int(kept.args[1]))
-    else:
-        key = (str(kept.meta["name"]), 0)
-    return key if key in saved.input_keys else next(iter(saved.input_keys), None)
+def _key_of(operand: fx.Node) -> Key:
+    """Return the key of a call's operand in the unsharded code."""
+    if operand.op == "placeholder":
+        kind, name = operand.meta["role"]
+        return f"{kind}:{name}", 0
+    if operand.target is getitem:
+        return str(operand.args[0].meta["name"]), int(operand.args[1])  # type: ignore
+    return str(operand.meta["name"]), 0
 
 
 def _cast_bytes(key: Key, saved: SavedByOperator, keeping: SavedTensors) -> int:

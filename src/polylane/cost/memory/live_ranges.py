@@ -8,13 +8,14 @@ the nodes that touch each piece of memory: a few sums over arrays, exact for any
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from polylane.cost.memory import intervals
-from polylane.cost.memory.deferred_memory import find_deferred_memory
+from polylane.cost.memory.backward_steps import BackwardSteps, StageSteps
+from polylane.cost.memory.deferred_memory import find_deferred_calls, find_deferred_memory
 from polylane.cost.memory.gradient_flow import GradientFlow
 from polylane.cost.memory.intervals import Floats, Intervals, Ints, Range
 from polylane.cost.memory.recompute_choice import RepeatedPiece
@@ -122,22 +123,27 @@ class LiveRanges:
         ends = np.where(is_saved | leaves, count - 1, last[ids])
         alive = intervals.alive_bytes(begins[own], ends[own], size[own], count) + np.cumsum(keeps)
         forward = float((alive + intervals.slice_ranges(self._forward, pieces)).max(initial=0.0)) + received
-        # Backward runs from the last node down: a saved piece is freed after the first node that saved it.
-        held = intervals.alive_bytes(
-            saved[stays], np.full(int(stays.sum()), count - 1), size[stays], count
-        ) + np.cumsum(keeps)
-        found, workspace, made_again = self._recomputed_bytes(pieces, ids[~own | leaves], count)
-        gradients, made = self._live_gradient_bytes(pieces, local, count)
-        # Where a piece runs again, that comes before the node's own backward pass and the gradients that it makes.
-        work = intervals.slice_ranges(self._backward, pieces)
-        held += found + gradients + np.maximum(work, workspace - made)
         asked = float(size[leaves & self._flowing[ids]].sum())
         finished = self._finished_gradient_bytes(pieces, count)
+
+        def backward(steps: StageSteps) -> tuple[Floats, dict[int, int]]:
+            """Return the bytes at each moment, and the nodes that free saved pieces."""
+            # From the last node down: a saved piece is freed after the first node that saved it.
+            held = steps.alive_until(saved[stays], size[stays]) + steps.alive_until(np.arange(count), keeps)
+            found, workspace, made_again = self._recomputed_bytes(pieces, ids[~own | leaves], steps)
+            # Where a piece runs again, that comes before the node's own backward pass and the gradients that it makes.
+            work = intervals.slice_ranges(self._backward, pieces)[steps.node]
+            work = np.where(steps.runs, np.maximum(work, workspace[steps.node] - steps.made), 0.0)
+            freed = {**dict(zip(ids[stays], saved[stays], strict=True)), **made_again}
+            return held + found + steps.gradients + work, freed
+
         # Values of the stage's boundary and their received gradients stay for all of the backward pass.
         constant = received + sent + asked
-        between, later = self._halves.bytes_between(pieces, self._bytes, self._gradient_bytes)
-        freed = {**dict(zip(ids[stays], saved[stays], strict=True)), **made_again}
-        kept = self._halves.bytes_kept_longer(pieces, freed, self._bytes, self._gradient_bytes, count)
+        steps, first_half = (each.of_stage(pieces, local) for each in (self._gradients, self._first_half))
+        held, _ = backward(steps)
+        in_half, freed = backward(first_half)
+        in_half += self._halves.bytes_kept_longer(pieces, freed, self._bytes, first_half)
+        between, later = self._halves.bytes_between(pieces, self._bytes, self._first_half.sizes)
         return PeakMemory(
             saved=float(size[stays].sum() + keeps.sum()),
             values_received=received,
@@ -146,17 +152,17 @@ class LiveRanges:
             gradients_sent=float(size[~own & self._flowing[ids]].sum()),
             forward_peak=forward,
             backward_peak=float(held.max(initial=0.0)) + constant,
-            first_backward_peak=float((held + finished).max(initial=0.0)) + constant,
+            first_backward_peak=float((held + finished[steps.node]).max(initial=0.0)) + constant,
             batch_bytes=self._batch_bytes,
             between_halves=between,
-            input_half_peak=float((held + kept).max(initial=0.0)) + constant,
+            input_half_peak=float(in_half.max(initial=0.0)) + constant,
             weight_half_peak=between + later,
         )
 
     def _recomputed_bytes(
-        self, pieces: Sequence[Range], elsewhere: Ints, count: int
+        self, pieces: Sequence[Range], elsewhere: Ints, steps: StageSteps
     ) -> tuple[Floats, Floats, dict[int, int]]:
-        """Return the bytes of recomputed tensors at every node of a backward pass, and those of making them.
+        """Return the bytes of recomputed tensors at every moment of a backward pass, and those of making them, by node.
 
         Beside them the pieces of memory that are made again, each with the first node that saves it.
 
@@ -166,36 +172,23 @@ class LiveRanges:
         Args:
             pieces: the stage's ranges of nodes.
             elsewhere: memory that is kept all the time, because it crosses between stages.
-            count: number of the stage's nodes.
+            steps: moments of the stage's backward pass.
         """
-        workspace: Floats = np.zeros(count)
+        workspace: Floats = np.zeros(len(steps.over))
         touched, at = self._asked.in_ranges(pieces)
         if not len(touched):
-            return workspace, workspace, {}
+            return np.zeros(len(steps.node)), workspace, {}
         size = self._bytes.copy()
         size[elsewhere] = 0.0
         begins = np.full(len(self._again), -1, dtype=np.int64)
         np.maximum.at(begins, self._piece_of[touched], at)
         first, last = intervals.first_and_last(touched, at, len(self._bytes))
         made = np.flatnonzero(last >= 0)
-        found = intervals.alive_bytes(first[made], begins[self._piece_of[made]], size[made], count)
+        found = steps.alive_between(first[made], begins[self._piece_of[made]], size[made])
         runs = begins >= 0
         np.maximum.at(workspace, begins[runs], self._workspace[runs])
         crossing = set(elsewhere.tolist())
         return found, workspace, {int(p): int(first[p]) for p in made if int(p) not in crossing}
-
-    def _live_gradient_bytes(self, pieces: Sequence[Range], local: Ints, count: int) -> tuple[Floats, Floats]:
-        """Return the bytes of the stage's gradients alive at every node of its backward pass, and those made there."""
-        touched, at = self._gradients.in_ranges(pieces)
-        first, last = intervals.first_and_last(touched, at, len(self._gradient_bytes))
-        ids = np.flatnonzero(last >= 0)
-        lowest, highest = self._gradient_lowest[ids], self._gradient_highest[ids]
-        goes = (local[lowest] < 0) & ~self._gradient_ends[ids]  # sent to an earlier stage: alive until the pass ends
-        begins = np.where(goes, 0, first[ids])
-        # A gradient that comes from a later stage and is only read here counts as received, not as made here.
-        size = np.where((local[highest] < 0) & (first[ids] == last[ids]), 0.0, self._gradient_bytes[ids])
-        made: Floats = np.asarray(np.bincount(last[ids], size, count), dtype=np.float64)
-        return intervals.alive_bytes(begins, last[ids], size, count), made
 
     def _finished_gradient_bytes(self, pieces: Sequence[Range], count: int) -> Floats:
         """Return the bytes of parameter gradients that exist before the backward pass of every node."""
@@ -208,7 +201,7 @@ class LiveRanges:
     # ---- building ----------------------------------------------------------------------------------------------------
 
     def _build(self) -> None:
-        nodes, saved = self._graph.nodes, tuple(self._keeping.nodes.values())
+        nodes = self._graph.nodes
         values, kept = [list[int]() for _ in nodes], [list[int]() for _ in nodes]
         self._own: Floats = np.zeros(len(nodes))
         self._forward: Floats = np.zeros(len(nodes))
@@ -240,7 +233,7 @@ class LiveRanges:
                     groups[piece] = again[maker]
                 else:
                     kept[i].append(piece)
-            made = sum(spec[1] for spec in each.trial.gradient_origins if spec is not None and spec[0] == "new")
+            made = sum(origin.new_bytes for origin in each.trial.gradient_origins if origin is not None)
             work = each.trial.forward_peak
             if repeats:  # where the result is kept, the rest is dropped after the operator
                 work = each.trial.dropping_peak if name in self._dropped.values else work + each.own_bytes
@@ -258,9 +251,11 @@ class LiveRanges:
         self._maker: Ints = np.array(self._made, dtype=np.int64)
         self._flowing, self._is_free = np.array(self._flows, dtype=bool), np.array(self._free, dtype=bool)
         self._times = np.bincount(self._values.piece, minlength=len(self._bytes))
-        flow_of_results = self._build_gradients(saved)
+        self._gradients, _ = self._build_gradients()
+        calls = find_deferred_calls(self._graph, self._keeping)
+        self._first_half, results = self._build_gradients({call.name: call.later for call in calls})
+        self._halves = find_deferred_memory(self._graph, calls, self._keeping, self._memory_piece, results)
         self._build_parameters()
-        self._halves = find_deferred_memory(self._graph, self._keeping, self._memory_piece, flow_of_results)
         forms = self._keeping.forms
         self._batch_bytes = float(sum(form.bytes for key, form in forms.items() if key[0].startswith("input:")))
 
@@ -328,23 +323,22 @@ class LiveRanges:
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
-    def _build_gradients(self, saved: Sequence[SavedByOperator]) -> Mapping[int, Sequence[int]]:
-        """Play a backward pass over the whole graph and record which gradient memory every node touches.
+    def _build_gradients(
+        self, later: Mapping[str, Collection[Key]] | None = None
+    ) -> tuple[BackwardSteps, Mapping[int, Sequence[int]]]:
+        """Play a backward pass over the whole graph; return which gradient memory is touched at its moments.
 
-        Returns:
-            For every node the gradient pieces of its results.
+        Beside it for every node the gradient pieces of its results.
+
+        Args:
+            later: by operator the inputs whose gradients are computed later.
         """
-        flow = GradientFlow()
+        flow = GradientFlow(later)
         if self._keeping.loss_key is not None:
             flow.start_from_loss(self._keeping.loss_key)
-        for each in reversed(saved):
-            flow.run_backward_of(each, self._keeping.forms)
-        self._gradients = Intervals.from_nodes([flow.touched_pieces.get(i, ()) for i in range(len(self._graph.nodes))])
-        self._gradient_bytes: Floats = np.array(flow.sizes, dtype=np.float64)
-        self._gradient_ends = np.array(flow.is_parameter_gradient, dtype=bool)
-        piece, node_at = self._gradients.piece, self._gradients.node
-        self._gradient_lowest, self._gradient_highest = intervals.first_and_last(piece, node_at, len(flow.sizes))
-        return flow.result_pieces
+        for name, each in reversed(list(self._keeping.nodes.items())):
+            flow.run_backward_of(name, each, self._keeping.forms)
+        return BackwardSteps(flow, len(self._graph.nodes)), flow.result_pieces
 
     def _build_parameters(self) -> None:
         names = {name: i for i, name in enumerate(self._graph.parameters)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,6 +54,22 @@ class OutputMemory:
 
 
 @dataclass(frozen=True)
+class GradientOrigin:
+    """Where the gradient of one input of an operator is stored.
+
+    Attributes:
+        output: index of the output whose gradient's storage it shares; None if it has a storage of its own.
+        new_bytes: bytes of the storage of its own; 0 if it shares one.
+        is_addable: whether autograd adds further gradients to it in place, once nobody else uses its memory: it fills
+            its memory without holes or overlaps, and is no view of another tensor, which a view keeps alive.
+    """
+
+    output: int | None = None
+    new_bytes: int = 0
+    is_addable: bool = True
+
+
+@dataclass(frozen=True)
 class OperatorTrial:
     """Result of running one operator forward and backward.
 
@@ -63,8 +79,7 @@ class OperatorTrial:
         own_tensors: bytes of each further piece of memory that is saved, such as masks and statistics.
         forward_peak: most bytes alive while it ran, beyond inputs, outputs and saved tensors.
         dropping_peak: most bytes alive while it runs if its own tensors are not saved, beyond inputs and outputs.
-        gradient_origins: for every input: None for no gradient; ("output", j) if it shares the storage of output j's
-            gradient; ("new", bytes) if it has its own.
+        gradient_origins: where the gradient of every input comes from; None for no gradient.
         backward: most bytes alive in the backward pass, beyond the outputs' gradients and saved tensors.
         returns_list: whether its result is a list or tuple.
         is_known: False if it could not be run, and all its inputs and outputs are assumed saved.
@@ -76,7 +91,7 @@ class OperatorTrial:
     own_tensors: tuple[int, ...] = ()
     forward_peak: int = 0
     dropping_peak: int = 0
-    gradient_origins: tuple[tuple[str, int] | None, ...] = ()
+    gradient_origins: tuple[GradientOrigin | None, ...] = ()
     backward: int = 0
     returns_list: bool = False
     is_known: bool = True
@@ -179,7 +194,7 @@ def form_of(tensor: Tensor) -> TensorForm:
 
 def _run_backward(
     results: Sequence[Any], tensors: Sequence[Tensor], ledger: AllocationMeter
-) -> tuple[tuple[tuple[str, int] | None, ...], int]:
+) -> tuple[tuple[GradientOrigin | None, ...], int]:
     """Return the origin of every input's gradient, and the peak bytes of the backward pass beyond its start."""
     outputs = {j: t for j, t in enumerate(results) if isinstance(t, Tensor) and t.requires_grad}
     wanted = [t for t in tensors if t.requires_grad]
@@ -191,18 +206,19 @@ def _run_backward(
     before = ledger.peak_bytes = ledger.current_bytes
     with ledger:
         found = torch.autograd.grad(list(outputs.values()), wanted, list(seeds.values()), allow_unused=True)
-    origin = {storage_id(seed): ("output", j) for j, seed in seeds.items()}
+    origins = {storage_id(seed): GradientOrigin(j) for j, seed in seeds.items()}
     each = iter(found)
-    gradients = tuple(_gradient_origin(next(each), origin) if t.requires_grad else None for t in tensors)
+    gradients = tuple(_gradient_origin(next(each), origins) if t.requires_grad else None for t in tensors)
     return gradients, max(ledger.peak_bytes - before, 0)
 
 
-def _gradient_origin(gradient: Tensor | None, known: dict[int, tuple[str, int]]) -> tuple[str, int] | None:
+def _gradient_origin(gradient: Tensor | None, known: dict[int, GradientOrigin]) -> GradientOrigin | None:
     """Return the origin of a gradient; a new storage counts with the first gradient in it, others count 0 bytes."""
     if gradient is None:
         return None
     at = storage_id(gradient)
+    is_addable = torch.ops.aten.is_non_overlapping_and_dense(gradient) and not gradient._is_view()
     if at not in known:
-        known[at] = ("new", 0)
-        return "new", gradient.untyped_storage().nbytes()
-    return known[at]
+        known[at] = GradientOrigin()
+        return GradientOrigin(None, gradient.untyped_storage().nbytes(), is_addable)
+    return replace(known[at], is_addable=is_addable)

@@ -18,12 +18,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from polylane.cost.integer_program import IntegerProgram, Term
-from polylane.cost.memory.recompute_choice import SavedValues, crossing_values, drop_by_mode
+from polylane.cost.memory.recompute_choice import SavedValues, crossing_values, drop_by_mode, union_of
 from polylane.cost.memory.saved_tensors import Key, SavedTensors
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
-from polylane.plan.recompute import BUDGET, budget_bytes
+from polylane.plan.recompute import BUDGET, DEFAULT, NONE, RecomputeRule, budget_bytes, nodes_by_key
 
 # A device as good as any to weigh operators against each other: the choice must not depend on the one that computes
 # it, since all workers and the simulator must find the same.
@@ -187,13 +187,14 @@ class StageBudget:
 
 
 def dropped_on_stages(
-    partition: Partition, recompute: Sequence[str], keeping: Sequence[SavedTensors], scale: float = 1.0
+    partition: Partition, recompute: Sequence[RecomputeRule], keeping: Sequence[SavedTensors], scale: float = 1.0
 ) -> tuple[DroppedTensors, ...]:
     """Return what the forward passes of every stage drop.
 
     Args:
         partition: the graph and its cuts into stages.
-        recompute: of every stage, what it recomputes: "none", "selective", "full" or "budget:BYTES".
+        recompute: of every stage, what it recomputes: "none", "selective", "full" or "budget:BYTES"; or these by
+            module.
         keeping: of every stage, what the graph's operators save on one of its ranks, at the samples of a microbatch.
         scale: factor of budgets, where elements are wider than in the training that they were said for.
 
@@ -225,32 +226,49 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("KB", 1e3), ("B", 1.0))
 
 
 def drop_on_stage(
-    values: SavedValues, partition: Partition, stage: int, mode: str, scale: float = 1.0
+    values: SavedValues, partition: Partition, stage: int, rule: RecomputeRule, scale: float = 1.0
 ) -> DroppedTensors:
     """Return what the forward passes of one stage drop, at the samples of ``values``.
+
+    A module is recomputed as a stage would be that has its nodes alone: what leaves it is kept.
 
     Args:
         values: what the graph makes and saves on a rank of the stage.
         partition, stage: the graph's cuts into stages, and the number of the stage.
-        mode: what the stage recomputes, as in a plan.
-        scale: factor of a budget, where elements are wider than in the training that it was said for.
+        rule: what the stage recomputes, as in a plan.
+        scale: factor of budgets, where elements are wider than in the training that they were said for.
 
     Raises:
         PolylaneError: a budget that nothing meets; with the least that would do.
     """
     nodes = {node.name for node in partition.nodes(stage)}
     leaving = {crossing.value for crossing in partition.crossings if crossing.producer == stage}
-    budget = budget_bytes(mode)
-    if budget is None:
-        dropped = drop_by_mode(values, mode)
-        return values.on_stage(dropped, nodes, leaving) if dropped else dropped
-    program = StageBudget(values, nodes, leaving)
-    found = program.solve(budget * scale)
-    if found is None:
-        least = program.least().kept_bytes / scale
-        raise BudgetTooSmall(
-            least,
-            f"recompute: stage {stage} needs a budget of {format_least(least)} at least for what a microbatch keeps "
-            f"between its passes, and {mode.removeprefix(BUDGET)} is less: give it that, or use more microbatches",
-        )
-    return found.dropped
+    if isinstance(rule, str):
+        modes, parts = {DEFAULT: rule}, {DEFAULT: nodes}
+    else:
+        modes, parts = {DEFAULT: NONE, **rule}, nodes_by_key(rule, partition.nodes(stage))
+    chosen, within_budgets, free = list[DroppedTensors](), list[DroppedTensors](), set[str]()
+    for key, part in parts.items():
+        budget, out = budget_bytes(modes[key]), values.leaving(part, nodes) | (leaving & part)
+        if budget is None:
+            chosen.append(values.within(drop_by_mode(values, modes[key]), part, out))
+            free |= part
+            continue
+        program = StageBudget(values, part, out)
+        found = program.solve(budget * scale)
+        if found is None:
+            where = f"stage {stage}" if key == DEFAULT else f"{key} on stage {stage}"
+            raise _refuse_budget(where, modes[key], program.least().kept_bytes / scale)
+        within_budgets.append(found.dropped)
+    # The user's own checkpoints may reach over several modules.
+    chosen.append(values.within(drop_by_mode(values, NONE), free, values.leaving(free, nodes) | (leaving & free)))
+    dropped = union_of(chosen)
+    return union_of([values.on_stage(dropped, nodes, leaving) if dropped else dropped, *within_budgets])
+
+
+def _refuse_budget(where: str, mode: str, least: float) -> BudgetTooSmall:
+    return BudgetTooSmall(
+        least,
+        f"recompute: {where} needs a budget of {format_least(least)} at least for what a microbatch keeps between its "
+        f"passes, and {mode.removeprefix(BUDGET)} is less: give it that, or use more microbatches",
+    )

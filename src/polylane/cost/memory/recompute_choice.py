@@ -166,6 +166,25 @@ class SavedValues:
         own = sum(self.own[name] for name in names)
         return RepeatedPiece(names, frozenset(made), own, frozenset(key for key in read if key in self.makers))
 
+    def leaving(self, nodes: Collection[str], stage: Collection[str]) -> set[str]:
+        """Return the names of those of some nodes whose values other nodes of the stage read."""
+        found = set[str]()
+        for name in set(stage).difference(nodes):
+            found.update(self.graph.nodes[self.graph.positions[name]].inputs)
+        return found.intersection(nodes)
+
+    def within(self, dropped: DroppedTensors, nodes: Collection[str], leaving: Collection[str]) -> DroppedTensors:
+        """Return the part of what is dropped that some nodes make and none of them hands on.
+
+        Args:
+            dropped: what would be dropped of the whole graph.
+            nodes: names of the nodes.
+            leaving: names of those whose values others read.
+        """
+        sent = {key for name in leaving for key in self.values_of.get(name, ())}
+        staying = {name for key in sent for name in self.views[key]}
+        return DroppedTensors((dropped.values & set(nodes)) - staying, dropped.again & set(nodes))
+
     def on_stage(
         self, dropped: DroppedTensors, nodes: Collection[str], leaving: Collection[str], is_best: bool = False
     ) -> DroppedTensors:
@@ -178,8 +197,7 @@ class SavedValues:
             is_best: whether it is known already that every piece is worth what must be kept for it.
         """
         sent = {key for name in leaving for key in self.values_of.get(name, ())}
-        staying = {name for key in sent for name in self.views[key]}
-        own = DroppedTensors((dropped.values & set(nodes)) - staying, dropped.again & set(nodes))
+        own = self.within(dropped, nodes, leaving)
         inside = {self.graph.positions[name] for name in nodes}
         again = set[str]()
         for piece in self.pieces(own, nodes):

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_aggregate
 
 from polylane.cost.memory import backend_kernels as kernels
-from polylane.cost.memory.operator_trial import OperatorTrial, OutputMemory, TensorForm, try_operator
+from polylane.cost.memory.operator_trial import GradientOrigin, OperatorTrial, OutputMemory, TensorForm, try_operator
 from polylane.cost.memory.saved_tensors import BackendSetting, Key, SavedByOperator, SavedTensors
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.capture.python_operators import FunctionCall
@@ -199,7 +199,7 @@ class SavedTensorTrace(GraphInterpreter):
             tuple(outputs),
             tuple(range(len(forms))) if flows else (),
             tuple(j for j, given in enumerate(outputs) if given.form is not None) if flows else (),
-            gradient_origins=tuple(("new", form.bytes) if form.gradient else None for form in forms),
+            gradient_origins=tuple(GradientOrigin(None, form.bytes) if form.gradient else None for form in forms),
             backward=sum(form.bytes for form in forms if form.gradient),
             returns_list=isinstance(val, (list, tuple)),
             is_known=False,

@@ -19,6 +19,7 @@ from torch import Tensor
 from polylane.compile.sample_shares import Batch
 from polylane.graph.capture.aliasing import find_written_buffers
 from polylane.observe.timeline import Span
+from polylane.program.program import Program
 from polylane.runtime.parameters.weight_versions import WeightVersions
 from polylane.runtime.pipeline.batch_tables import runs
 from polylane.runtime.pipeline.executor import Executor
@@ -52,6 +53,7 @@ class AsynchronousPipeline:
         delay: steps after a batch's own in which its last backward pass runs on some stage.
         begun: number of steps so far.
         batches: batches under way, by the number of their step.
+        program: program of the newest batch; None before the first one.
         buffers: this worker's buffers that passes write, by role, as the newest batch has them.
     """
 
@@ -59,6 +61,7 @@ class AsynchronousPipeline:
     delay: int
     begun: int = 0
     batches: dict[int, _BatchUnderWay] = field(default_factory=dict)
+    program: Program | None = None
     buffers: dict[tuple[str, Any], Tensor] = field(default_factory=dict)
     # Batches whose update is made, until their last messages have been received.
     _ended: list[StepState] = field(default_factory=list)
@@ -128,9 +131,11 @@ class AsynchronousExecutor(Executor):
     def run(self, batch: Batch, step: int, seed: int, finish: Callable[[StepState], None]) -> StepState:
         """Run one step; ``finish`` is called for the update of this batch, in this step or a later one."""
         pipeline = self.pipeline
-        # Batches of another form have other values to send: the pipeline is emptied between them.
-        if any(other.executor.program is not self.program for other in pipeline.batches.values()):
+        # Batches of another form have other values to send: the pipeline is emptied between them. Also on stages that
+        # have no batch under way: all begin anew with the newest weights.
+        if pipeline.program is not None and pipeline.program is not self.program:
             pipeline.empty()
+        pipeline.program = self.program
         state = self._begin(batch, step, seed)
         state.first_pass = pipeline.begun * self.microbatches
         self._begin_versions(pipeline.begun)
