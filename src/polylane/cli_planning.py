@@ -28,7 +28,12 @@ _Cluster = Annotated[
         "2x4x8:a100-80g,sites=internet-1g.",
     ),
 ]
-_Dtype = Annotated[str, typer.Option("--dtype", help="Data type of the passes: float32, bfloat16 or float16.")]
+_Dtype = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype", help="Data type of the passes: float32, bfloat16 or float16. Default: the plan's, else float32."
+    ),
+]
 _Recompute = Annotated[
     str | None,
     typer.Option(
@@ -123,10 +128,6 @@ _SimulatedPlan = Annotated[
         help="How to split it: a line, a file, or auto for the plan that polylane plan finds.",
     ),
 ]
-# Unlike plan, simulate has a plan that may say a precision.
-_DtypeOfPlan = Annotated[
-    str | None, typer.Option("--dtype", help="Data type: float32, bfloat16 or float16. Default: the plan's.")
-]
 _Overlap = Annotated[bool, typer.Option("--overlap/--no-overlap", help="Reduce gradients during the backward pass.")]
 _Slow = Annotated[
     list[str] | None,
@@ -142,7 +143,7 @@ def simulate(
     plan: _SimulatedPlan,
     batch: Batch = 64,
     set_: Set = None,
-    dtype: _DtypeOfPlan = None,
+    dtype: _Dtype = None,
     recompute: _Recompute = None,
     shard: _Shard = None,
     overlap: _Overlap = True,
@@ -219,7 +220,7 @@ def plan(
     plan: _Fixed = None,
     workers: _MostWorkers = None,
     memory: _Memory = None,
-    dtype: _Dtype = "float32",
+    dtype: _Dtype = None,
     recompute: _Recompute = None,
     shard: _Shard = None,
     every: _Every = None,

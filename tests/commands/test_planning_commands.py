@@ -142,6 +142,31 @@ def test_what_replicas_send_is_told_apart_from_what_split_operators_send(recipe:
     assert split[1]["bytes"] == pytest.approx(times / 2 * plain[1]["bytes"], abs=4)
 
 
+def test_one_microbatch_fills_a_pipeline_without_a_flush(recipe: Path) -> None:
+    """Steps follow each other: a pipeline needs no microbatches of its own, which take longer for their samples."""
+    line = "--cluster 2:a100-80g --plan pipeline=2,schedule=pipedream"
+    free, fixed = (
+        json.loads(call("plan", "layers.py", *f"{line}{more} --json".split()).stdout)["plans"][0]
+        for more in ("", ",microbatches=1")
+    )
+    assert free["plan"] == fixed["plan"] and free["plan"].endswith("schedule=pipedream,microbatches=1")
+
+
+def test_the_precision_that_is_said_in_keys_needs_no_option(recipe: Path) -> None:
+    line = "plan layers.py --cluster 2:a100-80g --json --plan data=2"
+    said, given = (call(*words.split()) for words in (f"{line},precision=bfloat16", f"{line} --dtype bfloat16"))
+    assert said.exit_code == 0 and json.loads(said.stdout)["plans"] == json.loads(given.stdout)["plans"]
+
+
+def test_halves_of_backward_passes_send_what_whole_ones_do(recipe: Path) -> None:
+    sent = []
+    for schedule in ("1f1b", "zb-h1"):
+        plan = f"data=2,pipeline=2,tensor=2,microbatches=4,schedule={schedule}"
+        result = call("simulate", "layers.py", "--cluster", "8:a100-80g", "--plan", plan, "--json")
+        sent.append(json.loads(result.stdout)["bytes"])
+    assert sent[0] == sent[1] and {each["traffic"] for each in sent[0]} == {"operators", "pipeline", "data"}
+
+
 def test_selective_recomputation_is_priced(recipe: Path) -> None:
     line = "simulate layers.py --cluster 2:a100-80g --plan data=2 --json --recompute"
     result = call(*line.split(), "selective")
@@ -346,6 +371,15 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
         (
             "plan layers.py --cluster 2:a100-80g --plan shard=gradients --shard optimizer",
             "the plan says shard=gradients",
+        ),
+        ("simulate layers.py --cluster 2:a100-80g --plan pipeline=2,chunks=2 --chunks 3", "the plan says chunks=2"),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan data=2,precision=bfloat16 --dtype float32",
+            "the plan says precision=bfloat16",
+        ),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan data=2 --reserve 5%",
+            "--reserve is for plans that are search",
         ),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 0", "--chunks must be at least 1, not 0"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 2", "there is one stage: add pipeline=2"),

@@ -297,3 +297,17 @@ def test_one_utilization_and_seconds_of_a_rank() -> None:
             assert stage["seconds"] == pytest.approx(work)
         else:  # how much of an operator a part of it takes, the device's model says
             assert work / mesh.tensor <= stage["seconds"] <= work
+
+
+@pytest.mark.parametrize("more", ["", ",data=2,replicas=round-robin"])
+def test_a_pipeline_that_is_never_emptied_is_as_fast_as_its_slowest_stage(more: str) -> None:
+    """The drawn run fills and drains: over ever more microbatches its utilization rises to what is told."""
+    drawn = []
+    for microbatches in (6, 12, 36):
+        plan = f"pipeline=3,schedule=pipedream,microbatches={microbatches}{more}"
+        prepared = prepared_for(mlp(6, 8, 12, 8, 4), plan, batch_of(36))
+        seconds = [(1e-3, 2e-3)] * len(prepared.main_partition.graph.nodes)
+        drawn.append(step_at_best(prepared, price_stages(prepared, seconds, 36)).utilization())
+        told = reported(prepared, 36, seconds)["utilization"]
+        assert drawn[-1] < told <= 1
+    assert drawn == sorted(drawn) and drawn[-1] > 0.85 * told

@@ -138,7 +138,7 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
     """
     from polylane.plan.plan import Plan, check
     from polylane.plan.recompute import NONE, format_recompute, parse_recompute
-    from polylane.plan.spec import PRECISIONS
+    from polylane.plan.spec import PRECISIONS, Spec
     from polylane.plan.sync import SUM
 
     given = sync_options(request)
@@ -146,6 +146,11 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
         planned = getattr(plan.sync, name)
         if planned not in (value, getattr(SUM, name)):
             raise PolylaneError(f"--{name} {value}, but the plan says {name}={planned}: leave one of them out")
+    if request.dtype not in (None, plan.precision) and plan.precision != Spec.precision:
+        raise PolylaneError(
+            f"--dtype {request.dtype}, but the plan says precision={plan.precision}: leave one of them out"
+        )
+    _check_chunks(plan, request.chunks)
     # float16 is priced alone: no plan says it.
     precision = request.dtype if request.dtype in PRECISIONS else plan.precision
     sync = plan.sync.changed(**given) if given else plan.sync
@@ -159,6 +164,19 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
         check(patched)  # pydantic does not validate a copy with changes
         return patched
     return replace(plan, sync=sync, precision=precision, recompute=recompute)
+
+
+def _check_chunks(plan: Spec | Plan, chunks: int | None) -> None:
+    """Refuse another number of chunks than the plan's own.
+
+    Raises:
+        PolylaneError: the plan has chunks, and others are given.
+    """
+    from polylane.plan.plan import Plan
+
+    own = plan.most_chunks if isinstance(plan, Plan) else plan.chunks
+    if chunks is not None and own > 1 and chunks != own:
+        raise PolylaneError(f"--chunks {chunks}, but the plan says chunks={own}: leave one of them out")
 
 
 def _with_schedule(plan: Spec | Plan, schedule: str | None) -> Spec | Plan:

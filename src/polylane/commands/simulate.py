@@ -102,6 +102,8 @@ def check(request: SimulateRequest, wanted: FixedKeys | None) -> None:
         raise PolylaneError(f"--chunks must be at least 1, not {request.chunks}")
     if wanted is not None:
         planning.fixed_keys(str(wanted), request)
+    elif request.reserve is not None:
+        raise PolylaneError("--reserve is for plans that are searched, with --plan auto: this plan is given")
 
 
 def divide_further(plan: Spec | Plan, chunks: int) -> Spec | Plan:
@@ -112,7 +114,7 @@ def divide_further(plan: Spec | Plan, chunks: int) -> Spec | Plan:
     """
     from polylane.plan.plan import Plan
 
-    if chunks > 1 and isinstance(plan, Plan):
+    if isinstance(plan, Plan) and chunks not in (1, plan.most_chunks):
         raise PolylaneError(
             f"{plan.title} says where its stages begin, which {chunks} chunks of each would change: give it in one line"
         )
@@ -203,7 +205,7 @@ def sent_bytes(prediction: Prediction, cluster: Cluster) -> list[dict[str, Any]]
 
 def _bytes(prediction: Prediction, timeline: Timeline) -> Counter[tuple[str, int]]:
     """Return the bytes that are sent in a step, by kind of traffic and lane."""
-    from polylane.schedule.action import ActionKind
+    from polylane.schedule.action import PASSES, ActionKind
 
     kinds = {ActionKind.SEND: "pipeline", ActionKind.REDUCE: "data", ActionKind.STEP: "data"}
     shared = [prediction.stages[prediction.plan.group_of(rank)].shard_traffic_share for rank in prediction.lanes]
@@ -211,7 +213,7 @@ def _bytes(prediction: Prediction, timeline: Timeline) -> Counter[tuple[str, int
     for span in timeline.spans:
         parts = {kinds[span.action.kind]: span.bytes} if span.action.kind in kinds else {}
         # Collectives inside a pass belong to split operators, but for the gathers of sharded parameters (ZeRO-3).
-        if span.action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+        if span.action.kind in PASSES:
             data = round(shared[span.rank] * span.bytes)
             parts = {"data": data, "operators": span.bytes - data}
         for kind, bytes_ in parts.items():

@@ -56,7 +56,7 @@ def report_plan(
         "share": _share(prepared, batch),
         "stages": _stages(prepared, costs, seconds),
         "edges": count_stage_traffic(prepared, -(-batch // prepared.plan.microbatches), dtypes_of(prepared)),
-        "utilization": step_at_best(prepared, costs).utilization(),
+        "utilization": utilization_at_best(prepared, costs),
         "crossings": _crossings(prepared.main_partition),
         "splits": _splits(prepared),
     }
@@ -103,6 +103,22 @@ def step_at_best(prepared: CompiledTraining, costs: Sequence[PlanCost]) -> Timel
     """
     passes = [scene.pass_costs(stage)[0] for stage, scene in enumerate(costs)]
     return schedule_by_rank(prepared.main_partition, prepared.plan, passes)
+
+
+def utilization_at_best(prepared: CompiledTraining, costs: Sequence[PlanCost]) -> float:
+    """Return the busy fraction (0 to 1) of all ranks in a step without communication; arguments as `step_at_best`.
+
+    A pipeline that is never emptied is as fast as its slowest stage: that of a step amid many others.
+    """
+    plan = prepared.plan
+    if not plan.is_asynchronous:
+        return step_at_best(prepared, costs).utilization()
+    passes = [scene.pass_costs(stage)[0] for stage, scene in enumerate(costs)]
+    # Replicas in turn are at several microbatches at once.
+    turns = [plan.degree("data", stage) if plan.takes_turns else 1 for stage in range(plan.pipeline)]
+    seconds = [(own.forward + own.backward) / parts for own, parts in zip(passes, turns, strict=True)]
+    busy = sum(len(stage.devices) * own for stage, own in zip(plan.stages, seconds, strict=True))
+    return busy / (plan.workers * max(seconds)) if busy else 0.0
 
 
 def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[PassCosts]) -> Timeline:

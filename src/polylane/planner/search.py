@@ -9,6 +9,7 @@ from functools import cached_property
 
 from polylane.cost.state_sharding import Sharding
 from polylane.errors import PolylaneError
+from polylane.plan.fit_to_graph import check_asynchronous
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.plan.spec import SPLIT, TURNS
 from polylane.planner import uniform_plans
@@ -21,6 +22,7 @@ from polylane.planner.stage_curves import CurveCache
 from polylane.planner.stage_meshes import MICROBATCHES, search_unequal_meshes
 from polylane.planner.uniform_plans import RatedPlan, UniformPlan
 from polylane.samples.running_norms import find_running_norms
+from polylane.schedule.schedules import ASYNCHRONOUS
 
 # Share of the memory within which a plan that is estimated to fit will fit.
 SURE = 0.85
@@ -162,6 +164,8 @@ def _exact(
         told("simulated", len(found) + len(too_big))
         # The estimate's memory is a bound of the search; only the prediction's peak decides.
         priced = _price_where_it_fits(estimates, candidate, wish)
+        if not _can_run(priced):
+            continue
         if priced.peak_bytes > candidate.memory_limit:
             too_big[id(candidate)] = replace(candidate, peak_bytes=float(priced.peak_bytes))
             continue
@@ -172,6 +176,15 @@ def _exact(
         passes += more
         found.append(one)
     return found, too_big
+
+
+def _can_run(priced: PricedPlan) -> bool:
+    """Return whether a pipeline without a flush can have these cuts: no two stages share a weight."""
+    try:
+        check_asynchronous(priced.plan, priced.partition)
+    except PolylaneError:
+        return False
+    return True
 
 
 def _price_where_it_fits(estimates: CurveCache, candidate: RatedPlan, wish: SearchRequest) -> PricedPlan:
@@ -265,6 +278,7 @@ class _UniformSearch:
             estimates.batch,
             estimates.max_stages,
             wish.fixed.counts.get("microbatches"),
+            1 if wish.fixed.schedule in ASYNCHRONOUS else 2,
         ):
             for each in self._divide_work(uniform):
                 if not wish.fixed.allows((each.mesh,) * each.stages, each.microbatches):
@@ -349,7 +363,10 @@ def _search_unequal(estimates: CurveCache, wish: SearchRequest, workers: int) ->
     if estimates.sync.is_replica_local or estimates.sync.has_servers or wish.fixed.degrees:
         return []
     variants = sharding_variants(estimates, wish) if wish.fixed.replicas != TURNS else []
-    counts = (wish.fixed.counts["microbatches"],) if "microbatches" in wish.fixed.counts else MICROBATCHES
+    # One microbatch fills a pipeline whose steps follow each other without a flush.
+    counts: Sequence[int] = (1, *MICROBATCHES) if wish.fixed.schedule in ASYNCHRONOUS else MICROBATCHES
+    if "microbatches" in wish.fixed.counts:
+        counts = (wish.fixed.counts["microbatches"],)
     split = (search_unequal_meshes(each, workers, wish.memory_limit, counts) for each in variants)
     found = next((plans for plans in split if plans), [])
     if wish.fixed.replicas != SPLIT and may_take_turns(estimates):

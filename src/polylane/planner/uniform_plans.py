@@ -303,7 +303,7 @@ def _closing_seconds(
 
 
 def enumerate_uniform_plans(
-    workers: int, inner: int, batch: int, pieces: int, microbatches: int | None = None
+    workers: int, inner: int, batch: int, pieces: int, microbatches: int | None = None, fewest: int = 2
 ) -> Iterator[UniformPlan]:
     """Yield every uniform plan worth rating on ``workers`` workers.
 
@@ -313,6 +313,7 @@ def enumerate_uniform_plans(
         batch: samples of a step over all replicas.
         pieces: most stages into which the graph can be cut.
         microbatches: the number that plans must have; None: those that may be worth it.
+        fewest: fewest microbatches of a pipeline: two, or one where further steps fill it.
     """
     for sequence in _powers_of_two(inner):
         for tensor in _powers_of_two(inner // sequence):
@@ -323,14 +324,15 @@ def enumerate_uniform_plans(
                 data = rest // stages
                 if data > batch:
                     continue
-                for count in _microbatch_counts(batch // data, stages) if microbatches is None else [microbatches]:
+                least = fewest if stages > 1 else 1
+                for count in _microbatch_counts(batch // data, least) if microbatches is None else [microbatches]:
                     yield UniformPlan(data, stages, sequence, tensor, count)
 
 
-def _microbatch_counts(samples: int, stages: int) -> list[int]:
-    """Return the numbers of microbatches that make parts of about 1, 2, 4, 8... samples."""
+def _microbatch_counts(samples: int, fewest: int) -> list[int]:
+    """Return the numbers of microbatches, ``fewest`` or more, that make parts of about 1, 2, 4, 8... samples."""
     found = {max(1, samples // size) for size in _powers_of_two(samples)}
-    return sorted(m for m in found if m <= samples and (stages == 1 or m >= 2 or samples == 1))
+    return sorted(m for m in found if m <= samples and (m >= fewest or samples == 1))
 
 
 def _powers_of_two(most: int) -> list[int]:
