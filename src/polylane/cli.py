@@ -19,6 +19,7 @@ from polylane import cli_options as options
 from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set, Workers
 from polylane.commands.requests import InspectRequest, LanesRequest, TrainRequest, VerifyRequest
 from polylane.errors import PolylaneError, WorkerFailed
+from polylane.runtime.workers.out_of_memory import out_of_memory
 
 # None of the imports above imports torch, so that `polylane --help` does not wait for it. Each command imports its own
 # module when it is called.
@@ -34,7 +35,8 @@ ECHO_SECONDS = 2.0  # longer than torchrun takes to end the other workers once o
 class _Sentences(TyperGroup):
     """Command group in which a user's mistake is one sentence and an exit code, not a traceback.
 
-    Exit codes: 2 for wrong input, 1 for a failed worker or a plan that is not equal to one worker, 130 for Ctrl-C.
+    Exit codes: 2 for wrong input or too little memory, 1 for a failed worker or a plan that is not equal to one
+    worker, 130 for Ctrl-C.
     Other exceptions are bugs of polylane and keep their traceback.
     """
 
@@ -51,6 +53,11 @@ class _Sentences(TyperGroup):
             code = _say(str(error), 1)
         except (typer.Abort, KeyboardInterrupt):
             code = INTERRUPTED
+        except Exception as error:
+            told = out_of_memory(error, None)
+            if told is None:
+                raise
+            code = _say(str(told), 2)
         if code == INTERRUPTED:
             _say("interrupted", INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)

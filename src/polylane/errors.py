@@ -55,7 +55,7 @@ class WorkerFailed(Exception):
         super().__init__(rank, error_type, error_message, traceback)
 
     def __str__(self) -> str:
-        head = f"worker {self.rank} failed{_describe_place(self.stage, self.microbatch, self.module, self.source)}"
+        head = f"worker {self.rank} failed{describe_place(self.stage, self.microbatch, self.module, self.source)}"
         if self.traceback:
             return f"{head}\n\n{self.traceback.rstrip()}"
         return f"{head}: {self.error_message}"
@@ -105,7 +105,7 @@ class ActionFailed(Exception):
 
     def __str__(self) -> str:
         told = self.cause_traceback.strip().rsplit("\n", 1)[-1]
-        return f"rank {self.rank}{_describe_place(self.stage, self.microbatch, self.module, self.source)}: {told}"
+        return f"rank {self.rank}{describe_place(self.stage, self.microbatch, self.module, self.source)}: {told}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         fields = (self.rank, self.stage, self.microbatch, self.module, self.source, self.cause_traceback)
@@ -132,7 +132,8 @@ class PeerLost(Exception):
         return f"lost {whom} while {self.doing}: {self.reason}"
 
 
-def _describe_place(stage: int | None, microbatch: int | None, module: str | None, source: str | None) -> str:
+def describe_place(stage: int | None, microbatch: int | None, module: str | None, source: str | None) -> str:
+    """Describe where something happened, as far as it is known, with a blank before it; empty if nothing is."""
     named = [
         text
         for text, value in (

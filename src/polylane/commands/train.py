@@ -32,6 +32,7 @@ def run(request: TrainRequest) -> None:
 
     Raises:
         PolylaneError: an option, the recipe or the plan is wrong, or the loss is not finite and ``on_nan`` is stop.
+        OutOfMemory: a worker asked for memory in vain.
         WorkerFailed: an exception ended one of the workers.
     """
     if request.epochs is not None and request.steps is not None:
@@ -124,13 +125,18 @@ def _start(request: TrainRequest, reporter: _Reporter) -> TrainingOutcome:
 
         return spawn_workers(partial(run_spawned_worker, request), plan.processes, reporter)[0]
     from polylane.commands.training import load_materials, prepare_once, run_forked_worker
+    from polylane.inspection.memory_prediction import with_predicted_memory
     from polylane.runtime.workers.fork import fork_workers, limit_to_one_thread
+    from polylane.runtime.workers.out_of_memory import OutOfMemory
 
     limit_to_one_thread()
     # Before the fork, so that workers share the memory of the data, and a wrong recipe is reported once.
     training = load_materials(request)
     prepared = prepare_once(training, plan)
-    return fork_workers(partial(run_forked_worker, training, prepared), plan.processes, reporter)[0]
+    try:
+        return fork_workers(partial(run_forked_worker, training, prepared), plan.processes, reporter)[0]
+    except OutOfMemory as error:
+        raise with_predicted_memory(error, prepared, training.problem.samples) from None
 
 
 def _under_torchrun(request: TrainRequest, place: RunFolder) -> None:
@@ -159,7 +165,10 @@ def _under_torchrun(request: TrainRequest, place: RunFolder) -> None:
         if failure.is_echo:
             time.sleep(ECHO_GRACE_SECONDS)
             sys.exit(1)
-        print(f"polylane: {failure.to_exception()}", file=sys.stderr, flush=True)
+        told = failure.to_exception()
+        if isinstance(told, PolylaneError):
+            raise told from None
+        print(f"polylane: {told}", file=sys.stderr, flush=True)
         sys.exit(1)
     _finish(request, place, outcome)
 

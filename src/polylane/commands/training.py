@@ -18,6 +18,7 @@ from polylane.compile.compiled_training import CompiledTraining, compile_trainin
 from polylane.compile.sample_shares import Batch
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import NotFinite
+from polylane.inspection.memory_prediction import with_predicted_memory
 from polylane.plan import plan_file as plans
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
@@ -27,6 +28,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue, earliest_fault
 from polylane.runtime.sync.parameter_server.update_log import count_staleness
 from polylane.runtime.workers.fork import WorkerContext
+from polylane.runtime.workers.out_of_memory import OutOfMemory, out_of_memory
 from polylane.runtime.workers.world import World
 
 
@@ -126,7 +128,13 @@ def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> Trai
     plan = resolve_plan(world, replace(training.problem, batch_size=None), request.plan)
     prepared = compile_on_all_ranks(world, training.problem, plan)
     _check_last_batch(training, prepared)
-    return train(training.job(prepared, world, same_weights=False), training, prepared, tell)
+    try:
+        return train(training.job(prepared, world, same_weights=False), training, prepared, tell)
+    except Exception as error:
+        told = error if isinstance(error, OutOfMemory) else out_of_memory(error, world.rank)
+        if told is None:
+            raise
+        raise with_predicted_memory(told, prepared, training.problem.samples) from None
 
 
 def _check_last_batch(training: RecipeTraining, prepared: CompiledTraining) -> None:

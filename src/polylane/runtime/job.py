@@ -113,6 +113,7 @@ class Job:
 
         Raises:
             ActionFailed: an operator raised; it says where, with the original error as cause.
+            OutOfMemory: the worker asked for memory in vain.
             PolylaneError: an unknown objective; or this batch, or a later one of the same epoch, has fewer samples than
                 the model needs in training.
         """

@@ -28,6 +28,7 @@ from polylane.runtime.pipeline.step_result import StepState
 from polylane.runtime.sync.all_reduce import AllReducer, launch_zeros
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.workers.out_of_memory import out_of_memory
 from polylane.samples.batch_statistics import BatchStatistics, CountingReplicas
 from polylane.schedule.action import PASSES, Action, ActionKind
 
@@ -239,6 +240,7 @@ class Executor:
 
         Raises:
             ActionFailed: the action raised; it says which one, with the original error as cause.
+            OutOfMemory: it asked for memory in vain.
         """
         try:
             if reducer is not None:
@@ -251,9 +253,10 @@ class Executor:
         except Exception as error:
             node = find_failing_node(self.runners[action.stage], error)
             module = None if node is None else (node.module or "the model's own forward")
-            raise ActionFailed(
-                self.program.rank, action.stage, action.microbatch, module, node.source if node else None
-            ) from error
+            place = (action.stage, action.microbatch, module, node.source if node else None)
+            names = ("stage", "microbatch", "module", "source")
+            told = out_of_memory(error, self.program.rank, **dict(zip(names, place, strict=True)))
+            raise told or ActionFailed(self.program.rank, *place) from error
 
     def _run(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
         waits = self.mesh.waits

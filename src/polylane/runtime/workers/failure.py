@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed
+from polylane.runtime.workers.out_of_memory import MemoryNeed, OutOfMemory, count_system_kills, out_of_memory
 
 # Parts of the messages with which gloo, NCCL and c10d's store report a lost peer (torch 2.9 to 2.13).
 _PEER_LOSS_WORDS = (
@@ -66,6 +67,8 @@ class Failure:
         failed = next((link for link in reversed(_exception_chain(error)) if isinstance(link, ActionFailed)), None)
         root = error if failed is None else failed.__cause__ or failed
         known = () if failed is None else ("stage", "microbatch", "module", "source")
+        place = {name: getattr(failed, name) for name in known}
+        root = out_of_memory(root, rank, **place) or root
         return cls(
             rank=rank,
             error_type=type(root).__name__,
@@ -73,18 +76,27 @@ class Failure:
             traceback=_format_traceback(root, skip_frames if root is error else 0),
             is_echo=is_peer_loss(root),
             bad_input=_pickle_error(root) if isinstance(root, PolylaneError) else None,
-            place={name: getattr(failed, name) for name in known},
+            place=place,
         )
 
     @classmethod
-    def of_exit(cls, rank: int, code: int) -> Failure:
-        """Build the report on a worker that ended without one: killed by a signal (negative code), or os._exit."""
+    def of_exit(cls, rank: int, code: int, kills_before: int | None = None) -> Failure:
+        """Build the report on a worker that ended without one: killed by a signal (negative code), or os._exit.
+
+        Args:
+            rank: rank of the worker that ended.
+            code: its exit code.
+            kills_before: how many processes the system had killed for want of memory when the worker started.
+        """
         if code >= 0:
             return cls(rank, "SystemExit", f"it ended without a result (exit code {code})")
         try:
             name = signal.Signals(-code).name
         except ValueError:
             name = f"signal {-code}"
+        if name == "SIGKILL" and kills_before is not None and count_system_kills() > kills_before:
+            error = OutOfMemory(MemoryNeed(rank, was_killed=True))
+            return cls(rank, "OutOfMemory", str(error), bad_input=_pickle_error(error))
         hint = ", which is also what the system does when memory runs out" if name == "SIGKILL" else ""
         return cls(rank, name, f"it was killed by {name}{hint}")
 

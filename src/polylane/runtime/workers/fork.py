@@ -40,6 +40,7 @@ import torch.distributed as dist
 from polylane.errors import PolylaneError
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import FileStore, MeetingPlace
+from polylane.runtime.workers.out_of_memory import count_system_kills
 from polylane.runtime.workers.world import TIMEOUT, World, affine_cores
 
 T = TypeVar("T")
@@ -193,6 +194,7 @@ class _WorkerTeam(Generic[T]):
     def __init__(self) -> None:
         self.members: list[_ForkedWorker[T]] = []
         self.place = MeetingPlace.in_memory()
+        self._kills_before = count_system_kills()
         # The write end is only in this process, so it closes however this process ends; children wait at the read end.
         self.lifeline, self._lifeline_held = os.pipe()
 
@@ -245,7 +247,7 @@ class _WorkerTeam(Generic[T]):
             while dead is not None and not member.has_ended and not member.reports.closed and member.reports.poll():
                 member.read_report(on_message)
             if dead is not None and not member.has_ended:
-                member.failure = Failure.of_exit(member.rank, dead)
+                member.failure = Failure.of_exit(member.rank, dead, self._kills_before)
 
     def wait_exited(self, seconds: float) -> bool:
         """Wait for workers to exit by themselves; return whether all did in time."""

@@ -43,6 +43,7 @@ from polylane.runtime.workers.fork import (
     threads_per_worker,
     tie_to_parent,
 )
+from polylane.runtime.workers.out_of_memory import count_system_kills
 
 T = TypeVar("T")
 
@@ -155,6 +156,7 @@ class _ReportServer(Generic[T]):
     def __init__(self, place: MeetingPlace, on_message: Listener | None) -> None:
         self._key = place.secret
         self.lines: dict[int, WorkerPipe[T]] = {}
+        self._kills_before = count_system_kills()
         self._failures: list[Failure] = []  # in the order of arrival
         self._on_message = on_message
         self.address = str(place.folder / "office")
@@ -170,7 +172,9 @@ class _ReportServer(Generic[T]):
         """Return the root cause of a failed job, from reports and the exit codes of workers without a report."""
         self.close()
         reported = {failure.rank for failure in self._failures}
-        silent = [Failure.of_exit(rank, code) for rank, code in deaths.items() if rank not in reported]
+        silent = [
+            Failure.of_exit(rank, code, self._kills_before) for rank, code in deaths.items() if rank not in reported
+        ]
         cause = find_root_cause([*self._failures, *silent])
         assert cause is not None  # the agent saw a failure, so there is at least one
         return cause
