@@ -42,6 +42,32 @@ def test_halves_of_stages_in_a_file(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[3:5] == ["stage 0 │  0 · ·<0<0<0=0", "stage 1 │  · 0<0=0 · · ·"]
 
 
+def makespan(*words: str) -> float:
+    done = CliRunner().invoke(app, ["lanes", *words, "--stages", "3", "--microbatches", "6", "--json"])
+    assert done.exit_code == 0, done.output
+    return float(json.loads(done.stdout)["makespan"])
+
+
+def test_what_halving_costs() -> None:
+    """All halved, none, and those that are worth it; the weight half takes what halving costs."""
+    assert (makespan("1f1b", "--halving", "0.5"), makespan("zb-h1"), makespan("zb-h1", "--halving", "0.5")) == (
+        24,
+        20,
+        26,
+    )
+    assert makespan("zb-h1", "--halving", "0,0,0.5") == 26  # the last stage is the one that never waits
+    assert makespan("auto", "--halving", "0.5", "--live", "4") == 22
+    assert makespan("auto", "--halving", "0.5", "--live", "3") <= 24
+    done = CliRunner().invoke(app, ["lanes", "auto", "--stages", "2", "--microbatches", "2", "--halving", "-1"])
+    assert done.exit_code == 2 and "halving must be a part of at least 0, not -1" in done.stderr
+    words = ["--compare", "--stages", "3", "--microbatches", "6", "--halving", "0.5", "--json"]
+    table = {
+        each["title"]: each["makespan"]
+        for each in json.loads(CliRunner().invoke(app, ["lanes", *words]).stdout)["schedules"]
+    }
+    assert table["zb-h1"] == 26 and table["auto"] <= 22 and table["auto, 3 live"] <= 24
+
+
 def test_the_example() -> None:
     assert "stages: 0 stem, 1 near, 2 far, 3 head" in lanes(BRANCHES).stdout
 

@@ -19,8 +19,9 @@ from polylane.placement.weight_formulas import operand_at
 # a CPU; in halves both go to memory and come back: so many times their bytes move at the memory's speed. The kernels of
 # a GPU read them from memory either way. Measured: a GPT that keeps 26 MB for every second half (docs/benchmarks.md).
 HALVING_TRAVERSALS = {"cpu": 2.0, "cuda": 0.0}
-# The same as a part of the backward pass of these calls, where no bandwidth is known, and of other devices.
-HALVING_SHARE, HALVING_SHARE_ELSEWHERE = 0.08, 0.03
+# The same as a part of the backward pass of these calls, where no bandwidth is known, and of other devices. On two busy
+# cores 2 to 8 % were measured, by what else they shared; an order that is found for 5 % loses least over that range.
+HALVING_SHARE, HALVING_SHARE_ELSEWHERE = 0.05, 0.03
 
 
 def weight_shares(graph: Graph, view: OperatorView, splits: Mapping[str, AxisSplit]) -> NDArray[np.float64]:

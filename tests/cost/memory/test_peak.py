@@ -485,3 +485,23 @@ def test_microbatches_between_two_halves_hold_what_their_weight_gradients_need()
     assert found.activations == 3 + max(2 * need.live_bytes + 160, need.live_bytes + 70 + 160, 2 * 70 + 160)
     short = [lane[0], lane[3], lane[6], *lane[1:3], lane[4], lane[7], lane[5], lane[8]]
     assert peak_memory(short, {0: need}, {0: 0.0}, alone).activations == 3 + need.live_bytes + 160
+
+
+def test_whole_passes_beside_halves_hold_nothing_for_later() -> None:
+    """Each pass of an order counts by what it is: only those that are halved wait for their second half."""
+    need = replace(NEED, between_halves=70.0, input_half_peak=160.0, weight_half_peak=90.0)
+    forwards = [Action(ActionKind.FORWARD, 0, i) for i in range(3)]
+    first, second, whole = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT, ActionKind.BACKWARD
+    alone = TrainedBytes(0.0, 0.0, 0.0)
+
+    def peak(*passes: tuple[ActionKind, int]) -> float:
+        lane = [*forwards, *(Action(kind, 0, i) for kind, i in passes)]
+        return peak_memory(lane, {0: need}, {0: 0.0}, alone).activations - 3
+
+    assert peak((whole, 0), (whole, 1), (whole, 2)) == 2 * need.live_bytes + need.backward_peak
+    assert peak((whole, 0), (first, 1), (second, 1), (whole, 2)) == max(
+        2 * need.live_bytes + need.backward_peak, need.live_bytes + 160
+    )
+    assert peak((first, 0), (second, 0), (whole, 1), (whole, 2)) == max(
+        2 * need.live_bytes + 160, need.live_bytes + need.backward_peak
+    )

@@ -173,7 +173,7 @@ def pass_ticks(
     for stage, (part, all_) in enumerate(zip(second, whole, strict=True)):
         if part > all_:
             raise ValueError(f"the weight half of stage {stage} takes {part} ticks, its whole backward only {all_}")
-    longer = _per_stage("halving", halving, stages)
+    longer = _per_stage("halving", halving, stages, "a part of at least 0")
     late = [part + more * all_ if more else part for part, more, all_ in zip(second, longer, whole, strict=True)]
     return {
         ActionKind.FORWARD: _per_stage("forward", forward, stages),
@@ -276,12 +276,14 @@ def _check_order(lane: Sequence[Action], number: int, lane_of: dict[int, int], g
         seen.add((action.kind, action.stage, action.microbatch))
 
 
-def _per_stage(name: str, ticks: float | Sequence[float], stages: int) -> list[float]:
+def _per_stage(
+    name: str, ticks: float | Sequence[float], stages: int, wanted: str = "a duration of at least 0 ticks"
+) -> list[float]:
     """Return a duration for each stage, given one number for all or one for each."""
     each = list(ticks) if isinstance(ticks, Sequence) else [ticks] * stages
     if len(each) != stages:
         raise ValueError(f"{name} names {len(each)} durations for {stages} stages: give one number, or one per stage")
     for value in each:
         if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be a duration of at least 0 ticks, not {value}")
+            raise ValueError(f"{name} must be {wanted}, not {value}")
     return each
