@@ -15,6 +15,7 @@ from benchmarks.harness import Contender, make_parser, race
 from polylane.auto.choose import EXAMPLE, measure
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.cluster_file import load
+from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.cost.operators.training_options import TrainingOptions
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=3, help="steps of a turn (default 3)")
     names = [task.name for task in TASKS]
     parser.add_argument("--tasks", nargs="*", default=names, choices=names, help="which are measured (default: all)")
+    parser.add_argument("--plans", nargs="*", default=PLANS, help="which plans (default: all seven)")
     options = parser.parse_args(arguments)
     if options.quick:
         options.rounds = options.steps = 1
@@ -96,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cluster = local_cluster(4) if options.cluster is None else load(options.cluster)
     cases, regrets = list[Case](), list[float]()
     for task in (task for task in TASKS if task.name in options.tasks):
-        own, chosen = measured(task, cluster, options.rounds, options.steps)
+        own, chosen = measured(task, cluster, options.rounds, options.steps, options.plans)
         cases += own
         best = min(case.measured for case in own)
         regrets.append(next(case.measured for case in own if case.plan == chosen) / best - 1)
@@ -107,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"regret: median {statistics.median(regrets):.1%}, worst {max(regrets):.1%}")
 
 
-def measured(task: Task, cluster: Cluster, rounds: int, steps: int) -> tuple[list[Case], str]:
+def measured(
+    task: Task, cluster: Cluster, rounds: int, steps: int, plans: Sequence[str] = PLANS
+) -> tuple[list[Case], str]:
     """Every plan of a task, predicted and measured; and the one that `auto` takes of them by what is predicted."""
     recipe = load_recipe(EXAMPLES / f"{task.recipe}.py", task.settings)
     torch.manual_seed(0)
@@ -119,9 +123,9 @@ def measured(task: Task, cluster: Cluster, rounds: int, steps: int) -> tuple[lis
         problem.captured(graph, profile=measure(graph, problem, 4)), cluster, TrainingOptions()
     )
     cases, contenders = list[Case](), list[Contender]()
-    for plan in PLANS:
+    for plan in plans:
         try:
-            prepared = problem.prepare(plan)
+            prepared = compile_training(problem, plan)
         except PolylaneError as error:
             print(f"{task.name}, {plan}: {error}")
             continue

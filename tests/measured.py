@@ -71,4 +71,6 @@ def quick() -> Effort:
         traffic_seconds=0.005,
         contention_seconds=0.05,
         warm_seconds=0.05,
+        sums_seconds=0.005,
+        sums_rounds=1,
     )

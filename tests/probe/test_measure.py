@@ -15,7 +15,8 @@ from polylane.cluster import cluster_file as read
 from polylane.errors import PolylaneError
 from polylane.probe.conclusion import conclude
 from polylane.probe.effort import Effort, concurrent_counts, thorough
-from polylane.probe.measure import WorkerMeasurements, further_dtypes, measure_machine
+from polylane.probe.link_speed import summing_groups
+from polylane.probe.measure import WorkerMeasurements, further_dtypes, measure_machine, traffic_worlds
 from polylane.yaml_file import parse
 from processes import children
 
@@ -67,8 +68,8 @@ def test_everything_was_measured(seen: WorkerMeasurements, others: set[int]) -> 
 
 
 def test_progress_is_told_to_the_last_part(seen: WorkerMeasurements, told: Counter[str]) -> None:
-    assert sum(told.values()) == quick().progress_ticks(2, len(further_dtypes("cpu")))
-    assert set(told) == {"operators", "messages", "workers at once"}
+    assert sum(told.values()) == quick().progress_ticks(2, len(further_dtypes("cpu")), traffic_worlds(2))
+    assert set(told) == {"operators", "messages", "workers at once", "sums between computations"}
 
 
 def test_a_file_says_it_and_reads_back_as_the_same_cluster(seen: WorkerMeasurements) -> None:
@@ -110,8 +111,9 @@ def test_who_computes_side_by_side() -> None:
 def test_a_thorough_measurement_fits_in_a_minute(workers: int) -> None:
     effort: Effort = thorough("cpu")
     operators = (len(effort.cases) + 3 * len(effort.dtype_cases)) * effort.case_seconds
-    carried = (
-        effort.progress_ticks(workers, 0) / effort.rounds - len(effort.cases) - 1 - len(concurrent_counts(workers))
-    )
-    shared = (1 + len(concurrent_counts(workers))) * effort.contention_seconds
-    assert effort.rounds * (operators + carried * effort.traffic_seconds + shared) < 40
+    worlds, together = (2, workers) if workers > 2 else (2,), 1 + len(concurrent_counts(workers))
+    sums = sum(len(summing_groups(count)) * effort.sums_rounds for count in worlds)
+    carried = effort.progress_ticks(workers, 0, worlds) / effort.rounds - len(effort.cases) - together - sums
+    added = 2 * sums * effort.sums_seconds  # two loops for each tick; how many fit is counted by all workers at once
+    shared = together * effort.contention_seconds
+    assert effort.rounds * (operators + carried * effort.traffic_seconds + shared + added) < 45

@@ -19,6 +19,7 @@ from polylane.planner.find_plans import check_batch, find_plans
 from polylane.planner.search import SearchResult
 from polylane.profiling.host_contention import together
 from polylane.profiling.profile_model import profiled
+from polylane.runtime.workers import allocator
 from polylane.samples.microbatch_limit import min_samples
 
 # Samples with which the graph is captured whose shapes are read.
@@ -80,10 +81,13 @@ def measure(graph: Graph, problem: TrainingProblem, copies: int = 1) -> Profile 
     parameters = list(model.parameters())
     if graph.is_opaque or any(parameter.is_meta for parameter in parameters):
         return None
+    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters)
+    if on_cpu:
+        allocator.retain_freed_memory()  # nodes take longer where memory is mapped anew, which workers never do
     fewest = min_samples([graph]).samples
     sizes = sorted({max(fewest, -(-problem.samples // parts)) for parts in PARTS})
     found = profiled(graph, model, objective.loss, objective.optimizer, leaves, rebuild, sizes)
-    if copies < 2 or any(parameter.device.type != "cpu" for parameter in parameters):
+    if copies < 2 or not on_cpu:
         return found
     half = take_first_samples(leaves, max(fewest, problem.samples // 2))
     counts = {count for count in COPIES if count <= copies}

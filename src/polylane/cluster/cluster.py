@@ -26,6 +26,8 @@ class Hosts(StrictMapping):
         devices: number of devices of each host; on a CPU host the workers that may run there.
         device: figures of each of these devices.
         link: link between the devices of a host; a host of one device needs none.
+        crowded: the link where more workers run on a CPU host than ``cores``, who sleep while they wait, and must get a
+            core again. None: the same link.
         rack, site: names of the rack and of its site; groups with equal names are in the same one.
         cores: how many workers of a host may compute at once without slowing each other; None: all.
         contention: number of workers that compute at once -> speed of each, as a fraction of one alone, since they
@@ -38,6 +40,7 @@ class Hosts(StrictMapping):
     devices: Count = 1
     device: Device
     link: Link | None = None
+    crowded: Link | None = None
     rack: str = ""
     site: str = ""
     cores: Count | None = None
@@ -90,6 +93,7 @@ class Cluster:
     _spans: dict[Ranks, RankSpan] = field(init=False, repr=False, compare=False, default_factory=dict)
     # Keyed by what costs depend on: groups that are spread alike share one RankSpan, so their costs are computed once.
     _shapes: dict[object, RankSpan] = field(init=False, repr=False, compare=False, default_factory=dict)
+    _crowded: dict[tuple[bool, ...], Cluster] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.hosts:
@@ -145,6 +149,27 @@ class Cluster:
     def contention(self, rank: int) -> Mapping[int, float] | None:
         """Return the contention of a rank's host (:attr:`Hosts.contention`); None where there is none."""
         return self.hosts[self._group(rank)].contention or None
+
+    def for_workers(self, workers: int) -> Cluster:
+        """Return the cluster with the links that hold where its first ``workers`` ranks run: those of crowded hosts.
+
+        The same cluster where no host has more of them than cores, or its link is the same then.
+        """
+        full = tuple(
+            group.crowded is not None
+            and group.cores is not None
+            and min(group.devices, workers - block.first) > group.cores
+            for group, block in zip(self.hosts, self._blocks, strict=True)
+        )
+        if not any(full):
+            return self
+        if full not in self._crowded:
+            hosts = tuple(
+                group.model_copy(update={"link": group.crowded}) if crowds else group
+                for group, crowds in zip(self.hosts, full, strict=True)
+            )
+            self._crowded[full] = Cluster(hosts, self.links, self.speeds)
+        return self._crowded[full]
 
     def span(self, ranks: Ranks) -> RankSpan:
         """Return the links that connect ranks, and how they are spread; groups that are spread alike share one span."""

@@ -67,11 +67,13 @@ def dump(cluster: Cluster) -> str:
 
 
 def _dump_hosts(group: Hosts) -> dict[str, Any]:
-    own = _to_plain(group.model_dump(exclude_defaults=True, exclude={"device", "link"}))
+    own = _to_plain(group.model_dump(exclude_defaults=True, exclude={"device", "link", "crowded"}))
     data = {"count": group.count, "devices": group.devices, **own}
     data["device"] = _preset_or_figures(group.device, device_presets())
     if group.link is not None:
         data["link"] = _preset_or_figures(group.link, link_presets())
+    if group.crowded is not None:
+        data["crowded"] = _preset_or_figures(group.crowded, link_presets())
     return data
 
 
@@ -112,7 +114,7 @@ def _resolve_file(data: dict[Any, Any]) -> dict[Any, Any]:
 def _resolve_group(group: object, place: str) -> object:
     if not isinstance(group, dict):
         return group
-    presets = {"device": device_presets(), "link": link_presets()}
+    presets = {"device": device_presets(), "link": link_presets(), "crowded": link_presets()}
     return {
         key: resolve_figures(v, presets[key], f"{place}.{key}") if key in presets else v for key, v in group.items()
     }
@@ -126,6 +128,7 @@ def _keys(place: Sequence[int | str]) -> list[str]:
         ("hosts",): Hosts,
         ("hosts", "device"): Device,
         ("hosts", "link"): Link,
+        ("hosts", "crowded"): Link,
         ("links",): Links,
     }
     return list(models.get(tuple(path), Link).model_fields)

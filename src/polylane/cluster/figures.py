@@ -24,6 +24,7 @@ DIMENSIONS: dict[str, Dimension] = {
     "latency": "time",
     "latencies": "time",
     "hop": "time",
+    "sums": "time",
     "overhead": "time",
     "dispatch": "time",
     "flops": "flops",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from polylane.yaml_file import StrictMapping
+from polylane.yaml_file import Count, StrictMapping
 
 # "send" is a message from one device to another; the others are collectives.
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
@@ -46,6 +46,10 @@ class Link(StrictMapping):
         cpu: how many cores its transfers keep busy at each end; 0: a card moves the bytes.
         fractions, latencies: the same as ``fraction`` and ``latency``, of one kind of collective or of "send", where
             they differ.
+        sums: number of ranks -> seconds by which a sum of a few kilobytes between two computations delays all of them:
+            its messages, waking up whoever sleeps, and the wait for the last one, since equal computations do not end
+            at the same time. Other numbers are interpolated; empty: such a sum takes as long as an all-reduce that
+            starts everywhere at once.
     """
 
     kind: str = "link"
@@ -61,10 +65,23 @@ class Link(StrictMapping):
     cpu: Natural = 0.0
     fractions: dict[Kind, Share] = pydantic.Field(default={})
     latencies: dict[Kind, Natural] = pydantic.Field(default={})
+    sums: dict[Count, Natural] = pydantic.Field(default={})
 
     def delay(self, kind: Kind) -> float:
         """Return the seconds from the start of a collective to its first byte."""
         return self.latencies.get(kind, self.latency)
+
+    def sum_delay(self, ranks: int) -> float | None:
+        """Return the seconds of a small sum between computations over so many ranks; None: not known.
+
+        Linear between the given numbers of ranks, constant beyond the last.
+        """
+        if not self.sums:
+            return None
+        known = sorted(self.sums.items())
+        low, start = max((each for each in known if each[0] <= ranks), default=known[0])
+        high, end = min((each for each in known if each[0] > ranks), default=(low, start))
+        return start if high <= low else start + (end - start) * max(0, ranks - low) / (high - low)
 
     def solo_bandwidth(self, kind: Kind, devices: int = 2) -> float:
         """Return the bytes per second that each of some devices sends, with large messages; one direction."""

@@ -68,13 +68,14 @@ def _machine(output: Path, workers: int, effort: Effort | None, json: bool) -> d
     from polylane.probe.conclusion import conclude
     from polylane.probe.effort import thorough
     from polylane.probe.machine import accelerators
-    from polylane.probe.measure import further_dtypes, measure_machine
+    from polylane.probe.measure import further_dtypes, measure_machine, traffic_worlds
 
     kind = "cuda" if accelerators() else "cpu"
     effort = effort or thorough(kind)
     # Read before measuring, which is a load itself.
     load, start = os.getloadavg()[0], time.perf_counter()
-    with closing(_Display(effort.progress_ticks(workers, len(further_dtypes(kind))))) as display:
+    ticks = effort.progress_ticks(workers, len(further_dtypes(kind)), traffic_worlds(workers))
+    with closing(_Display(ticks)) as display:
         measured = conclude(measure_machine(workers, effort, display), workers)
     write_text(output, measured.text(time.strftime("%Y-%m-%d %H:%M"), load))
     seconds = time.perf_counter() - start

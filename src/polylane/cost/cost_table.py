@@ -73,8 +73,10 @@ class Clock(Protocol):
         ...
 
 
-# Prices a collective among the ranks along one axis: (name, or "message"; bytes) -> seconds.
+# Prices a collective among the ranks along one axis: (name, "message" or INTERLEAVED_SUM; bytes) -> seconds.
 CollectiveClock = Callable[[str, float], float]
+
+INTERLEAVED_SUM = "interleaved sum"  # a small all-reduce between two operators, for which all ranks wait
 
 
 @dataclass(frozen=True)
@@ -311,7 +313,7 @@ class ShardedGraphCost:
             weight[positions] = compute[1, positions] * shares[positions]
             issued[:, positions] = np.array(clock.issued(work))[:, None]
             if sums:
-                shared = exchange["data"]("all_reduce", sums)
+                shared = exchange["data"](INTERLEAVED_SUM, sums)
                 waits[0, positions] += shared
                 waits[1, positions] += shared if step.call.outputs[0].gradient else 0.0
                 traffic[positions] += 2 * bytes_per_rank("all_reduce", sums, 2)

@@ -63,6 +63,10 @@ class CostModel:
     margin: peak.MemoryMargin
     host_overhead: float = 0.0
 
+    def for_workers(self, workers: int) -> CostModel:
+        """Return the cost model of plans with so many workers, whose hosts may be crowded."""
+        return replace(self, cluster=self.cluster.for_workers(workers))
+
     def slowest_device(self, ranks: Ranks) -> Device:
         """Return the slowest device of a group: all others wait for it in collectives."""
         return min(self.cluster.devices(ranks), key=lambda device: device.speed * max(device.achieved.values()))
@@ -139,8 +143,8 @@ class PlanCost:
     """Costs of the stages of one plan on one cluster; for the arguments see :func:`polylane.cost.predict.predict`."""
 
     def __init__(self, basis: CostModel, partition: Partition, plan: Plan, batch: int, exact: bool = True) -> None:
-        self.exact = exact
-        self.basis, self.partition, self.plan, self.batch = basis, partition, plan, batch
+        self.basis, self.partition, self.plan = basis.for_workers(plan.workers), partition, plan
+        self.batch, self.exact = batch, exact
         self._priced: dict[int, StagePrediction] = {}
         self._passes: dict[int, tuple[PassCosts, ShardTraffic]] = {}
         self._tables: dict[int, CostTable] = {}

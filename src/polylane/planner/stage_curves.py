@@ -197,12 +197,13 @@ class CurveCache:
 
     def table(self, mesh: Degrees, samples: int) -> CostTable:
         """Return the cost of every node on the slowest device of the cluster."""
-        cluster, replicas = self.basis.cluster, self._statistics_replicas(mesh)
+        basis, replicas = self.basis.for_workers(mesh.workers), self._statistics_replicas(mesh)
+        cluster, crowded = basis.cluster, basis.cluster is not self.basis.cluster
         degrees = {"data": mesh.data, "sequence": mesh.sequence, "tensor": mesh.tensor}
         axes = [axis for axis in ("sequence", "tensor") if degrees[axis] > 1] + ["data"] * (replicas > 1)
         groups = {axis: ranks_along(degrees, axis) for axis in axes}
-        device, memory = self.basis.slowest_device(range(cluster.count)), cluster.device(0).stream
-        return self.basis.table(mesh, samples, device, memory, groups, ("estimate", replicas))
+        device, memory = basis.slowest_device(range(cluster.count)), cluster.device(0).stream
+        return basis.table(mesh, samples, device, memory, groups, ("estimate", replicas, crowded))
 
     def _statistics_replicas(self, mesh: Degrees) -> int:
         """Return how many replicas sum batch statistics inside their passes; 1 for graphs without."""
@@ -224,7 +225,8 @@ class CurveCache:
         parts = sharding.in_passes
         group = sharding.group(replicas)
         where = (self.basis.cluster.span(group), sharding.gathers_parameters) if parts else None
-        key = (mesh.sequence, mesh.tensor, samples, self._statistics_replicas(mesh), where)
+        crowded = self.basis.cluster.for_workers(mesh.workers) is not self.basis.cluster
+        key = (mesh.sequence, mesh.tensor, samples, self._statistics_replicas(mesh), crowded, where)
         if key not in self._curves:
             # Zeros broadcast to any length where nothing is gathered.
             beside = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from polylane.cluster.device import Device
 from polylane.cluster.link import Link
 from polylane.probe import fit_device, fit_link
 from polylane.probe.fit_device import FitErrors
+from polylane.probe.link_speed import TimedTraffic
 from polylane.probe.machine import available_memory, cpu_name, find_preset, shared_cores
 from polylane.probe.measure import Accelerator, WorkerMeasurements
 
@@ -61,19 +63,30 @@ def _many(number: int, word: str) -> str:
 
 def conclude(seen: WorkerMeasurements, workers: int) -> MeasuredMachine:
     """Fit the machine's figures to the measurements of its workers."""
-    link = off = None
+    link = crowded = off = None
     if seen.timed_traffic:
-        link = Link.model_validate(_rounded(fit_link.fit_link(seen.timed_traffic).model_dump()))
+        link = _fit_link(seen.timed_traffic, seen.sums)
         found = fit_link.link_errors(link, seen.timed_traffic)
+        if seen.crowded is not None:
+            crowded = _fit_link(seen.crowded.timed_traffic, seen.crowded.sums)
+            found += fit_link.link_errors(crowded, seen.crowded.timed_traffic)
         off = statistics.median(found), max(found)
+    own: dict[str, Any]
     if seen.gpu is None:
         device, own = _cpu_device(seen, workers), {"cores": shared_cores(workers), "contention": seen.contention}
     else:
         device, own = _gpu_device(seen, seen.gpu), {}
         link = link and link.model_copy(update={"cpu": 0.0})  # the CPU time measured was busy waiting
     device = device.model_copy(update={"codecs": _rounded(seen.codecs)})
-    cluster = Cluster((Hosts.model_validate({"devices": workers, "device": device, "link": link, **_rounded(own)}),))
+    links = {"link": link, "crowded": crowded}
+    cluster = Cluster((Hosts.model_validate({"devices": workers, "device": device, **links, **_rounded(own)}),))
     return MeasuredMachine(cluster, seen.threads, fit_device.fit_errors(device, seen.timed_cases), off)
+
+
+def _fit_link(timed: Sequence[TimedTraffic], sums: Mapping[int, float]) -> Link:
+    """Fit a link to traffic, with the seconds of small sums between computations as they were measured."""
+    fitted = fit_link.fit_link(timed).model_copy(update={"sums": dict(sums)})
+    return Link.model_validate(_rounded(fitted.model_dump()))
 
 
 def _cpu_device(seen: WorkerMeasurements, workers: int) -> Device:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from polylane.probe import cases as sweep
 from polylane.probe.cases import OperatorCase
-from polylane.probe.link_speed import group_arrangements, kinds_of
+from polylane.probe.link_speed import group_arrangements, kinds_of, summing_groups
 
 KB, MB = 1 << 10, 1 << 20
 
@@ -25,6 +26,8 @@ class Effort:
         traffic_seconds: seconds for each size of each kind of traffic in a round.
         contention_seconds: seconds for each number of concurrent workers in a round.
         warm_seconds: seconds of computation before a device is measured.
+        sums_seconds: seconds of a loop of computations, with and without sums in between.
+        sums_rounds: number of times that both loops are run in a round.
     """
 
     cases: tuple[OperatorCase, ...]
@@ -36,13 +39,22 @@ class Effort:
     traffic_seconds: float
     contention_seconds: float
     warm_seconds: float
+    sums_seconds: float = 0.08
+    sums_rounds: int = 3
 
-    def progress_ticks(self, workers: int, dtypes: int) -> int:
-        """Return the number of progress ticks of a probe with ``dtypes`` further dtypes."""
+    def progress_ticks(self, workers: int, dtypes: int, worlds: Sequence[int] = ()) -> int:
+        """Return the number of progress ticks of a probe.
+
+        Args:
+            workers: processes that compute at once.
+            dtypes: number of dtypes besides the main one.
+            worlds: numbers of workers whose messages are measured, each in a world of its own.
+        """
         found = len(self.cases) + dtypes * len(self.dtype_cases)
-        if workers > 1:
-            found += sum(len(kinds_of(ranks)) for ranks, _ in group_arrangements(workers)) * len(self.sizes)
-            found += 1 + len(concurrent_counts(workers))
+        found += 1 + len(concurrent_counts(workers)) if workers > 1 else 0
+        for count in worlds:
+            found += sum(len(kinds_of(ranks)) for ranks, _ in group_arrangements(count)) * len(self.sizes)
+            found += len(summing_groups(count)) * self.sums_rounds
         return found * self.rounds
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from polylane.probe.effort import Effort, concurrent_counts
-from polylane.runtime.transport.c10d import C10dTransport
+from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.workers.world import World
 
 # A block of a small transformer: matmuls, and operators that only move bytes.
@@ -31,7 +31,7 @@ def measure_contention(world: World, effort: Effort, told: Callable[[], Any]) ->
         effort: seconds for each number of concurrent workers, and rounds.
         told: progress callback, called after each count of each round.
     """
-    transport, step, counts = C10dTransport(world), _make_block(), concurrent_counts(world.size)
+    transport, step, counts = choose_transport(world)(world, [], []), _make_block(), concurrent_counts(world.size)
     found: dict[int, list[float]] = {count: [] for count in (1, *counts)}
     for _ in range(effort.rounds):
         for count in found:

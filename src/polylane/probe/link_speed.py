@@ -1,4 +1,4 @@
-"""Link speed: time collectives and messages of many sizes between workers, over the runtime's own transport."""
+"""Link speed: time collectives and messages of many sizes between workers, over the transport that a plan will use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from polylane.placement.redistribute import redistribute
 from polylane.probe.stopwatch import run_small_operators
 from polylane.profiling.time_operators import wait_for
 from polylane.runtime.tensor_parallel import CollectiveWaits, TransportAxis
-from polylane.runtime.transport.c10d import C10dTransport
+from polylane.runtime.transport.choose import choose_transport
+from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.workers.world import World
 
 COLLECTIVES: tuple[Kind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -61,6 +62,11 @@ def group_arrangements(workers: int) -> list[tuple[int, int]]:
     return [each for each in dict.fromkeys(found) if each[0] <= workers and each[1] > 0]
 
 
+def summing_groups(workers: int) -> list[int]:
+    """Return the sizes of groups in which all workers sum between computations: pairs, and everyone."""
+    return sorted({size for size in (2, workers) if workers >= size > 1 and workers % size == 0})
+
+
 def kinds_of(ranks: int) -> tuple[Kind, ...]:
     """Return the kinds measured in groups of this size: collectives, and messages between two."""
     return (*COLLECTIVES, "send") if ranks == 2 else COLLECTIVES
@@ -87,7 +93,9 @@ def measure_traffic(
     ]
     groups = {_group(sort, rank) for sort in sorts for rank in ranks} | {tuple(ranks)}
     pairs = [(a, b) for a in ranks for b in ranks if a != b]
-    transport = C10dTransport(world, pairs, sorted(group for group in groups if group), tag=3, own_groups=True)
+    transport = choose_transport(world)(
+        world, pairs, sorted(group for group in groups if group), tag=3, own_groups=True
+    )
     runs = [list[_Run]() for _ in sorts]
     for _ in range(rounds):
         for index, sort in enumerate(sorts):
@@ -113,7 +121,7 @@ def _group(sort: TrafficCase, rank: int) -> tuple[int, ...]:
 _Run = tuple[float, float]
 
 
-def _time_traffic(transport: C10dTransport, world: World, sort: TrafficCase, budget: float) -> list[_Run]:
+def _time_traffic(transport: Transport, world: World, sort: TrafficCase, budget: float) -> list[_Run]:
     """Time as many runs as the budget allows; ranks without a group wait at the barrier."""
     group = _group(sort, world.rank)
     run = _make_run(transport, world, sort, group) if group else None
@@ -146,7 +154,7 @@ def _time_run(run: Callable[[], Any] | None, world: World) -> _Run:
     return time.perf_counter() - start, time.process_time() - computing
 
 
-def _make_run(transport: C10dTransport, world: World, sort: TrafficCase, group: tuple[int, ...]) -> Callable[[], Any]:
+def _make_run(transport: Transport, world: World, sort: TrafficCase, group: tuple[int, ...]) -> Callable[[], Any]:
     """Return the function that runs one rank's part of a measurement."""
     if sort.kind == "send":
         return _ping_pong(transport, world, sort.size, group)
@@ -165,7 +173,7 @@ def _make_run(transport: C10dTransport, world: World, sort: TrafficCase, group: 
     return lambda: redistribute(axis, own, source, target)
 
 
-def _ping_pong(transport: C10dTransport, world: World, size: int, group: tuple[int, ...]) -> Callable[[], Any]:
+def _ping_pong(transport: Transport, world: World, size: int, group: tuple[int, ...]) -> Callable[[], Any]:
     value = torch.ones(max(size // ITEM, 1), device=world.device)
     first = world.rank == group[0]
     peer = group[1] if first else group[0]

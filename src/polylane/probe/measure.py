@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +13,11 @@ from polylane.probe.codec_speed import measure_codecs
 from polylane.probe.device_speed import TimedCase, is_fast_enough, measure_bandwidth, time_cases
 from polylane.probe.effort import Effort
 from polylane.probe.host_contention import measure_contention
+from polylane.probe.interleaved_sums import measure_interleaved_sums
 from polylane.probe.link_speed import TimedTraffic, measure_traffic
-from polylane.probe.machine import accelerators, check_workers
+from polylane.probe.machine import accelerators, check_workers, shared_cores
 from polylane.probe.stopwatch import measure_dispatch, warm_up
+from polylane.runtime.workers import allocator
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
 from polylane.runtime.workers.spawn import spawn_workers
 
@@ -51,6 +53,19 @@ class Accelerator:
 
 
 @dataclass(frozen=True)
+class TransportMeasurements:
+    """Measurements of what workers send each other, in a world of their number.
+
+    Attributes:
+        timed_traffic: measured messages and collectives.
+        sums: ranks of a group -> seconds of a small sum between computations, see :attr:`.link.Link.sums`.
+    """
+
+    timed_traffic: tuple[TimedTraffic, ...]
+    sums: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class WorkerMeasurements:
     """Measurements of all workers of a machine.
 
@@ -59,8 +74,10 @@ class WorkerMeasurements:
         gpu: a worker's accelerator; None for a share of the CPU.
         timed_cases: measured operators of the sweep.
         bandwidth: memory bandwidth in bytes per second.
-        timed_traffic: measured messages and collectives between workers.
+        timed_traffic: measured messages and collectives between workers, as many as have cores of their own.
         codecs: bytes of float32 gradients per second of every gradient compressor, by name.
+        sums: ranks of a group -> seconds of a small sum between computations of these workers.
+        crowded: the same between all workers, where they are more than the cores; else None.
         contention: workers that compute at once -> relative speed, see :class:`polylane.cluster.cluster.Hosts`.
     """
 
@@ -71,6 +88,17 @@ class WorkerMeasurements:
     timed_traffic: tuple[TimedTraffic, ...]
     contention: dict[int, float]
     codecs: dict[str, float] = field(default_factory=dict)
+    sums: dict[int, float] = field(default_factory=dict)
+    crowded: TransportMeasurements | None = None
+
+
+def traffic_worlds(workers: int) -> list[int]:
+    """Return the numbers of workers between which messages are measured: with cores of their own, then all of them.
+
+    The two differ: a worker that waits polls only where every worker of the host has a core.
+    """
+    roomy = workers if accelerators() else min(workers, max(2, shared_cores(workers)))
+    return sorted({roomy, workers}) if workers > 1 else []
 
 
 def measure_machine(workers: int, effort: Effort, told: Told = lambda what, parts: None) -> WorkerMeasurements:
@@ -83,18 +111,46 @@ def measure_machine(workers: int, effort: Effort, told: Told = lambda what, part
     check_workers(workers)
     limit_to_one_thread()
     start = spawn_workers if accelerators() else fork_workers
-    return start(partial(_worker, effort), workers, lambda _, said: told(said["what"], said["parts"]))[0]
+    found: WorkerMeasurements = start(partial(_worker, effort), workers, _relay(told))[0]
+    between = [start(partial(_traffic_worker, effort), count, _relay(told))[0] for count in traffic_worlds(workers)]
+    if not between:
+        return found
+    crowded = between[-1] if len(between) > 1 else None
+    return replace(found, timed_traffic=between[0].timed_traffic, sums=between[0].sums, crowded=crowded)
+
+
+def _relay(told: Told) -> Callable[[int, dict[str, Any]], None]:
+    return lambda _, said: told(said["what"], said["parts"])
+
+
+def _traffic_worker(effort: Effort, context: WorkerContext) -> TransportMeasurements:
+    """Run one of the workers that send each other messages, over the transport that a plan of theirs has."""
+    world, device = context.world, context.device
+
+    def told(what: str) -> None:
+        if context.rank == 0:
+            context.send_message({"what": what, "parts": 1})
+
+    if device.type == "cpu":
+        allocator.retain_freed_memory()
+    timed = measure_traffic(world, effort.sizes, effort.traffic_seconds, effort.rounds, lambda: told("messages"))
+    sums = dict[int, float]()
+    if device.type == "cpu":
+        sums = measure_interleaved_sums(world, effort, lambda: told("sums between computations"))
+    return TransportMeasurements(tuple(timed), sums)
 
 
 def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements:
-    """Run one worker: the first measures the device while the others wait, then all measure links and contention."""
+    """Run one worker: the first measures the device while the others wait, then all measure contention."""
     world, device = context.world, context.device
+    if device.type == "cpu":
+        allocator.retain_freed_memory()  # as every worker of a training does
 
     def told(what: str, parts: int = 1) -> None:
         if context.rank == 0:
             context.send_message({"what": what, "parts": parts})
 
-    carried, shares, timed, bandwidth = list[TimedTraffic](), dict[int, float](), list[TimedCase](), 0.0
+    shares, timed, bandwidth = dict[int, float](), list[TimedCase](), 0.0
     codecs = dict[str, float]()
     if context.rank == 0:
         told("operators", 0)
@@ -102,12 +158,10 @@ def _worker(effort: Effort, context: WorkerContext) -> WorkerMeasurements:
         bandwidth = measure_bandwidth(device, effort.stream_bytes)
         codecs = measure_codecs(device, effort.case_seconds)
         timed = _measure_operators(effort, device, told)
-    if world.size > 1:
-        carried = measure_traffic(world, effort.sizes, effort.traffic_seconds, effort.rounds, lambda: told("messages"))
     if world.size > 1 and device.type == "cpu":
         shares = measure_contention(world, effort, lambda: told("workers at once"))
     threads, cases = torch.get_num_threads(), tuple(timed)
-    return WorkerMeasurements(threads, _gpu(device), cases, bandwidth, tuple(carried), shares, codecs)
+    return WorkerMeasurements(threads, _gpu(device), cases, bandwidth, (), shares, codecs)
 
 
 def _gpu(device: torch.device) -> Accelerator | None:

@@ -15,7 +15,7 @@ from typing import Literal, cast, get_args
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.link import Kind, Link
 from polylane.cluster.rank_span import Level, LinkUse, Ranks, RankSpan
-from polylane.cost.cost_table import CollectiveClock
+from polylane.cost.cost_table import INTERLEAVED_SUM, CollectiveClock
 
 Algorithm = Literal["ring", "tree", "switch"]
 
@@ -86,12 +86,25 @@ def collective_seconds(cluster: Cluster, kind: str, size: float, ranks: Ranks, g
     return min([curve.seconds(size) for curve in curves]) if curves else 0.0
 
 
+def interleaved_sum_seconds(cluster: Cluster, size: float, ranks: Ranks) -> float:
+    """Return the seconds by which an all-reduce of a few kilobytes between computations delays every rank.
+
+    Where the link of a host says what such a sum takes (:attr:`polylane.cluster.link.Link.sums`), that and the time of
+    the bytes; between hosts, and for other links, an all-reduce that starts on all ranks at once.
+    """
+    whole, span = collective_seconds(cluster, "all_reduce", size, ranks, None), cluster.span(ranks)
+    delay = span.crossings[0].link.sum_delay(span.ranks) if whole and span.level == Level.HOST else None
+    return whole if delay is None else delay + whole - collective_seconds(cluster, "all_reduce", 0.0, ranks, None)
+
+
 def make_collective_clock(cluster: Cluster, ranks: Ranks) -> CollectiveClock:
     """Return a clock of collectives and messages along an axis, with all parallel groups of the axis active."""
 
     def seconds(collective: str, size: float) -> float:
         if collective == "message":
             return message_seconds(cluster, size, ranks[0], ranks[1])
+        if collective == INTERLEAVED_SUM:
+            return interleaved_sum_seconds(cluster, size, ranks)
         return collective_seconds(cluster, collective, size, ranks, None)
 
     return seconds
