@@ -107,6 +107,17 @@ def test_stages_that_share_a_weight_are_refused() -> None:
         workers(step_all, model, "pipeline=4,schedule=pipedream")
 
 
+def test_stages_may_share_a_frozen_weight() -> None:
+    model = mlp(6, 6, 6, 6, 4)
+    model[4].weight = model[0].weight
+    model[0].weight.requires_grad_(False)
+    shared = model[0].weight.clone()
+    for found in workers(lambda job: [[job.step(b).loss for b in BATCHES[:3]], job.state_dict()], model, ASYNC):
+        assert all(loss == loss for loss in found[0])
+        torch.testing.assert_close(found[1]["4.weight"], shared)
+
+
+ASYNC = "pipeline=2,schedule=pipedream"
 SIZES = (8, 8, 5, 8)
 
 

@@ -292,9 +292,9 @@ def check_asynchronous(plan: Plan, partition: Partition) -> None:
             f"{what} needs a loss that is a mean over samples: over what this one is a mean is known only when all "
             "stages have seen the batch"
         )
-    for name in partition.graph.parameters:
+    for name, info in partition.graph.parameters.items():
         holders = [stage for stage in range(partition.stages) if name in partition.parameters(stage)]
-        if len(holders) > 1:
+        if len(holders) > 1 and info.trainable:  # stages may share what nobody updates
             raise PolylaneError(
                 f"{what}: stages {' and '.join(map(str, holders))} share {name}, and would update it at different "
                 "times: cut so that one stage has it, or take a schedule that waits"
