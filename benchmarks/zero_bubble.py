@@ -20,7 +20,7 @@ from benchmarks import contenders
 from benchmarks.harness import Contender, make_parser, race, table
 
 MICROBATCHES = 8
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v")
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "auto", "auto,chunks=2")
 BASE = "plain loop, 1 thread"
 # The GPT's fourteen pieces dealt to four chunks. In equal numbers, the worker with the last chunk of an interleaved
 # pipeline has more to do than the other; with whole blocks both have the same, in chunks of unequal length.

@@ -301,6 +301,7 @@ def lanes(
     forward: options.ForwardTicks = "1",
     backward: options.BackwardTicks = "2",
     weight: options.WeightTicks = None,
+    halving: options.Halving = "0",
     hop: options.HopTicks = "0",
     svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG.")] = None,
     html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")] = None,
@@ -310,13 +311,11 @@ def lanes(
 
     Shows which stage runs which microbatch when, the utilization (coloured over total area), the makespan in ticks, the
     utilization of each worker from its first pass to its last one, and the most microbatches that it holds at once.
-
     interleaved and zb-v cut each stage into chunks (a, b, ...); durations are then those of a chunk. zb-h1, zb-h2 and
     zb-v run backward passes in two halves: input gradients, then weight gradients. pipedream (a batch is one
     microbatch) and pipedream-2bw are drawn as runs with their updates. auto is the order that a search finds for these
-    durations, within --live microbatches on a worker. With --replicas a stage has several workers, which compute whole
-    microbatches in turn. --compare draws all schedules of one model, whose stages keep their durations when they are
-    cut into chunks.
+    durations, with backward passes whole and in halves. With --replicas a stage has several workers, which compute
+    microbatches in turn. --compare draws all schedules of one model, whose stages keep their durations in chunks.
 
     \b
     Examples:
@@ -342,6 +341,7 @@ def lanes(
         forward=forward,
         backward=backward,
         weight=weight,
+        halving=halving,
         hop=hop,
         svg=svg,
         html=html,

@@ -113,4 +113,10 @@ WeightTicks = Annotated[
     str | None,
     typer.Option("--weight", metavar="TICKS", help="Of it, time of the weight gradients, likewise. Default: half."),
 ]
+Halving = Annotated[
+    str,
+    typer.Option(
+        "--halving", metavar="PART", help="What two halves of a backward take longer than it, as in 0.08; likewise."
+    ),
+]
 HopTicks = Annotated[str, typer.Option("--hop", metavar="TICKS", help="Time of a value between two workers.")]

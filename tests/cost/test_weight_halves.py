@@ -19,8 +19,9 @@ from polylane.cost.memory.saved_by_operators import trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting
 from polylane.cost.operators.operation import operation
 from polylane.cost.plan_cost import PlanCost
-from polylane.cost.stage_cost import sum_passes
+from polylane.cost.stage_cost import add_halving, sum_passes
 from polylane.cost.task_lanes import TaskBuilder
+from polylane.cost.weight_halves import HALVING_TRAVERSALS
 from polylane.graph.batch import cast_leaves, flatten
 from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.spec import parse as spec_of
@@ -78,6 +79,43 @@ def test_between_the_halves_lives_what_is_predicted(name: str) -> None:
         assert need.between_halves == pytest.approx(alive, rel=0.05)
         assert need.input_half_peak >= max(need.between_halves, need.live_bytes)
     take_gradients(model)
+
+
+@pytest.mark.parametrize("name", ["gpt", pytest.param("t5", marks=pytest.mark.slow)])
+def test_halving_moves_what_the_second_half_reads(name: str) -> None:
+    """As many bytes as its records have, counted in a run; twice over a CPU's memory, and not at all on a GPU."""
+    graph, model, case = captured(name, in_float64=True)
+    pipe = pipeline(model, graph, 1, True, [case.loss])
+    leaves = cast_leaves(flatten(case.batch(SAMPLES, 0))[0], torch.float64)
+    pipe.forward(0, leaves, SampleSlice(SAMPLES, 0, SAMPLES, seed=3))
+    pipe.backward(0, "backward_input")
+    read = sum(t.nbytes for r in pipe.runners[0].deferred[0]._records for t in (r.kept, r.gradient))
+    take_gradients(model)
+    sheet = ShardedGraphCost(graph, {}, SAMPLES)
+    table = add_halving(sheet.table(SAMPLES, CountingFlops(), {}), sheet, 2.0)
+    costs = sum_passes(table, [(0, len(graph.nodes))])
+    assert costs.halving == pytest.approx(2 * read, rel=0.01)
+    assert costs.second_half == costs.backward_weight + costs.halving
+    assert HALVING_TRAVERSALS == {"cpu": 2.0, "cuda": 0.0}
+    blocks = jobs.blocks(8, 256)
+    for cluster, positive in (("4:cpu,link=nvlink-3", True), ("4:a100-80g", False)):
+        partition, plan = setup.fit_plan(basis := jobs.basis(blocks, cluster), spec_of("pipeline=4,schedule=zb-h1"), 64)
+        own, _ = PlanCost(basis, partition, plan, 64, False).pass_costs(1)
+        assert (own.halving > 0) == positive
+
+
+def test_an_order_pays_for_the_passes_that_it_halves() -> None:
+    """On a CPU: each halved pass takes what halving costs longer, each whole one does not."""
+    basis = jobs.basis(jobs.blocks(8, 256), "2:cpu,link=nvlink-3")
+    partition, plan = setup.fit_plan(basis, spec_of("pipeline=2,schedule=auto,microbatches=2"), 64)
+    plan = plan.model_copy(update={"order": ("f0.0 f0.1 b0.0 b0.1", "f1.0 i1.0 w1.0 f1.1 b1.1")})
+    scene = PlanCost(basis, partition, plan, 64, False)
+    program = lower(partition, plan)[1]
+    tasks = {task.action.kind: task.seconds for task in TaskBuilder(scene, range(2)).build_tasks(program)}
+    halves = tasks[ActionKind.BACKWARD_INPUT] + tasks[ActionKind.BACKWARD_WEIGHT]
+    own, _ = scene.pass_costs(1)
+    longer = halves - tasks[ActionKind.BACKWARD] - basis.host_overhead
+    assert longer == pytest.approx(own.halving, rel=1e-9) and own.halving > 0
 
 
 def test_two_halves_take_what_the_whole_takes_and_another_turn() -> None:

@@ -18,6 +18,7 @@ from compiling import compile_training
 from polylane import Mean
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
+from polylane.cost.stage_cost import PassCosts
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.inspection.plan_report import (
@@ -227,7 +228,7 @@ def at_best(line: str, costs: Sequence[float]) -> Timeline:
     partition, spec = Partition(chain(len(costs)), tuple(range(1, len(costs)))), parse(line)
     plan = plan_from_partition(partition, spec, spec.microbatches or 1)
     each = [cost / plan.degrees(stage).workers for stage, cost in enumerate(costs)]
-    return schedule_by_rank(partition, plan, [(cost / 3, 2 * cost / 3, 0.0) for cost in each])
+    return schedule_by_rank(partition, plan, [PassCosts(cost / 3, 2 * cost / 3, 0.0, 0.0, 0.0) for cost in each])
 
 
 def test_a_lane_for_every_rank() -> None:

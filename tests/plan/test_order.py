@@ -49,3 +49,36 @@ def test_passes_that_wait_for_each_other() -> None:
     check_order(lines, (0, 1, 0), 1)
     with pytest.raises(PolylaneError, match=r"order: .* waits for a pass that waits for it in turn"):
         check_order_runs(lines, StageGraph.chain(3))
+
+
+def test_whole_and_halved_passes_of_a_stage() -> None:
+    """Of different microbatches; also where only some stages have halves."""
+    lines = ["f0.0 f0.1 i0.0 w0.0 b0.1", "f1.0 b1.0 f1.1 i1.1 w1.1"]
+    check_order(lines, (0, 1), 2)
+    check_order_runs(lines, StageGraph.chain(2))
+    assert has_halves(lines) and has_halves(["f0.0 b0.0", "f1.0 i1.0 w1.0"])
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ("f0.0 f0.1 b0.0 i0.0 w0.0 b0.1", "b0.0 and i0.0 are both there: a backward pass is either whole or in two"),
+        ("f0.0 f0.1 b0.0 w0.0 b0.1", "b0.0 and w0.0 are both there"),
+        ("f0.0 f0.1 i0.0 b0.1", "w0.0 is missing"),
+        ("f0.0 f0.1 b0.0 w0.1", "i0.1 is missing"),
+        ("f0.0 f0.1 b0.0", "b0.1 is missing"),
+        ("f0.0 f0.1 i0.0 w0.0", "i0.1 is missing"),
+        # Gradients of weights accumulate in ascending order of microbatch.
+        ("f0.0 f0.1 i0.0 b0.1 w0.0", "b0.1 is out of its place"),
+    ],
+)
+def test_halves_that_do_not_fit_together(line: str, says: str) -> None:
+    with pytest.raises(PolylaneError, match=f"order.0: {says}"):
+        check_order([line], (0,), 2)
+
+
+def test_mixed_passes_that_wait_for_each_other() -> None:
+    lines = ["f0.0 b0.0 f2.0 i2.0 w2.0", "f1.0 i1.0 w1.0"]
+    check_order(lines, (0, 1, 0), 1)
+    with pytest.raises(PolylaneError, match=r"order: .* waits for a pass that waits for it in turn"):
+        check_order_runs(lines, StageGraph.chain(3))

@@ -87,6 +87,15 @@ def test_the_estimate_is_the_schedules_own_time_for_equal_stages(
     assert ticks * (1 - slack) <= found <= ticks * (1 + 1e-9)
 
 
+def test_halves_that_take_longer_are_estimated_longer() -> None:
+    for option in COMPARED:
+        times = StageSeconds(np.ones(4), 2 * np.ones(4), np.ones(4), 0.16 * np.ones(4))
+        late = StageSeconds(np.ones(4), 2.16 * np.ones(4), 1.16 * np.ones(4))
+        whole = StageSeconds(np.ones(4), 2 * np.ones(4), np.ones(4))
+        same = late if option[0].startswith("zb") else whole
+        assert pipeline_seconds(option, times, 8) == pipeline_seconds(option, same, 8)
+
+
 @pytest.mark.parametrize("option", [("naive", 1), *COMPARED])
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 1), (2, 8), (4, 8), (4, 3)])
 def test_no_schedule_keeps_more_than_is_estimated(option: ScheduleOption, stages: int, microbatches: int) -> None:

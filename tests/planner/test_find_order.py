@@ -11,6 +11,7 @@ from polylane.plan.order import parse_order
 from polylane.plan.spec import parse
 from polylane.planner.find_order import find_measured_order, find_order
 from polylane.planner.problem import fit_plan
+from polylane.schedule.action import ActionKind
 from polylane.schedule.live import peak_live
 
 NAMED = ("naive", "afab", "1f1b", "zb-h1", "zb-h2")
@@ -25,6 +26,17 @@ def test_it_is_never_later_than_a_named_schedule(microbatches: int) -> None:
     found = find_order(basis, partition, plan, 64)
     assert predict(basis, partition, found, 64).seconds <= min(named.values()) * (1 + 1e-12)
     assert find_order(basis, partition, found, 64) is found, "an order that is there is kept"
+
+
+def test_where_halving_costs_time_some_passes_stay_whole() -> None:
+    """On CPUs: earlier than every schedule of one kind, with both kinds of pass."""
+    basis = jobs.basis(jobs.blocks(8, 256), "4:cpu,link=nvlink-3")
+    line = "pipeline=4,microbatches=8"
+    named = {name: predict(basis, *fit_plan(basis, parse(f"{line},schedule={name}"), 64), 64).seconds for name in NAMED}
+    found = find_order(basis, *fit_plan(basis, parse(f"{line},schedule=auto"), 64), 64)
+    assert predict(basis, fit_plan(basis, parse(line), 64)[0], found, 64).seconds < min(named.values())
+    kinds = {action.kind for lane in parse_order(found.order) for action in lane}
+    assert {ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT} < kinds
 
 
 def test_it_keeps_within_the_memory() -> None:
@@ -44,3 +56,19 @@ def test_measured_times_alone_keep_to_the_memory_of_1f1b() -> None:
     partition, plan = fit_plan(basis, parse("pipeline=4,microbatches=8,schedule=auto"), 64)
     found = find_measured_order(partition, plan, [(1.0, 2.0)] * len(graph.nodes))
     assert max(peak_live(parse_order(found.order))) <= 4
+
+
+def test_two_stages_of_each_worker_are_tried_as_a_v() -> None:
+    """The last stage has more to do: as a V the worker with the first one has it, which is earlier."""
+    graph = jobs.blocks(8, 256)
+    basis = jobs.basis(graph, "2:a100-80g")
+    partition, plan = fit_plan(basis, parse("pipeline=2,chunks=2,microbatches=8,schedule=auto"), 64)
+    stages = [partition.stage_of[node.name] for node in graph.nodes]
+    seconds = [((1.0, 1.3, 1.0, 1.6)[s] / stages.count(s), (2.0, 2.6, 2.0, 3.2)[s] / stages.count(s)) for s in stages]
+    found = find_measured_order(partition, plan, seconds)
+    assert plan.stage_groups == (0, 1, 0, 1) and found.stage_groups == (0, 1, 1, 0)
+    assert found.workers == plan.workers
+    stays = find_measured_order(partition, plan, seconds, placed=True)
+    assert stays.stage_groups == plan.stage_groups and stays.order
+    orders = [find_order(basis, partition, plan, 64, placed=placed) for placed in (True, False)]
+    assert predict(basis, partition, orders[1], 64).seconds <= predict(basis, partition, orders[0], 64).seconds

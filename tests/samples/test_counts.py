@@ -88,6 +88,13 @@ def several(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(out, batch[1]) + 0.3 * out.square().mean() + boxes + 0.01 * norm
 
 
+def stacked(model: nn.Module, batch: Batch, weights: Tensor) -> Tensor:
+    """Losses of several tasks with weights that are learned (Kendall et al., CVPR 2018): sums and means, stacked."""
+    out = model(batch[0])
+    tasks = torch.stack([F.cross_entropy(out, batch[1]), out.square().mean(), each(model, batch).sum(), weights.sum()])
+    return (tasks * torch.exp(-weights) + weights).sum()
+
+
 def centred(model: nn.Module, batch: Batch) -> Tensor:
     x = batch[0] - batch[0].mean(0)
     return model(x / x.abs().amax().clamp(min=0.1)).square().mean()
@@ -114,6 +121,7 @@ ADDITIVE: dict[str, Loss] = {
     "all features of selected rows": lambda m, b: m(b[0])[b[2] > 0.5].flatten().square().mean(),
     "positives": lambda m, b: (each(m, b) * (b[2] > 0.5)).sum() / (b[2] > 0.5).sum(),
     "several terms": several,
+    "terms in a stack": lambda m, b: stacked(m, b, m[0].bias[:4]),
     "a sum": lambda m, b: each(m, b).sum(),
     "a sum over the batch's size": lambda m, b: each(m, b).sum() / len(b[0]),
     "a sum beside a mean": lambda m, b: each(m, b).sum() + m(b[0]).square().mean(),
@@ -135,6 +143,7 @@ MEETING: dict[str, Loss] = {
     "selected by the loss": lambda m, b: each(m, b)[each(m, b) > 1.0].mean(),
     "variance": lambda m, b: m(b[0]).var(0, correction=0).mean(),
     "a mean squared": lambda m, b: each(m, b).mean() ** 2,
+    "stacked terms, squared": lambda m, b: torch.stack([F.cross_entropy(m(b[0]), b[1]), each(m, b).mean()]).norm(),
     "a root of a mean": lambda m, b: m(b[0]).square().mean().sqrt(),
     "median": lambda m, b: each(m, b).median(),
     "negatives in the batch": lambda m, b: F.cross_entropy(m(b[0]) @ m(b[0]).T, torch.arange(len(b[0]))),

@@ -37,7 +37,7 @@ def run(request: LanesRequest) -> None:
     _check_mode(request)
     drawn = _read_stages(request)
     weight = drawn.weight if request.weight is None else _ticks("--weight", request.weight)
-    replicas = _parse_replicas(request.replicas)
+    replicas, halving = _parse_replicas(request.replicas), _ticks("--halving", request.halving)
     stages, hop = drawn.graph if drawn.names else drawn.graph.stages, _number("--hop", request.hop, request.hop)
     try:
         if request.schedule is None:
@@ -49,6 +49,7 @@ def run(request: LanesRequest) -> None:
                 backward=drawn.backward,
                 weight=weight,
                 hop=hop,
+                halving=halving,
                 replicas=replicas,
             )
             print_comparison(request, model)
@@ -63,7 +64,8 @@ def run(request: LanesRequest) -> None:
             live=request.live,
             replicas=replicas,
         )
-        _print_schedule(request, draw_schedule(shape, drawn.forward, drawn.backward, weight=weight, hop=hop))
+        ticks = drawn.forward, drawn.backward
+        _print_schedule(request, draw_schedule(shape, *ticks, weight=weight, hop=hop, halving=halving))
     except ValueError as error:
         raise PolylaneError(str(error)) from error
     if drawn.names and not request.json:

@@ -206,6 +206,7 @@ class LanesRequest:
         forward: ticks of one forward pass, or one number for each stage as in 1,2,1.
         backward: ticks of one backward pass, given like ``forward``.
         weight: the ticks of it that weight gradients take, given like ``forward``; None: half of them.
+        halving: what a backward pass takes longer in two halves, as a part of it, given like ``forward``.
         hop: ticks of a value from one worker to another.
         svg: file for the picture as SVG; None: not written.
         html: file for the picture as a page; None: not written.
@@ -224,6 +225,7 @@ class LanesRequest:
     forward: str = "1"
     backward: str = "2"
     weight: str | None = None
+    halving: str = "0"
     hop: str = "0"
     svg: Path | None = None
     html: Path | None = None

@@ -66,7 +66,7 @@ def run(request: SimulateRequest) -> None:
     basis = build_cost_model(captured, cluster, method)
     partition, fitted = fit_plan(basis, plan, request.batch)
     basis = fit_to_meshes(basis, partition, fitted, request.batch)
-    fitted = find_order(basis, partition, fitted, request.batch)
+    fitted = find_order(basis, partition, fitted, request.batch, placed=isinstance(plan, Plan))
     # Ranks that do the same are simulated once; a picture needs a lane for every rank.
     drawn = request.html is not None or request.svg is not None
     prediction = predict(basis, partition, fitted, request.batch, every=drawn)
@@ -92,7 +92,7 @@ def check(request: SimulateRequest, wanted: FixedKeys | None) -> None:
     """Refuse combinations of options that no plan can have, before anything is captured.
 
     Args:
-        request: the command's options.
+        request: the options that were given to ``polylane simulate``.
         wanted: what a plan that is to be found must keep; None for a plan that is given.
 
     Raises:

@@ -213,7 +213,7 @@ def compile_training(
         partitions, seen, couples = _partition_objectives(problem, graphs, spec, samples, microbatches, seconds)
         chosen = _complete_plan(next(iter(partitions.values())), spec, microbatches)
         if chosen.schedule == "auto" and not chosen.order:
-            chosen = _find_order(problem, partitions, chosen, samples)
+            chosen = _find_order(problem, partitions, chosen, samples, isinstance(spec, Plan))
         for partition in partitions.values():
             refuse_effects(partition, chosen)
         fit.check_recompute(chosen, partitions.values())
@@ -239,12 +239,15 @@ def compile_training(
     return replace(training, evaluations=MappingProxyType(evaluations))
 
 
-def _find_order(problem: TrainingProblem, partitions: Mapping[str, Partition], plan: Plan, samples: int) -> Plan:
+def _find_order(
+    problem: TrainingProblem, partitions: Mapping[str, Partition], plan: Plan, samples: int, placed: bool
+) -> Plan:
     """Return the plan with an order of passes found for the measured times of the first objective's graph."""
     name, partition = next(iter(partitions.items()))
     leaves, _ = flatten(problem.take_batch(samples))
     seconds = measure_both(partition.graph, problem.model, problem.objectives[name].loss, leaves)
-    return find_measured_order(partition, plan, seconds)
+    device = next((p.device.type for p in problem.model.parameters()), "cpu")
+    return find_measured_order(partition, plan, seconds, device, placed)
 
 
 def _choose_microbatches(

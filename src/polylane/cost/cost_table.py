@@ -110,6 +110,7 @@ class CostTable:
             only where the device has less to do.
         stalled, backward_stalled: of the seconds of computation, those in which the device waits for the host.
         backward_weight: of ``backward``, seconds of gradients of weights, the second half of a backward pass in two.
+        halving: seconds by which both halves of a backward pass take longer than the whole.
     """
 
     samples: int
@@ -123,6 +124,7 @@ class CostTable:
     stalled: Array
     backward_stalled: Array
     backward_weight: Array
+    halving: Array
 
     def between(self, name: str, first: int, end: int) -> float:
         """Return the sum of the array called ``name`` over nodes first..end-1."""
@@ -333,10 +335,11 @@ class ShardedGraphCost:
                     traffic[positions] += counts * bytes_per_rank(collective, whole, self.splits[moved.axis].degree)
                 else:
                     compute[way, positions] += counts * copied / memory
+        # Filled later: what is stalled by limit_by_host, block by block, and the price of halving by add_halving.
+        none = np.zeros((2, size))
         return CostTable(
-            # The stalled arrays stay zero here; limit_by_host fills them block by block.
             samples,
-            *(_running_sum(a) for a in (*compute, *waits, traffic, *issued, *np.zeros((2, size)), weight)),
+            *(_running_sum(a) for a in (*compute, *waits, traffic, *issued, *none, weight, none[0])),
         )
 
     def _operator_work(self, step: OperatorNode, samples: int) -> OperatorWork:

@@ -18,6 +18,7 @@ from polylane.cost.memory.recompute_choice import SavedValues, drop_by_mode
 from polylane.cost.memory.saved_by_operators import saved_on_rank, trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.cost.operators.training_options import Recompute
+from polylane.cost.weight_halves import HALVING_TRAVERSALS, kept_bytes
 from polylane.graph.cut_points import block_positions, crossing_bytes
 from polylane.graph.graph import Graph
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
@@ -60,6 +61,7 @@ class PassCosts:
         sent: bytes sent in these collectives, forward and backward.
         stalled: the part of the computation's seconds in which the device waits for the host to issue operators.
         backward_weight: the part of ``backward`` that computes gradients of weights, where it is in two halves.
+        halving: seconds by which both halves take longer than ``backward``; the second one takes them.
     """
 
     forward: float
@@ -69,6 +71,12 @@ class PassCosts:
     sent: float
     stalled: float = 0.0
     backward_weight: float = 0.0
+    halving: float = 0.0
+
+    @property
+    def second_half(self) -> float:
+        """Seconds of the second half of a backward pass in two."""
+        return self.backward_weight + self.halving
 
     @property
     def backward_input(self) -> float:
@@ -136,9 +144,9 @@ class StageCosts:
         """Return the cost of every node; ``where`` is the cache key of ``clock`` and ``exchange``."""
         key = (mesh.sequence, mesh.tensor, samples, where)
         if key not in self._tables:
-            self._tables[key] = limit_by_host(
-                self.sharded_graph(mesh).table(samples, clock, exchange, memory), self.block_positions
-            )
+            sheet = self.sharded_graph(mesh)
+            table = limit_by_host(sheet.table(samples, clock, exchange, memory), self.block_positions)
+            self._tables[key] = add_halving(table, sheet, HALVING_TRAVERSALS.get(self.setting.device, 0.0) / memory)
         return self._tables[key]
 
     def microbatch_memory(
@@ -300,13 +308,25 @@ def limit_by_host(table: CostTable, bounds: Sequence[int]) -> CostTable:
     )
 
 
+def add_halving(table: CostTable, sheet: ShardedGraphCost, seconds_per_byte: float) -> CostTable:
+    """Return a table with what two halves of a backward pass take longer than the whole.
+
+    Args:
+        table: costs of every node.
+        sheet: the sharded graph whose nodes these are.
+        seconds_per_byte: that each byte takes which a second half reads.
+    """
+    kept = kept_bytes(sheet.graph, sheet.view, sheet.splits, lambda key: sheet.busiest_bytes(key, table.samples))
+    return replace(table, halving=np.concatenate([[0.0], np.cumsum(kept * seconds_per_byte)]))
+
+
 def sum_passes(table: CostTable, pieces: Sequence[Range]) -> PassCosts:
     """Return the costs of a stage made up of these ranges of nodes."""
-    names = ("forward", "backward", "waits", "backward_waits", "sent", "stalled", "backward_stalled", "backward_weight")
-    forward, backward, waits, backward_waits, sent, there, back, weight = (
-        sum(table.between(name, first, end) for first, end in pieces) for name in names
+    names = ("forward", "backward", "waits", "backward_waits", "sent", "stalled", "backward_stalled")
+    forward, backward, waits, backward_waits, sent, there, back, weight, halving = (
+        sum(table.between(name, first, end) for first, end in pieces) for name in (*names, "backward_weight", "halving")
     )
-    return PassCosts(forward, backward, waits, backward_waits, sent, there + back, weight)
+    return PassCosts(forward, backward, waits, backward_waits, sent, there + back, weight, halving)
 
 
 def add_recomputation(table: CostTable, repeated: Array) -> CostTable:

@@ -107,7 +107,7 @@ class TaskBuilder:
             return Task(action, took.backward_input + waits + overhead, waits, int(took.sent / 2))
         if action.kind is ActionKind.BACKWARD_WEIGHT:
             waits = sharing.backward_waits
-            return Task(action, took.backward_weight + waits + overhead, waits, int(sharing.backward_sent))
+            return Task(action, took.second_half + waits + overhead, waits, int(sharing.backward_sent))
         waits, bytes_ = self._parameter_collective(program)
         if statistics := self._scene.kept_statistics_bytes(program.stage):
             waits += network.collective_seconds(

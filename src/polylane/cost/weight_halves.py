@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import fx
 
 from polylane.graph.graph import Graph
-from polylane.placement.operator_view import OperatorNode, OperatorView, node_name, tensor_key
+from polylane.placement.operator_view import OperatorNode, OperatorView, TensorKey, node_name, tensor_key
 from polylane.placement.redistribute import collective_name, gradient_ends
 from polylane.placement.rewrite import AxisSplit
 from polylane.placement.weight_calls import find_weight_calls, positional_arguments
 from polylane.placement.weight_formulas import operand_at
+
+# What both halves of a backward pass take longer than the whole, by kind of device. In the whole pass the gradients of
+# a call's input and weight follow each other, while its kept input and the gradient of its result are in the caches of
+# a CPU; in halves both go to memory and come back: so many times their bytes move at the memory's speed. The kernels of
+# a GPU read them from memory either way. Measured: a GPT that keeps 26 MB for every second half (docs/benchmarks.md).
+HALVING_TRAVERSALS = {"cpu": 2.0, "cuda": 0.0}
+# The same as a part of the backward pass of these calls, where no bandwidth is known, and of other devices.
+HALVING_SHARE, HALVING_SHARE_ELSEWHERE = 0.08, 0.03
 
 
 def weight_shares(graph: Graph, view: OperatorView, splits: Mapping[str, AxisSplit]) -> NDArray[np.float64]:
@@ -28,20 +35,37 @@ def weight_shares(graph: Graph, view: OperatorView, splits: Mapping[str, AxisSpl
         splits: strategies and source placements by axis name; empty for an unsharded graph.
     """
     found = np.zeros(len(graph.nodes))
+    for step, key in _deferred_calls(graph, view, splits):
+        found[graph.positions[step.name]] = 0.5 if step.call.inputs[step.input_keys.index(key)].gradient else 1.0
+    return found
+
+
+def kept_bytes(
+    graph: Graph, view: OperatorView, splits: Mapping[str, AxisSplit], size_of: Callable[[TensorKey], float]
+) -> NDArray[np.float64]:
+    """Return for every node the bytes that its second half reads: a kept input, and the gradient of its result.
+
+    Args:
+        graph, view, splits: the graph and how it is sharded, as for :func:`weight_shares`.
+        size_of: bytes of a tensor on a rank.
+    """
+    found = np.zeros(len(graph.nodes))
+    for step, key in _deferred_calls(graph, view, splits):
+        found[graph.positions[step.name]] = size_of(key) + sum(map(size_of, step.output_keys))
+    return found
+
+
+def _deferred_calls(
+    graph: Graph, view: OperatorView, splits: Mapping[str, AxisSplit]
+) -> Iterator[tuple[OperatorNode, TensorKey]]:
+    """Yield the operators whose weight gradient may come later, each with the key of the input that is kept for it."""
     operators = {step.name: step for step in view.operators}
     _, calls = find_weight_calls(graph.code.fx, lambda name: graph.parameters[name].trainable)
     for node, formula in calls.items():
         step = operators[node_name(node)]
-        kept = operand_at(positional_arguments(node), formula.kept)
         if not _sums_gradients(step, splits):
-            found[graph.positions[step.name]] = 0.5 if _has_gradient(kept, step, view) else 1.0
-    return found
-
-
-def _has_gradient(kept: fx.Node, step: OperatorNode, view: OperatorView) -> bool:
-    key = tensor_key(kept)
-    key = view.aliases.get(key[0], key)
-    return step.call.inputs[step.input_keys.index(key)].gradient
+            key = tensor_key(operand_at(positional_arguments(node), formula.kept))
+            yield step, view.aliases.get(key[0], key)
 
 
 def _sums_gradients(step: OperatorNode, splits: Mapping[str, AxisSplit]) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from polylane.graph.batch import cast_tensor
 from polylane.graph.capture.functionalize import cast_value
@@ -25,6 +26,12 @@ PROMOTED = {
     **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
 }
 LOWER = tuple(PROMOTED)
+
+# Functions that make a tensor of numbers which need not be floats of a lower precision, with an argument dtype.
+FROM_NUMBERS = (
+    torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor, Tensor.new_tensor, torch.full, torch.arange,
+    torch.range, torch.linspace, torch.logspace,
+)  # fmt: skip
 
 
 class UnderSetting:
@@ -72,10 +79,41 @@ class Promoted(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in self._CASTS:
             return Tensor.double(*args)
-        result = func(*_promote_value(args), **_promote_value(kwargs or {}))
+        args, kwargs = _promote_value(args), _promote_value(kwargs or {})
+        result = func(*args, **kwargs)
         # A new tensor without a tensor among its arguments has the default dtype.
-        made = isinstance(result, Tensor) and result.dtype in LOWER and not any(isinstance(a, Tensor) for a in args)
-        return result.to(PROMOTED[result.dtype]) if made else result
+        if not isinstance(result, Tensor) or result.dtype not in LOWER or any(isinstance(a, Tensor) for a in args):
+            return result
+        wide = PROMOTED[result.dtype]
+        return func(*args, **{**kwargs, "dtype": wide}) if func in FROM_NUMBERS else result.to(wide)
+
+
+class LiteralRecorder(TorchFunctionMode):
+    """Mode that keeps the numbers which the user's code makes tensors of, in double precision.
+
+    A capture in float32 rounds them: of 1/3 it has the nearest float32, which the same code in float64 has not.
+
+    Attributes:
+        tensors: one for each tensor that was made of Python numbers or of an array, and for each Python float.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in FROM_NUMBERS and isinstance(result, Tensor) and result.dtype in LOWER:
+            made = func(*args, **{**(kwargs or {}), "dtype": PROMOTED[result.dtype]})
+            self.tensors += [] if made.is_meta else [made.detach().cpu()]
+        numbers = {value for value in tree_leaves((args, kwargs)) if isinstance(value, float)}
+        self.tensors += [torch.tensor(number, dtype=torch.float64) for number in numbers]
+        return result
+
+    def find(self, value: Tensor) -> Tensor | None:
+        """Return the tensor whose rounding to the dtype of ``value`` is ``value``; None if none is recorded."""
+        rounds = (t for t in self.tensors if t.shape == value.shape and torch.equal(t.to(value.dtype), value.cpu()))
+        return next((tensor.to(value.device) for tensor in rounds), None)
 
 
 def wrap_autocast(graph: fx.Graph) -> None:
@@ -94,8 +132,15 @@ def unwrap_autocast(graph: fx.Graph) -> None:
             node.target = node.target.target
 
 
-def promote_to_float64(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
-    """Make a graph captured in float32 compute in float64 throughout, for verification."""
+def promote_to_float64(graph: fx.Graph, constants: dict[str, Tensor], literals: LiteralRecorder) -> None:
+    """Make a graph captured in float32 compute in float64 throughout, for verification.
+
+    Args:
+        graph: the captured graph, which is changed.
+        constants: tensors that it closes over, by placeholder name, which are changed.
+        literals: what the user's code made tensors of.
+    """
+    written = {n.args[0].name for n in graph.nodes if n.target is torch.ops.aten.lift_fresh_copy.default}
     for node in graph.nodes:
         if node.op == "call_function":
             node.args = _promote_value(node.args)
@@ -108,13 +153,14 @@ def promote_to_float64(graph: fx.Graph, constants: dict[str, Tensor]) -> None:
         node.meta["val"] = _to_double(node.meta.get("val"))
     for name, value in constants.items():
         if value.dtype in LOWER:
-            constants[name] = _exact_constant(value)
+            constants[name] = _exact_literal(value, literals) if name in written else value.to(PROMOTED[value.dtype])
 
 
-def _exact_constant(value: Tensor) -> Tensor:
-    """Return a captured constant as the user wrote it: 0.1, not the nearest float32 to it."""
-    if value.dim() > 0 or value.is_complex():
-        return value.to(PROMOTED[value.dtype])
+def _exact_literal(value: Tensor, literals: LiteralRecorder) -> Tensor:
+    """Return a constant that was written in the code as it was written: 0.1, not the nearest float32 to it."""
+    exact = literals.find(value)
+    if exact is not None or value.dim() > 0 or value.is_complex():
+        return value.to(PROMOTED[value.dtype]) if exact is None else exact
     return torch.tensor(float(str(value.float().numpy())), dtype=torch.float64)  # the shortest decimal that gives it
 
 

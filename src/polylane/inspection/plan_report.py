@@ -17,6 +17,7 @@ from polylane.cost.operators.profile import Both, Profile
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost
 from polylane.cost.simulator.schedule_tasks import simulate_replicas, simulate_schedule
+from polylane.cost.stage_cost import PassCosts
 from polylane.graph.batch import split_bounds
 from polylane.graph.partition import Partition
 from polylane.graph.precision import dtypes_under_autocast
@@ -101,8 +102,7 @@ def step_at_best(prepared: CompiledTraining, costs: Sequence[PlanCost]) -> Timel
         costs: the cost of every stage, from :func:`price_stages`.
     """
     passes = [scene.pass_costs(stage)[0] for stage, scene in enumerate(costs)]
-    seconds = [(each.forward, each.backward, each.backward_weight) for each in passes]
-    return schedule_by_rank(prepared.main_partition, prepared.plan, seconds)
+    return schedule_by_rank(prepared.main_partition, prepared.plan, passes)
 
 
 def utilization_at_best(prepared: CompiledTraining, costs: Sequence[PlanCost]) -> float:
@@ -121,22 +121,23 @@ def utilization_at_best(prepared: CompiledTraining, costs: Sequence[PlanCost]) -
     return busy / (plan.workers * max(seconds)) if busy else 0.0
 
 
-def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[tuple[float, float, float]]) -> Timeline:
+def schedule_by_rank(partition: Partition, plan: Plan, passes: Sequence[PassCosts]) -> Timeline:
     """Return the timeline of a plan's schedule, a lane for every rank.
 
     Args:
         partition: the graph's stages, with the values that cross between them.
         plan: has the schedule, the microbatches and the ranks of each stage.
-        passes: (forward, backward, weight half of the backward) seconds of a microbatch, for each stage.
+        passes: for each stage, seconds of the passes of a microbatch.
     """
     order = stage_graph_of(partition, plan)
     title, notes = f"{plan.spec} · at best", {"stages": str(plan.pipeline)}
-    there, back, weight = ([each[i] for each in passes] for i in range(3))
-    halves = weight if plan.splits_backward else 0
+    there, back = ([getattr(each, name) for each in passes] for name in ("forward", "backward"))
+    halves = [each.backward_weight for each in passes] if plan.splits_backward else 0
+    halving = [each.halving / each.backward if each.backward else 0.0 for each in passes]
     if plan.takes_turns:
-        played = simulate_replicas(replica_lanes_of(plan, order), there, back, order, halves)
+        played = simulate_replicas(replica_lanes_of(plan, order), there, back, order, halves, halving=halving)
         return replace(_replicas_by_rank(played, plan), unit="seconds", title=title, notes=notes)
-    played = simulate_schedule(lanes_of(plan, order), there, back, graph=order, weight=halves)
+    played = simulate_schedule(lanes_of(plan, order), there, back, graph=order, weight=halves, halving=halving)
     return replace(lanes_by_rank(played, plan), unit="seconds", title=title, notes=notes)
 
 

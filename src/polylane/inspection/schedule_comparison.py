@@ -25,6 +25,7 @@ class ComparedModel:
         backward: ticks of its backward pass, given like ``forward``.
         weight: the ticks of it that weight gradients take, given like ``forward``; None: half of them.
         hop: ticks that a value takes between two workers.
+        halving: what a backward pass takes longer in two halves, as a part of it, given like ``forward``.
         replicas: workers at each place of the pipeline that compute whole microbatches in turn, or one number for all;
             empty: one.
     """
@@ -36,6 +37,7 @@ class ComparedModel:
     backward: float | Sequence[float] = 2
     weight: float | Sequence[float] | None = None
     hop: float = 0
+    halving: float | Sequence[float] = 0
     replicas: tuple[int, ...] = ()
 
 
@@ -128,6 +130,9 @@ def _draw(shape: ScheduleShape, model: ComparedModel) -> DrawnSchedule:
         _share(model.backward, chunks),
         weight=None if model.weight is None else _share(model.weight, chunks),
         hop=model.hop,
+        halving=[part for part in model.halving for _ in range(chunks)]
+        if isinstance(model.halving, Sequence)
+        else model.halving,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
@@ -80,7 +80,13 @@ class DrawnSchedule:
 
 
 def draw_schedule(
-    shape: ScheduleShape, forward: Ticks = 1, backward: Ticks = 2, *, weight: Ticks | None = None, hop: float = 0
+    shape: ScheduleShape,
+    forward: Ticks = 1,
+    backward: Ticks = 2,
+    *,
+    weight: Ticks | None = None,
+    hop: float = 0,
+    halving: Ticks = 0,
 ) -> DrawnSchedule:
     """Play a schedule in ticks.
 
@@ -90,6 +96,7 @@ def draw_schedule(
         backward: ticks of one whole backward pass, given like ``forward``.
         weight: ticks of the weight half of a backward pass in two, given like ``forward``; default: half of it.
         hop: ticks that a value takes between two workers, beside what these compute.
+        halving: what a backward pass takes longer in two halves, as a part of it, given like ``forward``.
 
     Raises:
         ValueError: an unknown schedule, fewer than one stage or microbatch, chunks that the schedule does not have or
@@ -109,7 +116,9 @@ def draw_schedule(
         )
     else:
         if shape.schedule == AUTO:
-            graph, chunks, owners, found, origin = _search_lanes(shape, forward, backward, weight, hop)
+            graph, chunks, owners, found, origin = _search_lanes(
+                shape, ticks_of=lambda stages: pass_ticks(stages, forward, backward, weight, halving), hop=hop
+            )
             of_replicas = tuple((lane,) for lane in found)
         else:
             graph, chunks, owners = _stages_of_workers(shape, shape.schedule)
@@ -117,7 +126,7 @@ def draw_schedule(
             of_replicas = replica_lanes(shape.schedule, graph, shape.microbatches, of_stages, owners)
         count = len(of_replicas)
         versions, staleness = (1,) * sum(turns), (0,) * sum(turns)
-    played = simulate_replicas(of_replicas, forward, backward, graph, weight, hop)
+    played = simulate_replicas(of_replicas, forward, backward, graph, weight, hop, halving)
     lanes = tuple(lane for of_group in of_replicas for lane in of_group)
     return DrawnSchedule(
         shape=shape,
@@ -266,11 +275,16 @@ def _update_lanes(run: AsynchronousRun, replicas: int) -> tuple[Lanes, ...]:
 
 
 def _search_lanes(
-    shape: ScheduleShape, forward: Ticks, backward: Ticks, weight: Ticks | None, hop: float
+    shape: ScheduleShape, ticks_of: Callable[[int], Mapping[ActionKind, Sequence[float]]], hop: float
 ) -> tuple[StageGraph, int, tuple[int, ...], Lanes, str]:
     """Return what a search finds: the stages, chunks and workers, the lanes, and where these come from.
 
     Chunks are dealt round-robin, two of them also as a V; what ends first is taken, or what holds less.
+
+    Args:
+        shape: the schedule that is drawn, with its stages, chunks and bound.
+        ticks_of: number of stages -> duration of each kind of pass on every stage.
+        hop: ticks that a value takes between two workers.
 
     Raises:
         ValueError: chunks that the stages do not divide into, too many passes to search, or a bound below what one
@@ -282,7 +296,7 @@ def _search_lanes(
         graph, _, owners = _stages_of_workers(replace(shape, chunks=chunks), layout)
         if (passes := graph.stages * shape.microbatches) > MOST_SEARCHED:
             raise ValueError(f"auto searches orders of at most {MOST_SEARCHED:,} forward passes, not {passes:,}")
-        ticks = pass_ticks(graph.stages, forward, backward, weight)
+        ticks = ticks_of(graph.stages)
         live = shape.microbatches if shape.live is None else shape.live
         best = find_schedule(
             ScheduleProblem(
@@ -292,6 +306,7 @@ def _search_lanes(
                 forward=tuple(ticks[ActionKind.FORWARD]),
                 input_gradient=tuple(ticks[ActionKind.BACKWARD_INPUT]),
                 weight_gradient=tuple(ticks[ActionKind.BACKWARD_WEIGHT]),
+                backward=tuple(ticks[ActionKind.BACKWARD]),
                 hop=hop,
                 memory=(live * chunks,) * (1 + max(owners)),
             )

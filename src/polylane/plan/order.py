@@ -1,7 +1,7 @@
 """Order of passes in a plan with ``schedule: auto``: as text in plan files, and as lanes.
 
 A line for each group of workers, a word for each pass: ``f0.3`` is the forward pass of stage 0 over microbatch 3,
-``b0.3`` its backward pass; ``i0.3`` and ``w0.3`` are the halves of a backward pass in two.
+``b0.3`` its backward pass; ``i0.3`` and ``w0.3`` are the halves of a backward pass in two. An order may have both.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _LETTERS = {
 _KINDS = {letter: kind for kind, letter in _LETTERS.items()}
 _WORD = re.compile(r"([fbiw])(\d{1,7})\.(\d{1,7})")
 
-# Kinds of pass that a microbatch goes through on a stage, in this order.
-_WHOLE = (ActionKind.FORWARD, ActionKind.BACKWARD)
+# What a microbatch goes through on a stage, in this order; a whole backward pass is two of these at once.
 _HALVES = (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+_PARTS = {ActionKind.BACKWARD: _HALVES[1:]}
 
 
 def format_order(lanes: Sequence[Sequence[Action]]) -> tuple[str, ...]:
@@ -55,53 +55,76 @@ def _parse_line(line: str, number: int) -> Iterator[Action]:
 
 
 def has_halves(lines: Sequence[str]) -> bool:
-    """Return whether backward passes are in two halves."""
-    return any(word.startswith("i") for line in lines[:1] for word in line.split())
+    """Return whether some backward passes are in two halves."""
+    return any(word.startswith("i") for line in lines for word in line.split())
 
 
 def check_order(lines: Sequence[str], groups: Sequence[int], microbatches: int) -> None:
     """Refuse an order that does not run every pass of a plan once, on its workers, each after what it needs.
 
     Args:
-        lines: the order, one line for each group of workers.
+        lines: the order, one line for each group of workers. Of every stage and microbatch it has a forward pass, and a
+            backward pass that is either whole or in two halves.
         groups: for every stage, the number of the group of workers that has it.
         microbatches: number of microbatches of a step.
 
     Raises:
         PolylaneError: the order is not one of these passes.
     """
-    lanes, kinds, count = parse_order(lines), _HALVES if has_halves(lines) else _WHOLE, 1 + max(groups)
+    lanes, count = parse_order(lines), 1 + max(groups)
     if len(lanes) != count:
         raise PolylaneError(f"order has {len(lanes)} lines, and there are {count} groups of workers")
     for number, lane in enumerate(lanes):
-        wanted = [
-            Action(kind, stage, microbatch)
-            for stage, group in enumerate(groups)
-            if group == number
-            for microbatch in range(microbatches)
-            for kind in kinds
-        ]
-        if len(lane) != len(wanted) or set(lane) != set(wanted):
-            wrong = [a for a in lane if a not in set(wanted) or lane.count(a) > 1]
-            why = "does not belong there" if wrong else "is missing"
-            word = format_order([[*wrong, *(a for a in wanted if a not in set(lane))][:1]])[0]
-            raise PolylaneError(f"order.{number}: {word} {why}")
-        _check_places(lane, number, kinds, microbatches)
+        own = [(stage, m) for stage, group in enumerate(groups) if group == number for m in range(microbatches)]
+        _check_passes(lane, number, own)
+        _check_places(lane, number)
 
 
-def _check_places(lane: Sequence[Action], number: int, kinds: Sequence[ActionKind], microbatches: int) -> None:
-    """Check that a microbatch's passes on a stage follow each other, and each kind of pass the microbatches."""
+def _check_passes(lane: Sequence[Action], number: int, own: Sequence[tuple[int, int]]) -> None:
+    """Check that a line has every pass of its stages and microbatches once, and no other."""
+    there, known = set[Action](), set(own)
+    for action in lane:
+        if action in there or (action.stage, action.microbatch) not in known:
+            raise PolylaneError(f"order.{number}: {_word(action)} does not belong there")
+        there.add(action)
+    for stage, microbatch in own:
+        forward, whole, first, second = (Action(kind, stage, microbatch) for kind in _LETTERS)
+        halves = [each for each in (first, second) if each in there]
+        if whole in there and halves:
+            raise PolylaneError(
+                f"order.{number}: {_word(whole)} and {_word(halves[0])} are both there: a backward pass is either "
+                "whole or in two halves"
+            )
+        missing = [forward] if forward not in there else []
+        if whole not in there:
+            # Without any of them it depends on the rest of the line what is thought to be missing.
+            in_halves = halves or any(each.kind is ActionKind.BACKWARD_INPUT for each in lane)
+            missing += [each for each in ((first, second) if in_halves else (whole,)) if each not in there]
+        if missing:
+            raise PolylaneError(f"order.{number}: {_word(missing[0])} is missing")
+
+
+def _check_places(lane: Sequence[Action], number: int) -> None:
+    """Check that a microbatch's passes on a stage follow each other, and each kind of pass the microbatches.
+
+    A whole backward pass is both of its halves at once.
+    """
     done = dict[tuple[int, ActionKind], int]()
     for action in lane:
         assert action.microbatch is not None
-        place = kinds.index(action.kind)
-        before = done.get((action.stage, kinds[place - 1]), -1) if place else microbatches
-        if done.get((action.stage, action.kind), -1) != action.microbatch - 1 or before < action.microbatch:
-            raise PolylaneError(
-                f"order.{number}: {format_order([[action]])[0]} is out of its place: passes of a stage "
-                "are in ascending order of microbatch, and a backward pass comes after its forward pass"
-            )
-        done[action.stage, action.kind] = action.microbatch
+        for kind in _PARTS.get(action.kind, (action.kind,)):
+            place = _HALVES.index(kind)
+            before = done.get((action.stage, _HALVES[place - 1]), -1) if place else action.microbatch
+            if done.get((action.stage, kind), -1) != action.microbatch - 1 or before < action.microbatch:
+                raise PolylaneError(
+                    f"order.{number}: {_word(action)} is out of its place: passes of a stage are in ascending order of "
+                    "microbatch, and a backward pass comes after its forward pass"
+                )
+            done[action.stage, kind] = action.microbatch
+
+
+def _word(action: Action) -> str:
+    return format_order([[action]])[0]
 
 
 def check_order_runs(lines: Sequence[str], graph: StageGraph) -> None:
@@ -115,13 +138,18 @@ def check_order_runs(lines: Sequence[str], graph: StageGraph) -> None:
         PolylaneError: it names a pass of the circle.
     """
     waits: dict[Action, set[Action]] = {}
-    for lane in parse_order(lines):
+    lanes = parse_order(lines)
+    there = {action for lane in lanes for action in lane}
+    for lane in lanes:
         for before, action in zip((None, *lane), lane, strict=False):
             waits[action] = set() if before is None else {before}
             forward = action.kind is ActionKind.FORWARD
             others = (graph.predecessors if forward else graph.successors)[action.stage]
             if action.kind is not ActionKind.BACKWARD_WEIGHT:
-                waits[action] |= {Action(action.kind, other, action.microbatch) for other in others}
+                # A neighbour's gradient comes from its backward pass, or from the first half of it.
+                kinds = (action.kind,) if forward else (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+                each = (Action(kind, other, action.microbatch) for kind in kinds for other in others)
+                waits[action] |= {other for other in each if other in there}
     try:
         TopologicalSorter(waits).prepare()
     except CycleError as error:

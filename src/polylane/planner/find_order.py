@@ -9,7 +9,7 @@ import numpy as np
 from polylane.cost.network.collectives import message_seconds
 from polylane.cost.plan_cost import CostModel, PlanCost
 from polylane.cost.predict import predict
-from polylane.cost.weight_halves import weight_shares
+from polylane.cost.weight_halves import HALVING_SHARE, HALVING_SHARE_ELSEWHERE, weight_shares
 from polylane.errors import PolylaneError
 from polylane.graph.partition import Partition
 from polylane.placement.operator_view import view_operators
@@ -21,6 +21,7 @@ from polylane.schedule.schedules import NAMES, schedule_lanes
 from polylane.schedule.search import EFFORT, find_schedule
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
+from polylane.schedule.zero_bubble import v_stages
 
 # What the search knows of memory is rounded: a bound that the simulation finds broken is lowered by this factor.
 LOWER, TRIES = 0.85, 4
@@ -33,11 +34,13 @@ def find_order(
     batch: int,
     memory: float | None = None,
     effort: int = EFFORT,
+    placed: bool = False,
 ) -> Plan:
     """Return the plan with its order of passes, if its schedule is ``auto`` and has none yet.
 
-    Orders that are searched for, with backward passes whole and in halves, and those of the named schedules that stages
-    on these workers can have, are simulated; the fastest one that fits into the memory is taken.
+    Orders that are searched for, in which every backward pass may be whole or in halves, and those of the named
+    schedules that stages on these workers can have, are simulated; the fastest one that fits into the memory is taken.
+    Two stages of each worker are tried dealt round-robin, and as a V.
 
     Args:
         found: prices of the training on its cluster.
@@ -46,6 +49,7 @@ def find_order(
         batch: samples of a step, over all replicas.
         memory: bytes that a worker may hold; None: what its device has.
         effort: number of tasks that each search plays.
+        placed: whether the stages stay on the workers on which the plan has them, since its user wrote so.
 
     Raises:
         PolylaneError: no order fits into the memory; it says what the one that needs least would take.
@@ -54,14 +58,18 @@ def find_order(
         return plan
     best: tuple[float, Plan] | None = None
     least: tuple[float, int] | None = None
-    for lanes in _candidates(found, partition, plan, batch, memory, effort):
-        own = plan.model_copy(update={"order": format_order(lanes)})
+    candidates = (
+        each.model_copy(update={"order": format_order(lanes)})
+        for each in ([plan] if placed else _placements(plan))
+        for lanes in _candidates(found, partition, each, batch, memory, effort)
+    )
+    for own in candidates:
         if own.splits_backward and plan.sync.shard == "parameters":
             continue  # weights are released between the halves
         prediction = predict(found, partition, own, batch)
         over = max(
             (stage.memory.total - limit, group)
-            for group, (stage, limit) in enumerate(zip(prediction.stages, _limits(found, plan, memory), strict=True))
+            for group, (stage, limit) in enumerate(zip(prediction.stages, _limits(found, own, memory), strict=True))
         )
         if over[0] <= 0 and (best is None or prediction.seconds < best[0]):
             best = prediction.seconds, own
@@ -75,47 +83,75 @@ def find_order(
     return best[1]
 
 
-def find_measured_order(partition: Partition, plan: Plan, seconds: Sequence[tuple[float, float]]) -> Plan:
+def find_measured_order(
+    partition: Partition,
+    plan: Plan,
+    seconds: Sequence[tuple[float, float]],
+    device: str = "cpu",
+    placed: bool = False,
+) -> Plan:
     """Return the plan with its order of passes, found for measured times alone: where no cluster is described.
 
-    Messages are taken to be free, and no worker holds more microbatches than under 1F1B.
+    Messages are taken to be free, and no worker holds more microbatches than under 1F1B. Two halves of a backward pass
+    take longer than the whole by a fixed part of it.
 
     Args:
         partition: the graph, cut into the plan's stages.
         plan: the plan to be completed; as it is if its schedule is another one, or its order is there.
         seconds: (forward, backward) of every node of the graph.
+        device: the kind of device on which they were measured.
+        placed: whether the stages stay on their workers, as for :func:`find_order`.
     """
     if plan.schedule != "auto" or plan.order:
         return plan
-    graph, nodes = stage_graph_of(partition, plan), partition.graph
+    nodes = partition.graph
     shares = weight_shares(nodes, view_operators(nodes, nodes.samples, 1), {})
-    forward, input_, weight = (np.zeros(plan.pipeline) for _ in range(3))
+    halving = HALVING_SHARE if device == "cpu" else HALVING_SHARE_ELSEWHERE
+    forward, input_, weight, longer = (np.zeros(plan.pipeline) for _ in range(4))
     for position, ((there, back), share) in enumerate(zip(seconds, shares, strict=True)):
         stage = partition.stage_of[nodes.nodes[position].name]
         forward[stage] += there
         input_[stage] += back * (1 - share)
         weight[stage] += back * share
-    chunks, groups = len(plan.first_chunks), plan.stage_groups
-    # 1F1B holds as many microbatches as there are groups behind a worker, of each of its stages.
-    bounds = [float(groups.count(group) * chunks) for group in range(chunks)]
-    found = [
-        find_schedule(
+        longer[stage] += back * halving * (share > 0)
+    best: tuple[tuple[float, float], Plan] | None = None
+    for each in [plan] if placed else _placements(plan):
+        chunks, groups = len(each.first_chunks), each.stage_groups
+        found = find_schedule(
             ScheduleProblem(
-                graph=graph,
+                graph=stage_graph_of(partition, each),
                 workers=groups,
                 microbatches=plan.microbatches,
                 forward=tuple(forward),
-                input_gradient=tuple(input_ if split else input_ + weight),
-                weight_gradient=tuple(weight) if split else (0.0,) * plan.pipeline,
-                memory=tuple(bounds),
-                split=split,
+                input_gradient=tuple(input_),
+                weight_gradient=tuple(weight + longer),
+                backward=tuple(input_ + weight),
+                # 1F1B holds as many microbatches as there are groups behind a worker, of each of its stages.
+                memory=tuple(float(groups.count(group) * chunks) for group in range(chunks)),
+                split=plan.sync.shard != "parameters",
             )
         )
-        for split in ((True, False) if plan.sync.shard != "parameters" else (False,))
-    ]
-    # Halves cost a little more than the whole: they must be worth it.
-    best = min(found, key=lambda each: each.makespan * (1.02 if each is found[0] and len(found) > 1 else 1.0))
-    return plan.model_copy(update={"order": format_order(best.lanes)})
+        rank = found.makespan, sum(found.peak_bytes)
+        if best is None or rank < best[0]:
+            best = rank, each.model_copy(update={"order": format_order(found.lanes)})
+    assert best is not None
+    return best[1]
+
+
+def _placements(plan: Plan) -> list[Plan]:
+    """Return the plan, and if each worker has two stages also the plan with them as a V: the first and the last, ...
+
+    A gradient then comes back on the way on which its value went, and the worker with the first stage also has the
+    last: the two that differ most from the others.
+    """
+    chunks, meshes = len(plan.first_chunks), set(plan.meshes)
+    if chunks == 1 or plan.pipeline != 2 * chunks or len(meshes) > 1:
+        return [plan]
+    stages = tuple(
+        stage.model_copy(update={"devices": plan.stages[plan.first_chunks[group]].devices})
+        for stage, group in zip(plan.stages, v_stages(chunks), strict=True)
+    )
+    return [plan, Plan(**{**dict(plan), "stages": stages})]
 
 
 def _limits(found: CostModel, plan: Plan, memory: float | None) -> list[float]:
@@ -135,18 +171,19 @@ def _candidates(
     # Memory beside activations is that of any order.
     first = named[0] if named else find_schedule(_plain_problem(graph, plan)).lanes
     scene = PlanCost(found, partition, plan.model_copy(update={"order": format_order(first)}), batch)
-    for split in (True, False):
-        bounds = [
-            limit - (total := scene.predict_stage(stage).memory).total + total.activations
-            for stage, limit in zip(plan.first_chunks, _limits(found, plan, memory), strict=True)
-        ]
-        for _ in range(TRIES):
-            try:
-                lanes = find_schedule(build_problem(scene, graph, bounds, split), effort=effort).lanes
-            except NoScheduleFits:
-                break
-            yield lanes
-            bounds = [bound * LOWER for bound in bounds]
+    bounds = [
+        limit - (total := scene.predict_stage(stage).memory).total + total.activations
+        for stage, limit in zip(plan.first_chunks, _limits(found, plan, memory), strict=True)
+    ]
+    for _ in range(TRIES):
+        try:
+            best = find_schedule(build_problem(scene, graph, bounds), effort=effort)
+        except NoScheduleFits:
+            break
+        yield best.lanes
+        bounds = [bound * LOWER for bound in bounds]
+        if all(peak <= bound for peak, bound in zip(best.peak_bytes, bounds, strict=True)):
+            break  # a lower bound would lead to nothing else
 
 
 def _lanes_or_none(name: str, graph: StageGraph, plan: Plan) -> Lanes | None:
@@ -170,24 +207,21 @@ def _plain_problem(graph: StageGraph, plan: Plan) -> ScheduleProblem:
     )
 
 
-def build_problem(scene: PlanCost, graph: StageGraph, bounds: Sequence[float], split: bool) -> ScheduleProblem:
-    """Return the scheduling problem of a plan's stages.
+def build_problem(scene: PlanCost, graph: StageGraph, bounds: Sequence[float]) -> ScheduleProblem:
+    """Return the scheduling problem of a plan's stages, each backward pass whole or in halves.
 
     Args:
         scene: prices of the plan's stages.
         graph: which stages feed which.
         bounds: bytes of activations that each group of workers may hold; empty: no bound.
-        split: whether the halves of a backward pass may be apart.
     """
     plan, overhead, stages = scene.plan, scene.basis.host_overhead, range(scene.plan.pipeline)
     costs = [scene.pass_costs(stage) for stage in stages]
     forward = tuple(own.forward + own.waits + shard.waits + overhead for own, shard in costs)
-    if split:
-        input_ = tuple(own.backward_input + own.backward_waits + overhead for own, _ in costs)
-        weight = tuple(own.backward_weight + shard.backward_waits + overhead for own, shard in costs)
-    else:
-        input_ = tuple(own.backward + own.backward_waits + shard.backward_waits + overhead for own, shard in costs)
-        weight = (0.0,) * len(costs)
+    whole = tuple(own.backward + own.backward_waits + shard.backward_waits + overhead for own, shard in costs)
+    # Each half is launched by itself.
+    input_ = tuple(own.backward_input + own.backward_waits + overhead for own, _ in costs)
+    weight = tuple(own.second_half + shard.backward_waits + overhead for own, shard in costs)
     hop = dict[tuple[int, int], float]()
     for crossing in scene.partition.crossings:
         start = crossing.producer
@@ -206,5 +240,6 @@ def build_problem(scene: PlanCost, graph: StageGraph, bounds: Sequence[float], s
         hop=hop,
         activation_bytes=tuple(float(scene.microbatch_memory(stage).live_bytes) for stage in stages),
         memory=tuple(bounds),
-        split=split,
+        split=plan.sync.shard != "parameters",  # their weights are released between the halves
+        backward=whole,
     )

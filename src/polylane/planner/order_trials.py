@@ -23,8 +23,8 @@ from polylane.schedule.schedules import ASYNCHRONOUS, FOUND
 MOST_PASSES = 1024
 # Tasks that each search of an order plays: a thirtieth of what it takes for a plan that says `schedule: auto`.
 EFFORT = 20_000
-# Named schedules that place a worker's stages: each worker one, its two in a V, its two in the workers' order.
-_PLACED: tuple[ScheduleOption, ...] = (PLAIN_SCHEDULE, ("zb-v", 2), ("interleaved", 2))
+# Named schedules that cut the graph into one stage for every worker, and into two: the order's search places these.
+_CUT: tuple[ScheduleOption, ...] = (PLAIN_SCHEDULE, ("interleaved", 2))
 
 
 def try_found_orders(answer: SearchResult) -> SearchResult:
@@ -47,7 +47,7 @@ def _order(answer: SearchResult, best: RankedPlan, wanted: bool) -> RankedPlan:
     candidate = best.candidate
     if len(candidate.meshes) == 1 or candidate.takes_turns or candidate.option[0] in ASYNCHRONOUS:
         return best
-    tried = [found for each in _place_stages(answer, best) if (found := _find(answer, *each)) is not None]
+    tried = [found for each in _cut_stages(answer, best) if (found := _find(answer, *each)) is not None]
     found = min(tried, key=_weighted, default=best)
     if found is best or not (wanted or _weighted(found) < _weighted(best)):
         return best
@@ -59,15 +59,15 @@ def _order(answer: SearchResult, best: RankedPlan, wanted: bool) -> RankedPlan:
     return replace(found, candidate=rated, trials=tuple(trials))
 
 
-def _place_stages(answer: SearchResult, best: RankedPlan) -> Iterator[tuple[RatedPlan, Plan, Partition]]:
-    """Yield the plan with its own stages, and with two on every worker, in both ways to place them."""
+def _cut_stages(answer: SearchResult, best: RankedPlan) -> Iterator[tuple[RatedPlan, Plan, Partition]]:
+    """Yield the plan with its own stages, and with two on every worker."""
     candidate, fixed = best.candidate, answer.wish.fixed.chunks
-    for option in _PLACED:
+    for option in _CUT:
         chunks = option[1]
         passes = 2 * len(candidate.meshes) * chunks * candidate.microbatches
         if fixed not in (None, chunks) or passes > MOST_PASSES:
             continue
-        if candidate.option[1] == chunks == 1 or candidate.option == option:
+        if candidate.option[1] == chunks:
             yield candidate, best.plan, best.partition
             continue
         # Budgets are those of the stages as they are.

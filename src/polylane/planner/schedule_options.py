@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,6 +29,7 @@ class StageSeconds:
     Attributes:
         forward, backward: seconds of a pass, by worker.
         weight: of ``backward``, seconds of the half that makes gradients of weights.
+        halving: seconds by which both halves of a backward pass take longer than the whole, by worker.
         hops: seconds of all messages of a microbatch, there and back, where every worker has one stage.
         overhead: seconds of the host for every pass of a stage, in both passes once; each further pass adds it.
     """
@@ -36,6 +37,7 @@ class StageSeconds:
     forward: Array
     backward: Array
     weight: Array
+    halving: Array | float = 0.0
     hops: float = 0.0
     overhead: float = 0.0
 
@@ -103,6 +105,9 @@ def pipeline_seconds(option: ScheduleOption, times: StageSeconds, microbatches: 
         microbatches: number of microbatches of a step.
     """
     name, chunks = option
+    if splits_backward(name):
+        longer = times.halving
+        times = replace(times, backward=times.backward + longer, weight=times.weight + longer, halving=0 * longer)
     forward, backward, weight, m, k = times.forward, times.backward, times.weight, microbatches, len(times.forward)
     whole, first = forward + backward, backward - weight
     slowest, total, hops = float(whole.max()), float(whole.sum()), times.hops

@@ -14,7 +14,7 @@ from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan, change_schedule, cut_for_plain_schedule
 from polylane.schedule.action import PASSES
 from polylane.schedule.problem import lanes_to_orders, play_orders
-from polylane.schedule.schedules import ASYNCHRONOUS, schedule_lanes, splits_backward
+from polylane.schedule.schedules import ASYNCHRONOUS, schedule_lanes
 
 # Schedules are simulated whose passes alone, played by longest paths, end within this factor of the best.
 NEAR = 1.02
@@ -131,11 +131,11 @@ def _play_passes(priced: PricedPlan) -> float:
     Steps follow each other at the distance at which no worker has two at once.
     """
     plan, graph = priced.plan, stage_graph_of(priced.partition, priced.plan)
-    problem = build_problem(priced.costs, graph, (), splits_backward(plan.schedule))
+    problem = build_problem(priced.costs, graph, ())
     lanes = schedule_lanes(plan.schedule, graph, plan.microbatches, plan.stage_groups)
     orders = lanes_to_orders(problem, lanes)
     played = play_orders(problem, orders)
     assert played is not None  # named schedules have no circles
     ends, begins = ([played.heads[order[at]] for order in orders] for at in (-1, 0))
-    last = (problem.seconds[order[-1]] for order in orders)
+    last = (played.seconds[order[-1]] for order in orders)
     return max(end + own - begin for begin, end, own in zip(begins, ends, last, strict=True))

@@ -45,6 +45,7 @@ class StageCurves:
     Attributes:
         forward, backward: seconds of a pass, collectives included.
         weight: of ``backward``, seconds of the half that makes gradients of weights.
+        halving: seconds by which both halves of a backward pass take longer than the whole.
         activation_bytes: bytes that a microbatch holds between its passes.
         elements: trained elements of a rank, counted at the first use of each parameter.
         frozen_bytes: bytes of a rank's parameters that are not trained, counted likewise.
@@ -57,6 +58,7 @@ class StageCurves:
     forward: Array
     backward: Array
     weight: Array
+    halving: Array
     activation_bytes: Array
     elements: Array
     frozen_bytes: Array
@@ -86,6 +88,7 @@ class StageCurves:
             np.maximum(forward, gathers),
             np.maximum(backward, gathers + own(self.scatter_seconds)),
             own(self.weight),
+            own(self.halving),
             overhead=self.host_overhead,
         )
 
@@ -250,6 +253,7 @@ class CurveCache:
             forward[at],
             backward[at],
             table.backward_weight[at],
+            table.halving[at],
             held[at],
             self._elements(mesh)[at],
             self._frozen_bytes(mesh)[at],

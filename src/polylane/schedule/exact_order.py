@@ -1,4 +1,8 @@
-"""Exact optimum of a small scheduling problem: an integer program over which of two passes of a worker comes first."""
+"""Exact optimum of a small scheduling problem: an integer program over which of two passes of a worker comes first.
+
+Where a backward pass takes less time at once than in two halves, it also decides which are whole. Such a pass is its
+first half with the seconds of both, and a second half without any right behind it.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +38,17 @@ def optimal_orders(
     fixed, pairs = _open_pairs(problem, within)
     if len(pairs) > most_pairs:
         return None
-    rows = _Rows(problem, within, fixed, pairs)
-    count = problem.tasks + 1 + len(pairs)
+    halved = _first_halves(problem)
+    rows = _Rows(problem, within, fixed, pairs, halved)
+    binaries = len(pairs) + len(halved)
+    count = problem.tasks + 1 + binaries
     matrix = csr_array((rows.values, (rows.rows, rows.columns)), shape=(len(rows.least), count))
     objective = np.zeros(count)
     objective[problem.tasks] = 1
-    upper = np.concatenate([np.full(problem.tasks + 1, within * (1 + TOLERANCE)), np.ones(len(pairs))])
+    upper = np.concatenate([np.full(problem.tasks + 1, within * (1 + TOLERANCE)), np.ones(binaries)])
     lower = np.zeros(count)
     lower[problem.tasks] = min(problem.lower_bound, within)
-    kinds = np.concatenate([np.zeros(problem.tasks + 1), np.ones(len(pairs))])
+    kinds = np.concatenate([np.zeros(problem.tasks + 1), np.ones(binaries)])
     solved = milp(
         objective,
         constraints=LinearConstraint(matrix, np.array(rows.least), np.inf),
@@ -52,26 +58,33 @@ def optimal_orders(
     )
     if solved.status != 0 or solved.x is None:
         return None
-    chosen = {pair for pair, first in zip(pairs, solved.x[problem.tasks + 1 :], strict=True) if first > 0.5}
+    first, at_once = np.split(solved.x[problem.tasks + 1 :] > 0.5, [len(pairs)])
+    chosen = {pair for pair, yes in zip(pairs, first, strict=True) if yes}
     chosen |= {(after, before) for before, after in pairs if (before, after) not in chosen}
-    orders = _sort_orders(problem, fixed | chosen)
+    left_out = {task + 1 for task, yes in zip(halved, at_once, strict=True) if yes}
+    orders = [[task for task in order if task not in left_out] for order in _sort_orders(problem, fixed | chosen)]
     played = play_orders(problem, orders)
     # A solver's tolerance is no proof of an order: what it found is played, like any other.
     return None if played is None else (played.makespan, orders)
 
 
+def _first_halves(problem: ScheduleProblem) -> list[int]:
+    """Return the first halves of the backward passes of which the program decides whether they are whole."""
+    return [task for task in range(problem.tasks) if task % 3 == 1] if problem.is_mixed else []
+
+
 def _open_pairs(problem: ScheduleProblem, within: float) -> tuple[set[_Pair], list[_Pair]]:
     """Return the pairs of tasks on one worker whose order is known, as (first, second), and those that are open."""
-    free = play_orders(problem, _stage_orders(problem))
+    free = play_orders(problem, _stage_orders(problem), problem.least_seconds)
     assert free is not None  # each stage by itself waits in no circle
-    fixed, pairs = set[_Pair](), list[_Pair]()
+    fixed, pairs, seconds = set[_Pair](), list[_Pair](), problem.least_seconds
     for worker in range(problem.count):
         own = [t for t in range(problem.tasks) if problem.workers[problem.split_task(t)[0]] == worker]
         for one, other in combinations(own, 2):
             # The second cannot start late enough for the first to come before it, and still end within the time.
-            latest = {t: within - free.tails[t] - problem.seconds[t] for t in (one, other)}
-            after = free.heads[one] + problem.seconds[one] > latest[other] * (1 + SLACK)
-            before = free.heads[other] + problem.seconds[other] > latest[one] * (1 + SLACK)
+            latest = {t: within - free.tails[t] - seconds[t] for t in (one, other)}
+            after = free.heads[one] + seconds[one] > latest[other] * (1 + SLACK)
+            before = free.heads[other] + seconds[other] > latest[one] * (1 + SLACK)
             if must_precede(problem, one, other) or (before and not after):
                 fixed.add((one, other))
             elif must_precede(problem, other, one) or (after and not before):
@@ -107,35 +120,70 @@ def _sort_orders(problem: ScheduleProblem, before: set[_Pair]) -> Orders:
 class _Rows:
     """The constraints of the integer program: each row's sum is at least its ``least``.
 
-    Columns are the starts of all tasks, the makespan, and one for each open pair, 1 if its first task comes first.
+    Columns are the starts of all tasks, the makespan, one for each open pair, 1 if its first task comes first, and one
+    for each backward pass that may be whole, 1 if it is.
 
     Args:
         problem: the tasks, their seconds and the memory there is.
         within: a makespan that is known to be reached.
         fixed: pairs of tasks on one worker whose order is known.
         pairs: those whose order is open.
+        halved: first halves of the backward passes that may be whole.
     """
 
-    def __init__(self, problem: ScheduleProblem, within: float, fixed: set[_Pair], pairs: list[_Pair]) -> None:
+    def __init__(
+        self,
+        problem: ScheduleProblem,
+        within: float,
+        fixed: set[_Pair],
+        pairs: list[_Pair],
+        halved: list[int],
+    ) -> None:
         self.values: list[float] = []
         self.rows: list[int] = []
         self.columns: list[int] = []
         self.least: list[float] = []
         self._problem, self._fixed = problem, fixed
         self._column = {pair: problem.tasks + 1 + number for number, pair in enumerate(pairs)}
+        self._whole = {task: problem.tasks + 1 + len(pairs) + number for number, task in enumerate(halved)}
         for task in range(problem.tasks):
-            self._add({problem.tasks: 1, task: -1}, problem.seconds[task])
+            self._add_end({problem.tasks: 1}, task)
             for reader, hop in problem.successors[task]:
-                self._add({reader: 1, task: -1}, problem.seconds[task] + hop)
+                self._add_end({reader: 1}, task, hop)
         for one, other in fixed:
-            self._add({other: 1, one: -1}, problem.seconds[one])
+            self._add_end({other: 1}, one)
         for (one, other), column in self._column.items():
             # Whichever is false asks for no more than that both lie within the time.
-            self._add({other: 1, one: -1, column: -within}, problem.seconds[one] - within)
-            self._add({one: 1, other: -1, column: within}, problem.seconds[other])
+            self._add_end({other: 1, column: -within}, one, -within)
+            self._add_end({one: 1, column: within}, other)
+        for task in halved:
+            self._add_whole_rows(task, within)
         for worker, bound in enumerate(problem.memory):
             for sums, least in self._memory_rows(worker, bound):
                 self._add(sums, least)
+
+    def _add_end(self, sums: dict[int, float], task: int, more: float = 0) -> None:
+        """Ask that a sum be no less than the end of a task, and some seconds more."""
+        problem, first = self._problem, task - 1 if task % 3 == 2 else task
+        sums = {**sums, task: -1}
+        if first in self._whole:
+            sums[self._whole[first]] = problem.seconds[task] - problem.whole_seconds[task]
+        self._add(sums, problem.seconds[task] + more)
+
+    def _add_whole_rows(self, task: int, within: float) -> None:
+        """Of a whole pass: its second half is right behind it, and those of earlier microbatches are before it."""
+        problem, whole = self._problem, self._whole[task]
+        longer = problem.whole_seconds[task] - problem.seconds[task]
+        self._add({task: 1, task + 1: -1, whole: longer - within}, -problem.seconds[task] - within)
+        stage, microbatch, _ = problem.split_task(task)
+        for earlier in range(microbatch):
+            second = problem.task(stage, earlier, 2)
+            if (task, second) in self._fixed:
+                self._add({whole: -1}, 0)
+            elif (column := self._column.get((second, task))) is not None:
+                self._add({column: 1, whole: -1}, 0)
+            elif (column := self._column.get((task, second))) is not None:
+                self._add({column: -1, whole: -1}, -1)
 
     def _memory_rows(self, worker: int, bound: float) -> Iterator[tuple[dict[int, float], float]]:
         """Yield for each forward of a worker: what came before it and itself hold no more than the bound."""

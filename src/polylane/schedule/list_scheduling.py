@@ -1,4 +1,7 @@
-"""List scheduling: orders of passes made by always running, on each worker, the most urgent pass that is ready."""
+"""List scheduling: orders of passes made by always running, on each worker, the most urgent pass that is ready.
+
+Where halves of a backward pass take longer than the whole, it is halved only if a worker waits for its first half.
+"""
 
 from __future__ import annotations
 
@@ -69,16 +72,27 @@ class _ListScheduler:
         self._clock = [0.0] * problem.count
         self._alive = [0.0] * problem.count
         self._orders: Orders = [[] for _ in range(problem.count)]
+        self._choices: list[tuple[float, int]] = []
+        self._left = problem.tasks
+        # Workers that wait for the first half of a backward pass on each stage.
+        self._waiting = [
+            {w for p in ps if (w := problem.workers[p]) != own}
+            for ps, own in zip(problem.graph.predecessors, problem.workers, strict=True)
+        ]
 
     def run(self) -> Orders | None:
         """Return the orders, or None where nothing can run any more."""
         # A worker's choice changes only when it runs something, or is sent something.
-        choices = [self._choose(worker) for worker in range(self._problem.count)]
-        for _ in range(self._problem.tasks):
+        self._choices = choices = [(math.inf, -1)] * self._problem.count
+        choices[:] = [self._choose(worker) for worker in range(self._problem.count)]
+        while self._left:
             worker = min(range(len(choices)), key=lambda each: choices[each][0])
             start, task = choices[worker]
             if task < 0:
                 return None
+            if self._problem.is_mixed and task % 3 == 1:
+                # Decided as late as can be, when it is known what other workers have to do.
+                task = self._whole_or_half(worker, task, start)
             for changed in self._take(worker, task, start):
                 choices[changed] = self._choose(changed)
         return self._orders
@@ -114,14 +128,31 @@ class _ListScheduler:
                     continue
                 yield self._rule.urgency(kind, microbatch, stage), task
 
+    def _whole_or_half(self, worker: int, task: int, start: float) -> int:
+        """Return what a worker runs of a backward pass: its task if halved, else that of its second half.
+
+        A whole pass comes behind the second halves of earlier microbatches: the first of them that is left is returned.
+        """
+        problem = self._problem
+        stage, microbatch, _ = problem.split_task(task)
+        until = start + problem.seconds[task]
+        if any(self._clock[w] <= until and self._choices[w][0] > until for w in self._waiting[stage]):
+            return task
+        return problem.task(stage, min(microbatch, self._next[stage][2]), 2)
+
     def _take(self, worker: int, task: int, start: float) -> set[int]:
         """Run a task, and return the workers whose choice that may change."""
         problem = self._problem
         stage, microbatch, kind = problem.split_task(task)
-        end = start + problem.seconds[task]
+        # The second half of a pass whose first half has not run: the whole pass.
+        whole = problem.is_mixed and kind == 2 and self._next[stage][1] == microbatch
+        if whole:
+            task, self._next[stage][1] = task - 1, microbatch + 1
+        end = start + (problem.whole_seconds if whole else problem.seconds)[task]
         self._next[stage][kind] = microbatch + 1
+        self._left -= 1 + whole
         self._clock[worker] = end
-        self._alive[worker] += problem.live_change[task]
+        self._alive[worker] += problem.live_change[task + whole]
         self._orders[worker].append(task)
         changed = {worker}
         for reader, hop in problem.successors[task]:

@@ -3,12 +3,14 @@
 Only moves within a block, passes that follow each other without a gap on one worker and on the longest path, can make
 the whole shorter. Nowicki and Smutnicki, "A Fast Taboo Search Algorithm for the Job Shop Problem", 1996, and Balas and
 Vazacopoulos, "Guided Local Search with Shifting Bottleneck for Job Shop Scheduling", 1998, for moves to a block's ends.
+Where halves of a backward pass take longer than the whole, a move may also halve a pass, or join its halves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from polylane.schedule.halving_moves import OrderMove, halving_moves
 from polylane.schedule.problem import (
     SLACK,
     Orders,
@@ -21,8 +23,6 @@ from polylane.schedule.problem import (
 
 TABU = 12  # steps for which a move is not undone
 STUCK = 400  # steps without a better order after which the search ends
-
-_Move = tuple[int, int, int]  # worker, from which place, to which
 
 
 def improve_orders(problem: ScheduleProblem, orders: Orders, steps: int) -> tuple[float, Orders]:
@@ -42,27 +42,22 @@ def improve_orders(problem: ScheduleProblem, orders: Orders, steps: int) -> tupl
     for step in range(steps):
         if best <= problem.lower_bound * (1 + SLACK) or since > STUCK:
             break
-        tried = _best_move(problem, current, played, forbidden, step, best)
-        if tried is None:
+        move = _best_move(problem, current, played, forbidden, step, best)
+        if move is None:
             break
-        worker, source, target = tried
-        order = current[worker]
-        task = order.pop(source)
-        passed = order[target:source] if target < source else order[source:target]
-        order.insert(target, task)
-        for other in passed:
-            back = (task, other) if target > source else (other, task)
-            forbidden[back] = step + TABU
+        order = current[move.worker]
+        before, order[move.low : move.high] = order[move.low : move.high], move.tasks
+        for pair in move.pairs:
+            forbidden[pair[::-1]] = step + TABU
         after = play_orders(problem, current)
+        since += 1
         if after is None:
             # They would wait for each other through another worker: taken back, and not tried again soon.
-            order.insert(source, order.pop(target))
-            for other in passed:
-                forbidden[(other, task) if target > source else (task, other)] = step + 10 * TABU
-            since += 1
+            order[move.low : move.low + len(move.tasks)] = before
+            for pair in move.pairs:
+                forbidden[pair] = step + 10 * TABU
             continue
         played = after
-        since += 1
         if played.makespan < best * (1 - SLACK):
             best, found, since = played.makespan, [list(each) for each in current], 0
     return best, found
@@ -75,29 +70,21 @@ def _best_move(
     forbidden: dict[tuple[int, int], int],
     step: int,
     best: float,
-) -> _Move | None:
+) -> OrderMove | None:
     """Return the move with the smallest estimate that is not forbidden, or that would be the best so far."""
-    chosen: tuple[float, _Move] | None = None
-    oldest: tuple[int, float, _Move] | None = None
-    for move in _moves(problem, orders, played):
-        worker, source, target = move
-        order = orders[worker]
-        task = order[source]
-        low, high = min(source, target), max(source, target)
-        window = order[low : high + 1]
-        others = window[1:] if target > source else window[:-1]
-        if any(must_precede(problem, *((task, o) if target > source else (o, task))) for o in others):
+    chosen: tuple[float, OrderMove] | None = None
+    oldest: tuple[int, float, OrderMove] | None = None
+    whole = problem.whole_in(orders)
+    for move in _moves(problem, orders, played, whole):
+        order = orders[move.worker]
+        if not _window_fits(problem, order, move, whole):
             continue
-        moved = [*others, task] if target > source else [task, *others]
-        if not _window_fits(problem, worker, order, low, moved):
-            continue
-        estimate = _estimate(problem, order, played, low, moved)
-        pairs = [(o, task) if target > source else (task, o) for o in others]
-        tabu = any(forbidden.get(pair, -1) >= step for pair in pairs)
-        if tabu and estimate >= best * (1 - SLACK):
+        estimate = _estimate(problem, order, played, move)
+        until = max(forbidden.get(pair, -1) for pair in move.pairs)
+        if until >= step and estimate >= best * (1 - SLACK):
             # Where all moves are forbidden, the one that has been so for longest leads on.
-            until = max(forbidden.get(pair, -1) for pair in pairs)
-            oldest = min(oldest or (until, estimate, move), (until, estimate, move))
+            if oldest is None or (until, estimate) < oldest[:2]:
+                oldest = (until, estimate, move)
             continue
         if chosen is None or estimate < chosen[0]:
             chosen = (estimate, move)
@@ -106,28 +93,54 @@ def _best_move(
     return chosen[1]
 
 
-def _moves(problem: ScheduleProblem, orders: Orders, played: PlayedOrders) -> Iterator[_Move]:
-    """Yield moves of tasks within the blocks of a critical path, to the block's ends and past their neighbours."""
+def _moves(
+    problem: ScheduleProblem, orders: Orders, played: PlayedOrders, whole: frozenset[int]
+) -> Iterator[OrderMove]:
+    """Yield moves of tasks within the blocks of a critical path, and passes of it to be halved or joined."""
     place = {task: (worker, at) for worker, order in enumerate(orders) for at, task in enumerate(order)}
     for worker, first, last in _critical_blocks(problem, orders, played, place):
-        if first == last:
-            continue
-        yield worker, first, first + 1
-        if last - 1 > first:
-            yield worker, last - 1, last
-        for at in range(first + 1, last):
-            yield worker, at, first
-            yield worker, at, last
-        if last - first > 1:
-            yield worker, first, last
-            yield worker, last, first
+        order = orders[worker]
+        for source, target in _shifts(first, last):
+            task = order[source]
+            if target > source:
+                stays = any(must_precede(problem, task, other, whole) for other in order[source + 1 : target + 1])
+            else:
+                stays = any(must_precede(problem, other, task, whole) for other in order[target:source])
+            if not stays:
+                yield _shift(order, worker, source, target)
+        if problem.is_mixed:
+            yield from halving_moves(problem, order, worker, range(first, last + 1), whole)
+
+
+def _shifts(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Yield (from, to) of moves to a block's ends and past their neighbours."""
+    if first == last:
+        return
+    yield first, first + 1
+    if last - 1 > first:
+        yield last - 1, last
+    for at in range(first + 1, last):
+        yield at, first
+        yield at, last
+    if last - first > 1:
+        yield first, last
+        yield last, first
+
+
+def _shift(order: list[int], worker: int, source: int, target: int) -> OrderMove:
+    task, low, high = order[source], min(source, target), max(source, target) + 1
+    if target > source:
+        others = order[low + 1 : high]
+        return OrderMove(worker, low, high, [*others, task], [(other, task) for other in others])
+    others = order[low : high - 1]
+    return OrderMove(worker, low, high, [task, *others], [(task, other) for other in others])
 
 
 def _critical_blocks(
     problem: ScheduleProblem, orders: Orders, played: PlayedOrders, place: dict[int, tuple[int, int]]
 ) -> Iterator[tuple[int, int, int]]:
     """Yield (worker, first place, last place) of the blocks of one longest path, from its end to its start."""
-    heads, seconds = played.heads, problem.seconds
+    heads, seconds = played.heads, played.seconds
     slack = played.makespan * SLACK
     task = max(place, key=lambda each: (heads[each] + seconds[each], -each))
     worker, at = place[task]
@@ -149,27 +162,33 @@ def _critical_blocks(
         last = place[task][1]
 
 
-def _window_fits(problem: ScheduleProblem, worker: int, order: list[int], low: int, moved: list[int]) -> bool:
+def _window_fits(problem: ScheduleProblem, order: list[int], move: OrderMove, whole: frozenset[int]) -> bool:
     if not problem.memory:
         return True
-    alive = sum(problem.live_change[task] for task in order[:low])
-    return alive + peak_bytes(problem, moved) <= problem.bound_of(worker) * (1 + SLACK)
+    changes, before = problem.live_change, order[: move.low]
+    alive = sum(changes[task] if task not in whole else changes[task + 1] for task in before)
+    inside = (whole | move.joined) - move.halved
+    return alive + peak_bytes(problem, move.tasks, inside) <= problem.bound_of(move.worker) * (1 + SLACK)
 
 
-def _estimate(problem: ScheduleProblem, order: list[int], played: PlayedOrders, low: int, moved: list[int]) -> float:
+def _estimate(problem: ScheduleProblem, order: list[int], played: PlayedOrders, move: OrderMove) -> float:
     """Estimate the makespan with a window of an order replaced: exact where no path leaves the window and returns."""
-    seconds, heads, tails = problem.seconds, played.heads, played.tails
+    seconds, heads, tails, low = played.seconds, played.heads, played.tails, move.low
+    if move.halved or move.joined:
+        seconds = list(seconds)
+        for tasks, ticks in ((move.halved, problem.seconds), (move.joined, problem.whole_seconds)):
+            for task in tasks:
+                seconds[task], seconds[task + 1] = ticks[task], ticks[task + 1]
     clock = heads[order[low - 1]] + seconds[order[low - 1]] if low else 0
     starts: list[float] = []
-    for task in moved:
+    for task in move.tasks:
         for read, hop in problem.predecessors[task]:
             clock = max(clock, heads[read] + seconds[read] + hop)
         starts.append(clock)
         clock += seconds[task]
-    high = low + len(moved)
-    behind = seconds[order[high]] + tails[order[high]] if high < len(order) else 0
+    behind = seconds[order[move.high]] + tails[order[move.high]] if move.high < len(order) else 0
     most = 0.0
-    for task, start in zip(reversed(moved), reversed(starts), strict=True):
+    for task, start in zip(reversed(move.tasks), reversed(starts), strict=True):
         for reader, hop in problem.successors[task]:
             behind = max(behind, hop + seconds[reader] + tails[reader])
         behind += seconds[task]

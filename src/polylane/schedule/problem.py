@@ -3,12 +3,15 @@
 The passes of a problem are numbered tasks. An order is a list of tasks for each worker; it is played by longest paths,
 each task as early as those before it on its worker and those that it reads from allow, which is what
 `polylane.cost.simulator.schedule_tasks.simulate_schedule` computes for the same lanes.
+
+Where a backward pass takes less time at once than in two halves, an order also says which of them are whole: those
+whose second half is in no order. The first half's task then stands for all of the pass.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -56,9 +59,12 @@ class ScheduleProblem:
         memory: bytes of live activations that each worker may hold; empty: no bound.
         split: whether the halves of a backward pass may be apart; else they are one pass, whose end other stages wait
             for.
+        backward: seconds of the whole backward pass of each stage, no more than those of its halves; empty: as long as
+            both halves.
 
     Raises:
-        ValueError: figures that are negative or not one for each stage or worker.
+        ValueError: figures that are negative or not one for each stage or worker, or a whole backward pass that takes
+            longer than its halves or less than the first of them.
         NoScheduleFits: a bound below what one microbatch takes on its worker.
     """
 
@@ -72,6 +78,7 @@ class ScheduleProblem:
     activation_bytes: tuple[float, ...] = ()
     memory: tuple[float, ...] = ()
     split: bool = True
+    backward: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
@@ -82,12 +89,21 @@ class ScheduleProblem:
             "input_gradient": self.input_gradient,
             "weight_gradient": self.weight_gradient,
             "activation_bytes": self.activation_bytes or self.workers,
+            "backward": self.backward or self.workers,
         }
         for name, values in per_stage.items():
             if len(values) != self.graph.stages:
                 raise ValueError(f"{name} has {len(values)} figures for {self.graph.stages} stages")
             if not all(0 <= value < math.inf for value in values):
                 raise ValueError(f"{name} must be at least 0 for every stage, not {values}")
+        for stage, (whole, *halves) in enumerate(
+            zip(self.whole, self.input_gradient, self.weight_gradient, strict=True)
+        ):
+            if not halves[0] * (1 - SLACK) <= whole <= sum(halves) * (1 + SLACK):
+                raise ValueError(
+                    f"the whole backward pass of stage {stage} takes {whole:g} seconds, its halves {halves[0]:g} and "
+                    f"{halves[1]:g}: it must take no longer than both, and no less than the first"
+                )
         if set(self.workers) != set(range(self.count)):
             raise ValueError(f"every worker from 0 to {self.count - 1} must have a stage, not only {self.workers}")
         if self.memory and len(self.memory) != self.count:
@@ -97,6 +113,20 @@ class ScheduleProblem:
             least = sum(self.bytes_of(s) for s, owner in enumerate(self.workers) if owner == worker)
             if least > bound * (1 + SLACK):
                 raise NoScheduleFits(worker, bound, least)
+
+    @cached_property
+    def whole(self) -> tuple[float, ...]:
+        """Seconds of the whole backward pass of each stage."""
+        return self.backward or tuple(map(sum, zip(self.input_gradient, self.weight_gradient, strict=True)))
+
+    @cached_property
+    def is_mixed(self) -> bool:
+        """Whether an order says of every backward pass if it is whole: halves may be apart, and take longer somewhere.
+
+        Where they do not, halves one behind the other are as good as the whole pass.
+        """
+        halves = map(sum, zip(self.input_gradient, self.weight_gradient, strict=True))
+        return self.split and any(one < both * (1 - SLACK) for one, both in zip(self.whole, halves, strict=True))
 
     @property
     def count(self) -> int:
@@ -137,17 +167,52 @@ class ScheduleProblem:
 
     def split_task(self, task: int) -> tuple[int, int, int]:
         """Return stage, microbatch and kind of a task."""
-        place, kind = divmod(task, len(self.kinds))
-        return (*divmod(place, self.microbatches), kind)
+        return self._places[task]
+
+    @cached_property
+    def _places(self) -> list[tuple[int, int, int]]:
+        of_stage = range(self.microbatches), range(len(self.kinds))
+        return [(stage, m, kind) for stage in range(self.graph.stages) for m in of_stage[0] for kind in of_stage[1]]
 
     @cached_property
     def seconds(self) -> list[float]:
-        """Duration of every task."""
+        """Duration of every task, with all backward passes in halves if they may be."""
+        return self._each_microbatch(self.input_gradient, self.weight_gradient)
+
+    @cached_property
+    def whole_seconds(self) -> list[float]:
+        """Duration of every task with all backward passes whole."""
+        return self._each_microbatch(self.whole, (0.0,) * self.graph.stages)
+
+    @cached_property
+    def least_seconds(self) -> list[float]:
+        """Durations that no order can fall below: other stages wait for a first half, the worker for a whole pass."""
+        rest = tuple(max(0.0, both - first) for both, first in zip(self.whole, self.input_gradient, strict=True))
+        return self._each_microbatch(self.input_gradient, rest) if self.is_mixed else self.seconds
+
+    def _each_microbatch(self, first_halves: Sequence[float], second_halves: Sequence[float]) -> list[float]:
         found: list[float] = []
-        for forward, first, second in zip(self.forward, self.input_gradient, self.weight_gradient, strict=True):
-            each = [forward, first, second] if self.split else [forward, first + second]
-            found += each * self.microbatches
+        for forward, first, second, whole in zip(self.forward, first_halves, second_halves, self.whole, strict=True):
+            found += ([forward, first, second] if self.split else [forward, whole]) * self.microbatches
         return found
+
+    def seconds_in(self, orders: Sequence[Sequence[int]]) -> list[float]:
+        """Return the duration of every task in some orders."""
+        if not self.is_mixed:
+            return self.seconds
+        found, halves = list(self.whole_seconds), self.seconds
+        for order in orders:
+            for task in order:
+                if task % 3 == 2:
+                    found[task - 1], found[task] = halves[task - 1], halves[task]
+        return found
+
+    def whole_in(self, orders: Sequence[Sequence[int]]) -> frozenset[int]:
+        """Return the first halves in some orders that stand for whole backward passes: their second is in none."""
+        if not self.is_mixed:
+            return frozenset()
+        there = {task for order in orders for task in order}
+        return frozenset(task for task in there if task % 3 == 1 and task + 1 not in there)
 
     @cached_property
     def successors(self) -> list[list[tuple[int, float]]]:
@@ -174,7 +239,10 @@ class ScheduleProblem:
 
     @cached_property
     def live_change(self) -> list[float]:
-        """Bytes by which every task changes what its worker holds: from its start (more) or from its end on (less)."""
+        """Bytes by which every task changes what its worker holds: from its start (more) or from its end on (less).
+
+        Of backward passes in halves; a whole one lets go of what its second half would.
+        """
         last = len(self.kinds) - 1
         found: list[float] = []
         for stage in range(self.graph.stages):
@@ -187,12 +255,12 @@ class ScheduleProblem:
     @cached_property
     def lower_bound(self) -> float:
         """No order ends earlier: each worker's own work behind its first input, and the longest way of a microbatch."""
-        chain = play_orders(self, [])
+        chain, seconds = play_orders(self, [], self.least_seconds), self.least_seconds
         assert chain is not None  # without orders there is no circle
         most = chain.makespan
         for worker in range(self.count):
             own = [task for task in range(self.tasks) if self.workers[self.split_task(task)[0]] == worker]
-            work = sum(self.seconds[task] for task in own)
+            work = sum(seconds[task] for task in own)
             most = max(most, min(chain.heads[t] for t in own) + work + min(chain.tails[t] for t in own))
         return most
 
@@ -205,21 +273,26 @@ class PlayedOrders:
         makespan: seconds from 0 to the last task's end.
         heads: the start of every task.
         tails: for every task, the least seconds from its end to the end of the whole.
+        seconds: the duration of every task.
     """
 
     makespan: float
     heads: list[float]
     tails: list[float]
+    seconds: list[float]
 
 
-def play_orders(problem: ScheduleProblem, orders: Sequence[Sequence[int]]) -> PlayedOrders | None:
+def play_orders(
+    problem: ScheduleProblem, orders: Sequence[Sequence[int]], seconds: list[float] | None = None
+) -> PlayedOrders | None:
     """Return when each task runs; None where tasks wait for each other in a circle.
 
     Args:
         problem: the tasks, their seconds, and what they read.
         orders: the tasks of every worker, first to last; tasks that are in none wait only for what they read.
+        seconds: durations of the tasks; None: those that they have in these orders.
     """
-    seconds, successors = problem.seconds, problem.successors
+    seconds, successors = problem.seconds_in(orders) if seconds is None else seconds, problem.successors
     following = [-1] * problem.tasks
     missing = [len(read) for read in problem.predecessors]
     for order in orders:
@@ -255,21 +328,36 @@ def play_orders(problem: ScheduleProblem, orders: Sequence[Sequence[int]]) -> Pl
         for reader, hop in successors[task]:
             tail = max(tail, hop + seconds[reader] + tails[reader])
         tails[task] = tail
-    return PlayedOrders(max(heads[task] + seconds[task] for task in done), heads, tails)
+    return PlayedOrders(max(heads[task] + seconds[task] for task in done), heads, tails, seconds)
 
 
-def must_precede(problem: ScheduleProblem, one: int, other: int) -> bool:
-    """Return whether a task must come before another of its own stage: microbatches ascend, kinds follow each other."""
+def must_precede(problem: ScheduleProblem, one: int, other: int, whole: Collection[int] = ()) -> bool:
+    """Return whether a task must come before another of its own stage: microbatches ascend, kinds follow each other.
+
+    Args:
+        problem: the tasks, which are numbered by stage, microbatch and kind.
+        one, other: numbers of two tasks, of any stages and workers.
+        whole: first halves that stand for whole backward passes, which come behind earlier microbatches' second halves.
+    """
     stage, microbatch, kind = problem.split_task(one)
     other_stage, other_microbatch, other_kind = problem.split_task(other)
-    return stage == other_stage and microbatch <= other_microbatch and kind <= other_kind
+    if stage != other_stage or microbatch > other_microbatch:
+        return False
+    return kind <= (2 if other in whole else other_kind)
 
 
-def peak_bytes(problem: ScheduleProblem, order: Sequence[int]) -> float:
-    """Return the most bytes of live activations that a worker holds with its tasks in this order."""
+def peak_bytes(problem: ScheduleProblem, order: Sequence[int], whole: Collection[int] | None = None) -> float:
+    """Return the most bytes of live activations that a worker holds with its tasks in this order.
+
+    Args:
+        problem: the tasks, and what they hold.
+        order: the worker's tasks, or some that follow each other.
+        whole: first halves that stand for whole backward passes; None: those whose second half is not in the order.
+    """
+    whole = problem.whole_in([order]) if whole is None else whole
     alive = most = 0.0
     for task in order:
-        alive += problem.live_change[task]
+        alive += problem.live_change[task] if task not in whole else problem.live_change[task + 1]
         most = max(most, alive)
     return most
 
@@ -283,19 +371,25 @@ def fits_memory(problem: ScheduleProblem, orders: Sequence[Sequence[int]]) -> bo
 
 def orders_to_lanes(problem: ScheduleProblem, orders: Sequence[Sequence[int]]) -> Lanes:
     """Return the lanes of orders."""
-    places = [[problem.split_task(task) for task in order] for order in orders]
-    return tuple(tuple(Action(problem.kinds[kind], stage, m) for stage, m, kind in lane) for lane in places)
+    whole = problem.whole_in(orders)
+
+    def action(task: int) -> Action:
+        stage, microbatch, kind = problem.split_task(task)
+        return Action(ActionKind.BACKWARD if task in whole else problem.kinds[kind], stage, microbatch)
+
+    return tuple(tuple(map(action, order)) for order in orders)
 
 
 def lanes_to_orders(problem: ScheduleProblem, lanes: Lanes) -> Orders:
-    """Return the orders of lanes of the same stages; a whole backward pass counts as its two halves where they split.
+    """Return the orders of lanes of the same stages.
 
-    That is never slower: other stages get their gradients earlier.
+    Where halves take no longer than the whole, a whole backward pass counts as its two halves. That is never slower:
+    other stages get their gradients earlier.
     """
     last = len(problem.kinds) - 1
     kinds = {
         ActionKind.FORWARD: (0,),
-        ActionKind.BACKWARD: tuple(range(1, last + 1)),
+        ActionKind.BACKWARD: (1,) if problem.is_mixed else tuple(range(1, last + 1)),
         ActionKind.BACKWARD_INPUT: (1,),
         ActionKind.BACKWARD_WEIGHT: (last,) if problem.split else (),
     }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from polylane.schedule.exact_order import optimal_orders
+from polylane.schedule.halving_moves import join_halves
 from polylane.schedule.list_scheduling import list_rules, schedule_list
 from polylane.schedule.local_search import improve_orders
 from polylane.schedule.problem import (
@@ -53,7 +54,8 @@ def find_schedule(problem: ScheduleProblem, *, exact: bool = True, effort: int =
 
     Named schedules that fit into the memory, 1F1B with longer warm-ups and orders made by several rules are played; the
     best of them are improved, and a small problem is given to an integer program. The same problem always gives the
-    same order.
+    same order. Where halves of a backward pass take longer than the whole, it starts from the best orders with all
+    passes whole and with none, and ends no later than either.
 
     Args:
         problem: times, latencies and memory; see :class:`polylane.schedule.problem.ScheduleProblem`.
@@ -63,11 +65,12 @@ def find_schedule(problem: ScheduleProblem, *, exact: bool = True, effort: int =
     Raises:
         ValueError: stages that are numbered so that one reads a later one's values, and share a worker.
     """
-    starts = _starts(problem, max(LEAST_RULES, effort // problem.tasks))
+    starts = (_mixed_starts if problem.is_mixed else _starts)(problem, exact, effort)
     best = starts[0]
     # A large problem has fewer starts, and in the end fewer steps.
     count = min(STARTS, max(1, effort // (problem.tasks * LEAST_STEPS)))
-    for start in starts[:count]:
+    # Those of mixed passes are improved already, as far as passes of one kind can be.
+    for start in starts[: (count + 1) // 2 if problem.is_mixed else count]:
         if best.makespan <= problem.lower_bound * (1 + SLACK):
             break
         makespan, orders = improve_orders(problem, start.orders, effort // (problem.tasks * count))
@@ -77,6 +80,9 @@ def find_schedule(problem: ScheduleProblem, *, exact: bool = True, effort: int =
         optimal = True
         if proven[0] < best.makespan * (1 - SLACK):
             best = _played(problem, proven[1], proven[0], "integer program")
+    if problem.is_mixed:
+        joined = _candidate(problem, join_halves(problem, best.orders, effort), best.origin)
+        best = min(best, *([] if joined is None else [joined]), key=lambda each: each.rank)
     peaks = tuple(peak_bytes(problem, order) for order in best.orders)
     return FoundSchedule(orders_to_lanes(problem, best.orders), best.makespan, peaks, best.origin, optimal)
 
@@ -88,40 +94,72 @@ class _Candidate:
     Attributes:
         orders: the tasks of every worker.
         makespan: seconds of a step.
+        work: seconds of all passes, where orders differ in it; else 0.
         held: bytes that the workers hold at most, in all.
-        origin: what made it.
+        origin: the schedule or rule that made them.
     """
 
     orders: Orders
     makespan: float
+    work: float
     held: float
     origin: str
 
     @property
-    def rank(self) -> tuple[float, float]:
-        """Earlier ends first, then less memory."""
-        return round(self.makespan, 12), self.held
+    def rank(self) -> tuple[float, float, float]:
+        """Earlier ends first, then less work, then less memory."""
+        return round(self.makespan, 12), round(self.work, 12), self.held
 
 
 def _played(problem: ScheduleProblem, orders: Orders, makespan: float, origin: str) -> _Candidate:
-    return _Candidate(orders, makespan, sum(peak_bytes(problem, order) for order in orders), origin)
+    seconds = problem.seconds_in(orders)
+    work = sum(seconds[task] for order in orders for task in order) if problem.is_mixed else 0.0
+    return _Candidate(orders, makespan, work, sum(peak_bytes(problem, order) for order in orders), origin)
 
 
-def _starts(problem: ScheduleProblem, rules: int) -> list[_Candidate]:
+def _candidate(problem: ScheduleProblem, orders: Orders, origin: str) -> _Candidate | None:
+    """Return orders as they play; None where they do not fit into the memory, or wait in a circle."""
+    if not fits_memory(problem, orders) or (played := play_orders(problem, orders)) is None:
+        return None
+    return _played(problem, orders, played.makespan, origin)
+
+
+def _starts(problem: ScheduleProblem, exact: bool, effort: int) -> list[_Candidate]:
     """Return the orders that fit into the memory, best first, of several that end together only one."""
-    found: dict[tuple[float, float], _Candidate] = {}
+    found: dict[tuple[float, ...], _Candidate] = {}
 
     def play(origin: str, orders: Orders) -> None:
-        if fits_memory(problem, orders) and (played := play_orders(problem, orders)) is not None:
-            candidate = _played(problem, orders, played.makespan, origin)
+        if (candidate := _candidate(problem, orders, origin)) is not None:
             found.setdefault(candidate.rank, candidate)
 
     for origin, orders in _written_orders(problem):
         play(origin, orders)
-    for origin, orders in islice(_listed_orders(problem), rules):
+    for origin, orders in islice(_listed_orders(problem), max(LEAST_RULES, effort // problem.tasks)):
         if min(found)[0] <= problem.lower_bound * (1 + SLACK):
             break  # no further rule can end earlier
         play(origin, orders)
+    return [found[rank] for rank in sorted(found)]
+
+
+def _mixed_starts(problem: ScheduleProblem, exact: bool, effort: int) -> list[_Candidate]:
+    """Return the best orders with all backward passes whole, with none, and what joining halves makes of others."""
+    halves = replace(problem, backward=())
+    lanes = [
+        (found.origin, found.lanes)
+        for each in (replace(problem, split=False), halves)
+        for found in [find_schedule(each, exact=exact, effort=effort)]
+    ]
+    lanes += [(each.origin, orders_to_lanes(halves, each.orders)) for each in _starts(halves, exact, effort)[:STARTS]]
+    orders = [(origin, lanes_to_orders(problem, own)) for origin, own in lanes]
+    orders += islice(_listed_orders(problem), max(LEAST_RULES, effort // problem.tasks))
+    found: dict[tuple[float, ...], _Candidate] = {}
+    for origin, own in orders:
+        if (candidate := _candidate(problem, own, origin)) is not None:
+            found.setdefault(candidate.rank, candidate)
+    for _, each in sorted(found.items())[:STARTS]:
+        joined = _candidate(problem, join_halves(problem, each.orders, effort // STARTS), each.origin)
+        if joined is not None:
+            found.setdefault(joined.rank, joined)
     return [found[rank] for rank in sorted(found)]
 
 

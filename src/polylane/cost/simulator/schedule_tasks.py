@@ -22,6 +22,7 @@ def simulate_schedule(
     hop: float | Mapping[tuple[int, int], float] = 0,
     graph: StageGraph | None = None,
     weight: float | Sequence[float] | None = None,
+    halving: float | Sequence[float] = 0,
 ) -> Timeline:
     """Simulate the passes of a schedule, each as early as the passes that it reads from allow.
 
@@ -36,6 +37,8 @@ def simulate_schedule(
         graph: which stages feed which; default: a chain of one stage per lane.
         weight: the part of ``backward`` that its weight half takes where a schedule has it in two halves; default: one
             half of it. The input half takes the rest.
+        halving: what a backward pass takes longer in two halves, as a part of the whole pass: one number for all stages
+            or one for each. The weight half takes it.
 
     Returns:
         The timeline in ticks, without messages; rank = lane. Integers stay integers, but for halves of odd ones.
@@ -49,7 +52,7 @@ def simulate_schedule(
         return Timeline((), ranks=0, unit="ticks")
     graph = StageGraph.chain(len(lanes)) if graph is None else graph
     lane_of = _lanes_of_stages(lanes, graph)
-    passes = _SchedulePasses(graph, lane_of, pass_ticks(graph.stages, forward, backward, weight), hop)
+    passes = _SchedulePasses(graph, lane_of, pass_ticks(graph.stages, forward, backward, weight, halving), hop)
     spans: list[list[Span]] = [[] for _ in lanes]
     longest_path(passes.run(lane, actions, spans[lane]) for lane, actions in enumerate(lanes))
     _check_all_ran(lanes, spans, graph)
@@ -63,13 +66,14 @@ def simulate_replicas(
     graph: StageGraph,
     weight: float | Sequence[float] | None = None,
     hop: float = 0,
+    halving: float | Sequence[float] = 0,
 ) -> Timeline:
     """Simulate the passes of replicas that compute whole microbatches in turn; sums of gradients take no time.
 
     Args:
         lanes: for every group of workers, the passes of each of its replicas; one stage for each group where groups
             have different numbers of replicas.
-        forward, backward, graph, weight, hop: as of :func:`simulate_schedule`, by stage.
+        forward, backward, graph, weight, hop, halving: as of :func:`simulate_schedule`, by stage.
 
     Returns:
         The timeline; ranks number the replicas of the first group, then those of the second, and so on.
@@ -80,12 +84,12 @@ def simulate_replicas(
         spans = list[Span]()
         for replica in range(counts[0]):
             own = [each[replica] for each in lanes]
-            played = simulate_schedule(own, forward, backward, hop, graph, weight)
+            played = simulate_schedule(own, forward, backward, hop, graph, weight, halving)
             spans += [replace(span, rank=span.rank * counts[0] + replica) for span in played.spans]
         return replace(played, spans=tuple(spans), ranks=sum(counts))
     every = [lane for of_replicas in lanes for lane in of_replicas]
     # No two stages share a lane, so that every value is a message.
-    passes = _SchedulePasses(graph, {}, pass_ticks(graph.stages, forward, backward, weight), hop)
+    passes = _SchedulePasses(graph, {}, pass_ticks(graph.stages, forward, backward, weight, halving), hop)
     found: list[list[Span]] = [[] for _ in every]
     longest_path(passes.run(number, lane, found[number]) for number, lane in enumerate(every))
     return Timeline(tuple(span for of_lane in found for span in of_lane), ranks=len(every), unit="ticks")
@@ -151,12 +155,13 @@ def pass_ticks(
     forward: float | Sequence[float],
     backward: float | Sequence[float],
     weight: float | Sequence[float] | None = None,
+    halving: float | Sequence[float] = 0,
 ) -> dict[ActionKind, list[float]]:
     """Return the duration of each kind of pass on every stage.
 
     Args:
         stages: number of stages in the graph.
-        forward, backward, weight: ticks, as of :func:`simulate_schedule`.
+        forward, backward, weight, halving: ticks, and a part of them, as of :func:`simulate_schedule`.
 
     Raises:
         ValueError: durations are negative or not one per stage, or a weight half is longer than its whole pass.
@@ -168,11 +173,13 @@ def pass_ticks(
     for stage, (part, all_) in enumerate(zip(second, whole, strict=True)):
         if part > all_:
             raise ValueError(f"the weight half of stage {stage} takes {part} ticks, its whole backward only {all_}")
+    longer = _per_stage("halving", halving, stages)
+    late = [part + more * all_ if more else part for part, more, all_ in zip(second, longer, whole, strict=True)]
     return {
         ActionKind.FORWARD: _per_stage("forward", forward, stages),
         ActionKind.BACKWARD: whole,
         ActionKind.BACKWARD_INPUT: [all_ - part for part, all_ in zip(second, whole, strict=True)],
-        ActionKind.BACKWARD_WEIGHT: second,
+        ActionKind.BACKWARD_WEIGHT: late,
         ActionKind.STEP: [0] * stages,
     }
 

@@ -21,7 +21,7 @@ from polylane.graph.capture.self_check import resize_batch
 from polylane.graph.flops import DTYPE_NAMES
 from polylane.graph.graph import Code, Graph, TensorInfo
 from polylane.graph.operators.sync_batch_norm import sync_batch_norms
-from polylane.graph.precision import cast_module, promote_to_float64, wrap_autocast
+from polylane.graph.precision import LiteralRecorder, cast_module, promote_to_float64, wrap_autocast
 from polylane.graph.python_state.side_effects import SideEffects
 
 
@@ -54,7 +54,7 @@ def capture(
     leaves, rebuild = flatten(batch)
     if sample_count(leaves) < 2:  # from one sample, sizes that follow the batch cannot be told from others
         leaves = resize_batch(leaves, 2)
-    whole = ModelWithLoss(model, loss, rebuild)
+    whole, literals = ModelWithLoss(model, loss, rebuild), LiteralRecorder()
     with _in_mode(whole, training):
         abstract = any(p.is_meta for p in model.parameters())
         if abstract:
@@ -62,7 +62,8 @@ def capture(
         if in_float64:  # the user's code runs in its own precision; the graph is promoted afterwards
             leaves = cast_leaves(leaves, torch.float32)
         with cast_module(whole, torch.float32) if in_float64 else nullcontext():
-            dry = dry_run(whole, leaves, abstract, which)
+            with literals if in_float64 else nullcontext():
+                dry = dry_run(whole, leaves, abstract, which)
             if effects is not None:
                 dry = replace(dry, effects=dry.effects.merged_with(effects))
             draft = capture_with_leaves(whole, leaves, dry, abstract)
@@ -70,7 +71,7 @@ def capture(
         rewrite.drop_dead_nodes(draft.graph)
         label_nodes(draft.graph)
         if in_float64:
-            promote_to_float64(draft.graph, draft.constants)
+            promote_to_float64(draft.graph, draft.constants, literals)
         return _finish_graph(whole, leaves, dry, draft, trainable)
 
 

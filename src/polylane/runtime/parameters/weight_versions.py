@@ -91,4 +91,14 @@ class WeightVersions:
 
     def _keep_newest(self) -> None:
         if self.newest not in self._leaves:
-            self._leaves[self.newest] = {n: p.data.requires_grad_() for n, p in self._parameters.items()}
+            self._leaves[self.newest] = {n: _leaf_of(p) for n, p in self._parameters.items()}
+
+
+def _leaf_of(parameter: nn.Parameter) -> Tensor:
+    """Return a leaf tensor with a parameter's memory, and with the hooks that the user gave it."""
+    leaf = parameter.data.requires_grad_()
+    for hook in (parameter._backward_hooks or {}).values():
+        leaf.register_hook(hook)
+    for after in (parameter._post_accumulate_grad_hooks or {}).values():
+        leaf.register_post_accumulate_grad_hook(after)
+    return leaf

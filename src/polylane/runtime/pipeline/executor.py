@@ -77,6 +77,8 @@ class Executor:
         self._handed: dict[int, list[tuple[str, int]]] = {stage: [] for stage in self.program.stages}
         for (value, reader), source in self.program.local_sources.items():
             self._handed[source].append((value, reader))
+        # By stage and microbatch; an order may have whole passes beside those in two halves.
+        self._halved = {(a.stage, a.microbatch) for a in self.program.actions if a.kind is ActionKind.BACKWARD_INPUT}
         self._reports_loss = self.mesh.is_first
         self._tables: BatchTables | None = None
 
@@ -102,8 +104,7 @@ class Executor:
         Raises:
             ActionFailed: an action raised; it says which one, with the original error as cause.
         """
-        state = self._begin(batch, step, seed)
-        posted = 0
+        state, posted = self._begin(batch, step, seed), 0
         if not state.tables.shares and not self.is_replica_local:
             launch_zeros(self.program, self.reducers)
         for index, action in enumerate(self.program.actions):
@@ -112,9 +113,8 @@ class Executor:
             while posted < self._receive_horizon[index]:
                 self._post_receive(self.program.actions[posted], state)
                 posted += 1
-            reducer = None
-            if index == state.tables.last_backwards.get(action.stage):
-                reducer = self.reducers.get(action.stage)
+            is_last = index == state.tables.last_backwards.get(action.stage)
+            reducer = self.reducers.get(action.stage) if is_last else None
             self._run_action(action, batch, state, finish, reducer)
         for key in list(state.pending_sends):
             state.wait_sent(key)
@@ -300,7 +300,7 @@ class Executor:
         for crossing in self._inputs[action.stage]:
             if crossing.value not in values:  # this worker's shard is empty, so no message came
                 values[crossing.value] = self._zero_value(crossing.value, part.samples, state)
-        live = runner.forward(state.first_pass + i, values, leaves, part)
+        live = runner.forward(state.first_pass + i, values, leaves, part, here in self._halved)
         if self.anomalies is not None and share.weight and torch.is_grad_enabled():
             self.anomalies.check_forward(runner, self.program, values, leaves, part, live)
         state.output_values[here] = live.outputs

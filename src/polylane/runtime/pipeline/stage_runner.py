@@ -41,7 +41,7 @@ class LiveMicrobatch:
     inputs: dict[str, Tensor]
     outputs: dict[str, Tensor]
     loss: tuple[Tensor, ...]
-    deferred: DeferredGradients | None = None  # gradients of weights, where backward passes are in two halves
+    deferred: DeferredGradients | None = None  # gradients of weights, where its backward pass is in two halves
 
 
 @dataclass
@@ -87,7 +87,12 @@ class StageRunner:
         )
 
     def forward(
-        self, microbatch: int, values: Mapping[str, Tensor], leaves: Sequence[Any], part: SampleSlice
+        self,
+        microbatch: int,
+        values: Mapping[str, Tensor],
+        leaves: Sequence[Any],
+        part: SampleSlice,
+        in_halves: bool = True,
     ) -> LiveMicrobatch:
         """Run a forward pass; what its backward pass needs is kept until then, unless gradients are disabled.
 
@@ -96,13 +101,15 @@ class StageRunner:
             values: incoming values of this microbatch by name.
             leaves: the part's samples, as flat leaves of the batch.
             part: which samples of the batch they are.
+            in_halves: whether the backward pass comes in two halves, if the stage's code is written for that; else
+                autograd computes the gradients of weights beside the others, which takes less time.
         """
         inputs = {
             name: value.requires_grad_() if name in self.differentiable_inputs and torch.is_grad_enabled() else value
             for name, value in values.items()
         }
         code = self.code_for(part.samples)
-        groups, again = code.weight_groups, code.recomputation
+        groups, again = code.weight_groups if in_halves else (), code.recomputation
         self.recording = deferred = DeferredGradients(groups) if groups and torch.is_grad_enabled() else None
         try:
             recording = again.recording(self.precision_context) if again.again else nullcontext()

@@ -245,17 +245,19 @@ def _sum(
         return None
     if powers[0] == powers[1]:
         return [Additive(powers[0] or 0)]
-    if not known.counting:
-        return None
-    # A sum is added to a mean: rescale the operands that are not a mean.
+    # A sum is added to a mean.
     arguments = bind_arguments(node)[1]
-    for name, power in zip(("self", "other"), powers, strict=True):
-        if power != 1:
-            value = arguments[name]
-            if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), Tensor):
-                return None
-            known.rescaled[node, value] = RescaledOperand(node, value, 1 - (power or 0))
-    return [Additive(1)]
+    return [Additive(1)] if _rescale_to_means(known, node, [arguments["self"], arguments["other"]], powers) else None
+
+
+def _rescale_to_means(known: KnownStates, node: fx.Node, values: Sequence[Any], powers: Sequence[int | None]) -> bool:
+    """Ask that all additive operands of an operator be made means; return whether they can be."""
+    wanted = [(value, 1 - power) for value, power in zip(values, powers, strict=True) if power not in (None, 1)]
+    tensors = all(isinstance(value, fx.Node) and isinstance(value.meta.get("val"), Tensor) for value, _ in wanted)
+    if not known.counting or not tensors:
+        return False
+    known.rescaled |= {(node, value): RescaledOperand(node, value, power) for value, power in wanted}
+    return True
 
 
 def _linear(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
@@ -275,6 +277,12 @@ def _linear(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.
                 scaled = {power_of_proportional(s) for s, p in zip(states, given, strict=True) if p == PARTIAL}
                 only = next(iter(scaled)) if len(scaled) == 1 else None
                 return [Additive(power) if only is None else proportional(only)] * len(step.output_keys)
+    # Sums and means side by side, as in stack([a sum, a mean]).
+    values = [value for value in node.all_input_nodes if isinstance(value.meta.get("val"), Tensor)]
+    powers = [power_of_additive(known.states.get(known.key_of(value))) for value in values]
+    given = [s if power_of_additive(s) is None else PARTIAL for s in states]
+    if known.counting and PARTIAL in given and _is_linear(known, step, own, node, given):
+        return [Additive(1)] * len(step.output_keys) if _rescale_to_means(known, node, values, powers) else None
     return None
 
 
