@@ -92,7 +92,7 @@ def check(request: SimulateRequest, wanted: FixedKeys | None) -> None:
     """Refuse combinations of options that no plan can have, before anything is captured.
 
     Args:
-        request: the command's options.
+        request: the options that were given to ``polylane simulate``.
         wanted: what a plan that is to be found must keep; None for a plan that is given.
 
     Raises:
