@@ -115,8 +115,7 @@ class Executor:
                 self._post_receive(self.program.actions[posted], state)
                 posted += 1
             is_last = index == state.tables.last_backwards.get(action.stage)
-            reducer = self.reducers.get(action.stage) if is_last else None
-            self._run_action(action, batch, state, finish, reducer)
+            self._run_action(action, batch, state, finish, self.reducers.get(action.stage) if is_last else None)
         for key in list(state.pending_sends):
             state.wait_sent(key)
         return state
@@ -253,10 +252,8 @@ class Executor:
         except Exception as error:
             node = find_failing_node(self.runners[action.stage], error)
             module = None if node is None else (node.module or "the model's own forward")
-            place = (action.stage, action.microbatch, module, node.source if node else None)
-            names = ("stage", "microbatch", "module", "source")
-            told = out_of_memory(error, self.program.rank, **dict(zip(names, place, strict=True)))
-            raise told or ActionFailed(self.program.rank, *place) from error
+            place = self.program.rank, action.stage, action.microbatch, module, node.source if node else None
+            raise out_of_memory(error, *place) or ActionFailed(*place) from error
 
     def _run(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
         waits = self.mesh.waits
