@@ -77,7 +77,8 @@ def test_progress_goes_to_stderr_and_json_to_stdout(tmp_path: Path, capsys: pyte
     assert told["file"] == str(path) and told["workers"] == 2 and told["profiles"] == []
     assert 0 <= told["operators"]["median"] <= told["operators"]["worst"]
     assert 0 <= told["messages"]["median"] <= told["messages"]["worst"]
-    assert err.splitlines() == ["measuring operators", "measuring messages", "measuring workers at once"]
+    what = ("operators", "workers at once", "messages", "sums between computations")
+    assert err.splitlines() == [f"measuring {each}" for each in what]
 
 
 def test_a_recipes_nodes_are_measured_and_found_again(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -27,7 +27,7 @@ LINK = Link(bandwidth=8e9, latency=4e-5, hop=1e-6, sums={2: 5e-4, 4: 1.5e-3})
 FILE = """
 polylane: 1
 hosts:
-- {devices: 4, cores: 2, device: cpu, link: shared-memory}
+- {devices: 4, cores: 2, device: cpu, link: {bandwidth: 8 GB/s, latency: 30 us}}
 """
 
 

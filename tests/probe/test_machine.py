@@ -41,7 +41,7 @@ def test_here_is_this_machine_and_a_file_can_say_it() -> None:
     assert cluster.device(0).type == "cpu" and cluster.device(0).kind == machine.device_kind()
     assert cluster.cores(0) == cores() // max(1, cores() // 2) or cluster.cores(0) == cores()
     assert 2 * cluster.device(0).memory <= machine.available_memory() * 1.5
-    assert cluster.link((0, 1)).kind == "loopback"
+    assert cluster.link((0, 1)).kind == "shared-memory"
     assert read.from_mapping(parse(read.dump(cluster))) == cluster
 
 

@@ -197,8 +197,12 @@ def _host(workers: int, device: Device, at_once: int) -> Cluster:
     """Return a cluster of one host; of CPU workers ``at_once`` can compute without sharing cores."""
     on_cpu = device.type == "cpu"
     link = Link.model_validate(link_presets()[usual_links()["cpu" if on_cpu else device.kind]["link"]])
-    shared = at_once if on_cpu else None
-    return Cluster((Hosts(devices=workers, device=device, link=link if workers > 1 else None, cores=shared),))
+    if workers == 1:
+        return Cluster((Hosts(devices=1, device=device, cores=at_once if on_cpu else None),))
+    if not on_cpu:
+        return Cluster((Hosts(devices=workers, device=device, link=link),))
+    crowded = Link.model_validate(link_presets()["shared-memory-crowded"]) if workers > at_once else None
+    return Cluster((Hosts(devices=workers, device=device, link=link, crowded=crowded, cores=at_once),))
 
 
 def shared_cores(workers: int) -> int:
