@@ -36,12 +36,14 @@ class _BatchUnderWay:
         batch: the batch, as this worker has it.
         state: the state of its passes on this worker.
         finish: updates the weights, called with the state.
+        has_gradients: whether its gradients are those of the parameters, on their way to the update.
     """
 
     executor: AsynchronousExecutor
     batch: Batch
     state: StepState
     finish: Callable[[StepState], None]
+    has_gradients: bool = False
 
 
 @dataclass
@@ -172,16 +174,18 @@ class AsynchronousExecutor(Executor):
     def _run_of(self, own: _BatchUnderWay, action: Action, number: int) -> None:
         """Run one action of a batch, by its number."""
         versions = self.pipeline.versions
+        if action.kind in (ActionKind.REDUCE, ActionKind.STEP) and not own.has_gradients:
+            # Not behind the last backward pass: a batch too short for all microbatches has that in an earlier step.
+            own.has_gradients = True
+            versions.load_gradients(number)
+            for reducer in self.reducers.values():
+                reducer.begin_last_backward()
+                reducer.launch_remaining()
         if action.kind is ActionKind.STEP:
             versions.begin_update()
             # Of replicas in turn running statistics move at the update, in the step of a later batch, maybe one of
             # another size: what is stored behind that step is the later batch's buffers.
             self.any_runner.tensors = {**self.any_runner.tensors, **self.pipeline.buffers}
         self._run_action(action, own.batch, own.state, own.finish)
-        if action.kind is ActionKind.BACKWARD and action.microbatch == max(own.state.tables.shares):
-            versions.load_gradients(number)
-            for reducer in self.reducers.values():
-                reducer.begin_last_backward()
-                reducer.launch_remaining()
         if action.kind is ActionKind.STEP:
             self.pipeline.end(number)
