@@ -240,7 +240,6 @@ class Executor:
 
         Raises:
             ActionFailed: the action raised; it says which one, with the original error as cause.
-            OutOfMemory: it asked for memory in vain.
         """
         try:
             if reducer is not None:
@@ -253,10 +252,8 @@ class Executor:
         except Exception as error:
             node = find_failing_node(self.runners[action.stage], error)
             module = None if node is None else (node.module or "the model's own forward")
-            place = (action.stage, action.microbatch, module, node.source if node else None)
-            names = ("stage", "microbatch", "module", "source")
-            told = out_of_memory(error, self.program.rank, **dict(zip(names, place, strict=True)))
-            raise told or ActionFailed(self.program.rank, *place) from error
+            place = (self.program.rank, action.stage, action.microbatch, module, node.source if node else None)
+            raise out_of_memory(error, *place) or ActionFailed(*place) from error
 
     def _run(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
         waits = self.mesh.waits

@@ -6,7 +6,6 @@ import errno
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from polylane.cluster.figures import format_size
 from polylane.errors import PolylaneError, describe_place
@@ -74,19 +73,26 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_WORDS.search(str(error)))
 
 
-def out_of_memory(error: BaseException, rank: int | None, **place: Any) -> OutOfMemory | None:
+def out_of_memory(
+    error: BaseException,
+    rank: int | None,
+    stage: int | None = None,
+    microbatch: int | None = None,
+    module: str | None = None,
+    source: str | None = None,
+) -> OutOfMemory | None:
     """Return the error for the user, if an exception says that memory ran out; else None.
 
     Args:
         error: what torch, Python or the system raised.
         rank: rank of the worker that raised; None for another process.
-        place: stage, microbatch, module and source, as far as they are known.
+        stage, microbatch, module, source: where it happened, as far as it is known.
     """
     if not is_out_of_memory(error):
         return None
     found = _ASKED.search(str(error))
     asked = None if found is None else round(float(found[1]) * _FACTORS[found[2].lower()])
-    return OutOfMemory(MemoryNeed(rank, asked, **place))
+    return OutOfMemory(MemoryNeed(rank, asked, None, False, stage, microbatch, module, source))
 
 
 def count_system_kills() -> int:
