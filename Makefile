@@ -11,7 +11,7 @@ EPOCHS ?= 4
 WORKERS := tests/equivalence tests/runtime
 
 .PHONY: install test test-workers test-alone test-all mutants check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
-	bench-transport bench-sync bench-sharded bench-memory bench-zero-bubble bench-gpipe bench-staleness trainings zoo-batchnorm clean
+	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness trainings zoo-batchnorm clean
 
 install: $(INSTALLED)
 
@@ -79,6 +79,10 @@ bench-sharded: $(INSTALLED)
 # Bytes that schedules keep alive; the picture of docs/benchmarks.md too.
 bench-memory: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.memory_laws --plot docs/memory-laws.svg $(ARGS)
+
+# Trains by a plan that `polylane plan --memory` found, where one device runs out of memory.
+bench-memory-limit: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.memory_limit $(ARGS)
 
 bench-zero-bubble: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.zero_bubble $(ARGS)

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
-from _pytest.mark.structures import ParameterSet
 from hypothesis import settings
 
 
@@ -38,7 +37,7 @@ def one_in(n: int, values: Iterable[Any], first: int = 0, *, several: bool = Fal
         several: each value is the values of several parameters.
     """
     rows = [
-        value if isinstance(value, ParameterSet) else pytest.param(*value) if several else pytest.param(value)
+        value if isinstance(value, type(pytest.param())) else pytest.param(*value) if several else pytest.param(value)
         for value in values
     ]
     often = [row for row in rows if all(mark.name != "slow" for mark in row.marks)]

@@ -61,6 +61,7 @@ QUICK = [
     pytest.param("balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
     pytest.param("gpipe", ["tiny"], r"\| polylane schedule=1f1b \| \d+, \d+ \|", id="gpipe"),
     pytest.param("memory_laws", [], r"\| 1f1b \| 2, 1 \| ([\d.]+ MiB) \| \1 \|", marks=slow, id="memory_laws"),
+    pytest.param("memory_limit", [], r"\* by this plan: trains", marks=slow, id="memory_limit"),
     pytest.param("planner", ["--tasks", "digits"], "7 cases: median error", marks=slow, id="planner"),
     pytest.param("scale", [], r"\| 2 layers of GPT-3 \| 8 a100-80g \|", marks=slow, id="scale"),
     pytest.param("sharded", ["tiny"], "polylane shard=parameters", marks=slow, id="sharded"),

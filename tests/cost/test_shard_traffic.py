@@ -25,6 +25,7 @@ def table(**given: list[float]) -> CostTable:
         "stalled",
         "backward_stalled",
         "backward_weight",
+        "halving",
     )
     arrays = {name: np.concatenate([[0.0], np.cumsum(given.get(name, [0.0, 0.0]))]) for name in names}
     return CostTable(1, **arrays)

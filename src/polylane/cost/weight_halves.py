@@ -31,8 +31,8 @@ def weight_shares(graph: Graph, view: OperatorView, splits: Mapping[str, AxisSpl
     gradient goes to its input, all of them are the weight's.
 
     Args:
-        graph: the captured graph.
-        view: its operator view.
+        graph: the captured graph; the result has one fraction for each of its nodes.
+        view: operators of these nodes as placements see them, with the inputs that each reads.
         splits: strategies and source placements by axis name; empty for an unsharded graph.
     """
     found = np.zeros(len(graph.nodes))

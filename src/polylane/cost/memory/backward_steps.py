@@ -30,7 +30,7 @@ class StageSteps:
         made: bytes of those that are made there.
         pieces: the pieces of memory in which they are.
         ends: by piece the last moment of its life, of the lowest number.
-        sizes: bytes by piece.
+        sizes: bytes of each piece that are counted here; 0 for received ones.
     """
 
     node: Ints

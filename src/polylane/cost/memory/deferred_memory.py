@@ -69,13 +69,13 @@ class DeferredMemory:
 
 
 @dataclass(frozen=True)
-class DeferredCall:
+class WaitingCall:
     """A call whose weight gradient is computed later.
 
     Attributes:
-        name: of the operator.
-        saved: what it reads, makes and saves.
-        formula: of the gradients.
+        name: name under which the operator's saved tensors are recorded.
+        saved: tensors that it reads, makes and saves.
+        formula: how the gradients of its weight and bias follow from what it keeps.
         kept: key of the input that is kept; None if it reads no tensor.
         later: keys of the weight, and of the bias if its gradient is computed later too.
     """
@@ -87,15 +87,15 @@ class DeferredCall:
     later: frozenset[Key]
 
 
-def find_deferred_calls(graph: Graph, keeping: SavedTensors) -> list[DeferredCall]:
+def find_deferred_calls(graph: Graph, keeping: SavedTensors) -> list[WaitingCall]:
     """Find the calls of a graph whose weight gradients are computed later.
 
     Args:
-        graph: the captured graph.
+        graph: the captured graph, unsharded, as one device runs it.
         keeping: what operators save on one rank.
     """
     _, calls = find_weight_calls(graph.code.fx, lambda name: graph.parameters[name].trainable)
-    found = list[DeferredCall]()
+    found = list[WaitingCall]()
     for node, formula in calls.items():
         name = str(node.meta["name"])
         saved = keeping.nodes.get(name)
@@ -108,13 +108,13 @@ def find_deferred_calls(graph: Graph, keeping: SavedTensors) -> list[DeferredCal
         is_read = kept in saved.input_keys
         later = frozenset(late) & set(saved.input_keys)
         later = later or frozenset(key for key in saved.input_keys if keeping.forms[key].is_parameter)
-        found.append(DeferredCall(name, saved, formula, kept if is_read else next(iter(saved.input_keys), None), later))
+        found.append(WaitingCall(name, saved, formula, kept if is_read else next(iter(saved.input_keys), None), later))
     return found
 
 
 def find_deferred_memory(
     graph: Graph,
-    calls: Sequence[DeferredCall],
+    calls: Sequence[WaitingCall],
     keeping: SavedTensors,
     piece_of: Callable[[Key], int | None],
     result_gradients: Mapping[int, Sequence[int]],
@@ -122,7 +122,7 @@ def find_deferred_memory(
     """Find what every call keeps whose weight gradient is computed later.
 
     Args:
-        graph: the captured graph.
+        graph: the captured graph, unsharded, as one device runs it.
         calls: its calls whose weight gradients are computed later.
         keeping: what operators save on one rank.
         piece_of: piece of memory of a tensor; None for parameters and for the batch, which are held anyway.

@@ -239,7 +239,6 @@ class Executor:
 
         Raises:
             ActionFailed: the action raised; it says which one, with the original error as cause.
-            OutOfMemory: it asked for memory in vain.
         """
         try:
             if reducer is not None:

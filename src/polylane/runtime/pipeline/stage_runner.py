@@ -168,7 +168,9 @@ class StageRunner:
         pass saved, only what the second half needs is kept.
 
         Args:
-            microbatch, gradients, seed: as for :meth:`backward`.
+            microbatch: number of a microbatch whose forward pass was told that its backward will be halved.
+            gradients: gradients of the stage's results by name, as for :meth:`backward`.
+            seed: gradient of the loss on the last stage; None on the others.
         """
         with self.hooks.backward_input():
             return self._propagate(microbatch, gradients, seed)

@@ -85,7 +85,7 @@ class Failure:
 
         Args:
             rank: rank of the worker that ended.
-            code: its exit code.
+            code: exit code of its process; negative for a signal.
             kills_before: how many processes the system had killed for want of memory when the worker started.
         """
         if code >= 0:

@@ -86,7 +86,7 @@ def out_of_memory(
     Args:
         error: what torch, Python or the system raised.
         rank: rank of the worker that raised; None for another process.
-        stage, microbatch, module, source: where, as far as it is known.
+        stage, microbatch, module, source: where it happened, as far as it is known.
     """
     if not is_out_of_memory(error):
         return None
