@@ -176,7 +176,7 @@ numbers = st.floats(0, 1e9, allow_nan=False)
 def needs(draw: Any) -> PeakMemory:
     kept, received, sent = draw(numbers), draw(numbers), draw(numbers)
     live, first = kept + received + sent, draw(numbers)
-    backward = live + draw(numbers)
+    backward = live + sent + draw(numbers)  # the received gradients are there too when it begins
     return PeakMemory(kept, received, sent, sent, received, live, backward, backward + first, draw(numbers))
 
 
