@@ -51,6 +51,8 @@ class Net(nn.Module):
             x = layer(x)
         if self.fault == "forward":
             raise ValueError("forward is broken")
+        if self.fault == "memory":
+            x = x + torch.empty(1 << 46)
         return self.outward(x + first)
 
 def model(width=8, depth=3, fault=""):
@@ -318,15 +320,19 @@ def test_a_folder_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("model", "tiny.py:24: model() raised ValueError: no model today"),
+        ("model", "tiny.py:26: model() raised ValueError: no model today"),
         ("no module", "model() must return a torch.nn.Module, not a int"),
-        ("optimizer", "tiny.py:33: optimizer(parameters) raised KeyError: 'momentum'"),
-        ("scheduler", "tiny.py:38: scheduler(optimizer) raised RuntimeError: no schedule"),
-        ("collate", "tiny.py:43: collate(samples) raised RuntimeError: no batch"),
-        ("data", "tiny.py:55: data('train') raised FileNotFoundError: no such data"),
+        ("optimizer", "tiny.py:35: optimizer(parameters) raised KeyError: 'momentum'"),
+        ("scheduler", "tiny.py:40: scheduler(optimizer) raised RuntimeError: no schedule"),
+        ("collate", "tiny.py:45: collate(samples) raised RuntimeError: no batch"),
+        ("data", "tiny.py:57: data('train') raised FileNotFoundError: no such data"),
         ("no data", "data('train') must return a dataset"),
         ("empty", "data('train') has no samples"),
         ("forward", "forward is broken"),
+        (
+            "memory",
+            "this process ran out of memory, asking for 256 TiB more: `polylane plan --memory SIZE`",
+        ),
         ("loader", "data('train'): a DataLoader makes batches already, and a dataset of samples is wanted"),
         ("argmax", "the loss does not depend on any parameter that requires a gradient"),
         ("frozen", "no parameter of the model requires a gradient, so that there is nothing to train"),
@@ -334,7 +340,7 @@ def test_a_folder_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_bad_recipes(here: Path, command: str, fault: str, sentence: str) -> None:
-    told = {("verify", "forward"), ("verify", "argmax"), ("verify", "frozen")}
+    told = {("verify", "forward"), ("verify", "memory"), ("verify", "argmax"), ("verify", "frozen")}
     result = call(command, "tiny.py", "--set", f"fault={fault}")
     assert result.exit_code == 2, result.exception
     assert (result.stdout == "") or (command, fault) in told  # it has said what it is about to do
@@ -629,7 +635,7 @@ def test_inspect_says_what_an_optimizer_kept_whole(here: Path) -> None:
     Path("picky.py").write_text(recipe)
     with pytest.warns(UserWarning, match="10 parameters stay whole on every rank of tensor=2, .*ValueError: too small"):
         shown = call("inspect", "picky.py", "--plan", "tensor=2").stdout
-    why = "its optimizer does not run on small parameters (picky.py:34: optimizer(parameters) raised ValueError: too"
+    why = "its optimizer does not run on small parameters (picky.py:36: optimizer(parameters) raised ValueError: too"
     assert "whole on every rank: inward.weight (128 B): " + why in shown
 
 

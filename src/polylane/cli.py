@@ -48,7 +48,8 @@ class _Sentences(TyperGroup):
         except _CommandLineError as error:
             code = _say(_plain(error.format_message()), 2)  # type: ignore[attr-defined]
         except PolylaneError as error:
-            code = _say(str(error), 2)
+            # What failed for want of memory is said as such, whatever was being done.
+            code = _say(str((error.__cause__ and out_of_memory(error.__cause__, None)) or error), 2)
         except WorkerFailed as error:
             code = _say(str(error), 1)
         except (typer.Abort, KeyboardInterrupt):

@@ -51,7 +51,7 @@ class OutOfMemory(PolylaneError):
 
     def __str__(self) -> str:
         need = self.need
-        who = "polylane" if need.rank is None else f"worker {need.rank}"
+        who = "this process" if need.rank is None else f"worker {need.rank}"
         what = "was killed by the system because memory ran out" if need.was_killed else "ran out of memory"
         place = describe_place(need.stage, need.microbatch, need.module, need.source)
         asked = "" if need.asked is None else f", asking for {format_size(need.asked)} more"
