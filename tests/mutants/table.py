@@ -203,6 +203,12 @@ STATISTICS = [
         "tests/placement/rules/test_normalization_rules.py", network="data=2 optimizer=adamw",
     ),
     Mutant(
+        "recomputed-statistics-once", "running statistics under the user's checkpoints move once in a step",
+        "graph.capture.recomputed_norms:repeat_moves",
+        "times[str(node.args[_MEAN].meta['role'][1])]", "1",
+        "tests/graph/capture/test_recomputed_norms.py", unseen="the self-check of capture notices, and makes a leaf",
+    ),
+    Mutant(
         "running-variance-biased", "running variances are those of the samples, not the unbiased ones",
         "graph.operators.sync_batch_norm:batch_norm",
         "variance * (total / (total - 1))",

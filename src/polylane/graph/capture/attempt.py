@@ -37,6 +37,7 @@ from polylane.graph.capture.leaves import (
     source_line_of,
 )
 from polylane.graph.capture.python_operators import FunctionCall, forget_sites
+from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
 from polylane.graph.capture.self_check import Difference
 from polylane.graph.graph import is_inside
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
@@ -256,6 +257,7 @@ def _attempt_capture(whole: ModelWithLoss, leaves: Sequence[Any], paths: Collect
     compute_sizes_locally(graph, part)
     rewrite.merge_tied(graph, whole.tied)
     together = functionalize_writes(graph)
+    repeat_moves(graph, whole, leaves)
     graph.lint()
     return CaptureAttempt(graph, constants, together, refused, is_fixed_size=lowest == highest)
 
@@ -288,7 +290,12 @@ def _find_faulty_module(
 ) -> tuple[str, str]:
     """Return the path of the module to keep whole, and why."""
     why = f"captured, {difference.what} came out different"
-    if draft.is_fixed_size:  # int() or range() of a size
+    if difference.buffer in buffers_written_again(draft.graph):
+        why = (
+            f"the recomputation of your torch.utils.checkpoint writes {difference.what} again, which cannot be "
+            "captured: keep the module that writes it out of the checkpoint"
+        )
+    elif draft.is_fixed_size:  # int() or range() of a size
         why = f"it fixes the number of samples to the example's, and {difference.what} came out different"
     elif draft.refused_sizes:
         why = f"what it computes depends on the number of samples, and {difference.what} came out different with some"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +33,10 @@ def checkpoints_inlined() -> Iterator[None]:
         @staticmethod
         def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             note()
-            return function(*args)
+            # The reentrant kind has gradients only where one of its inputs has.
+            given = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            with nullcontext() if any(arg.requires_grad for arg in given) else torch.no_grad():
+                return function(*args)
 
     def begin(function: Any, preserve: bool, contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Iterator[None]:
         note()
@@ -54,6 +57,11 @@ def name_checkpoint(frame: FrameType) -> str:
     """Return what stands for a frame in the stack traces of operators if it is a call's, or ""."""
     number = _CALLS.get(id(frame)) if frame.f_code.co_filename == _FILE else None
     return "" if number is None else f"<checkpoint {number}>"
+
+
+def is_checkpointed(node: fx.Node) -> bool:
+    """Return whether an operator of the export runs inside of a call."""
+    return node.op == "call_function" and _REGION.search(node.meta.get("stack_trace") or "") is not None
 
 
 def find_checkpoints(graph: fx.Graph) -> tuple[frozenset[str], ...]:
