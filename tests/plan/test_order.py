@@ -29,7 +29,7 @@ def test_the_order_of_every_schedule_is_one(name: str) -> None:
         (["f0.0 b0.0"], r"order has 1 lines, and there are 2 groups"),
         (["f0.0", "f1.0 b1.0"], r"order.0: b0.0 is missing"),
         (["f0.0 b0.0 f1.0", "f1.0 b1.0"], r"order.0: f1.0 does not belong there"),
-        (["f0.0 f0.0 b0.0", "f1.0 b1.0"], r"order.0: f0.0 does not belong there"),
+        (["f0.0 f0.0 b0.0", "f1.0 b1.0"], r"order.0: f0.0 is there twice"),
         (["b0.0 f0.0", "f1.0 b1.0"], r"order.0: b0.0 is out of its place"),
         (["f0.0 w0.0 i0.0", "f1.0 i1.0 w1.0"], r"order.0: w0.0 is out of its place"),
     ],

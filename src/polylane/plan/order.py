@@ -84,7 +84,9 @@ def _check_passes(lane: Sequence[Action], number: int, own: Sequence[tuple[int, 
     """Check that a line has every pass of its stages and microbatches once, and no other."""
     there, known = set[Action](), set(own)
     for action in lane:
-        if action in there or (action.stage, action.microbatch) not in known:
+        if action in there:
+            raise PolylaneError(f"order.{number}: {_word(action)} is there twice")
+        if (action.stage, action.microbatch) not in known:
             raise PolylaneError(f"order.{number}: {_word(action)} does not belong there")
         there.add(action)
     for stage, microbatch in own:

@@ -66,10 +66,12 @@ class Advice:
     Attributes:
         parts: fractions of the best plan's step, the largest first.
         families: (family, its best plan, step time relative to the best) for every other family that fits.
-        alone: step time of one device relative to the best; None if the model does not fit on it.
+        alone: step time of one device relative to the best; None if the model does not fit on it, or the plan's fixed
+            keys ask for more.
         helps: changes that would speed up the step, the most effective first.
         excluded: (plan, relative step time, missing bytes) of plans that would be faster but do not fit.
         schedule: the best plan's schedule beside the others, where there are any.
+        one_is_too_small: whether one device was tried and lacks the memory.
     """
 
     parts: tuple[StepShare, ...]
@@ -78,6 +80,7 @@ class Advice:
     helps: tuple[Improvement, ...]
     excluded: tuple[tuple[str, float, float], ...]
     schedule: ScheduleAdvice | None = None
+    one_is_too_small: bool = False
 
 
 def advise(answer: SearchResult) -> Advice:
@@ -94,6 +97,7 @@ def advise(answer: SearchResult) -> Advice:
             if c.seconds < best.candidate.seconds * (1 - WORTH)
         ),
         compare_schedules(best),
+        any(c.workers == 1 for c in answer.too_large_candidates),
     )
 
 
@@ -271,7 +275,7 @@ def advice_sentences(advice: Advice, best: RankedPlan, show_bytes: Callable[[flo
         lines.append(f"One device is better than several: {_explain_single_device(advice)}.")
     elif advice.alone is not None:
         lines.append(f"One device alone would take {advice.alone:.2f} times as long.")
-    else:
+    elif advice.one_is_too_small:
         lines.append("One device alone does not have the memory.")
     for help_ in advice.helps:
         lines.append(f"With {help_.change}: {help_.faster:.2f} times as fast, as {help_.plan}.")
