@@ -241,6 +241,12 @@ def test_version() -> None:
         ("train tiny.py --workers 100000", "are started on one host: use fewer, or let torchrun start them"),
         ("inspect tiny.py --write plan.yaml", "--write plan.yaml writes a plan: say which one with --plan"),
         ("lanes 1f1b --stages 99999 --microbatches 99999", "are more than 262,144 passes, too many to draw"),
+        ("lanes zb-v --stages 128 --microbatches 2048", "times --chunks 2 are more than 262,144 passes, too many to"),
+        ("lanes 1f1b --stages 100000 --microbatches 2", "--stages 100000 are more than 32,768 workers, too many to"),
+        (
+            "lanes --compare --stages 64 --microbatches 257",
+            "more than 16,384 passes, too many to compare all",
+        ),
         ("inspect tiny.py --plan none.yaml", "plan none.yaml: No such file"),
         ("train tiny.py --plan tiny.py", "plan tiny.py: this is not"),
         ("train none.py", "There is no recipe at none.py"),

@@ -19,11 +19,15 @@ from polylane.inspection.schedule_report import DrawnSchedule, ScheduleShape, dr
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.swimlane.layout import build_rows, format_number, format_percent
 from polylane.observe.timeline import Timeline
-from polylane.schedule.schedules import ASYNCHRONOUS
+from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS
 from polylane.schedule.stage_graph import CyclicStages, StageGraph
 from polylane.yaml_file import read
 
-MOST = 2**18  # most forward passes that are drawn in one picture
+# What is drawn within some 20 seconds:
+MOST = 2**18  # forward passes in one picture
+MOST_COMPARED = 2**14  # forward passes of a step whose schedules are compared
+MOST_ROWS = 2**15  # workers
+MOST_COMPARED_ROWS = 2**10  # workers whose schedules are compared
 MOST_TICKS = 10**12  # most ticks of one pass: larger ones add up to numbers without meaning
 
 
@@ -164,12 +168,23 @@ def _read_stages(request: LanesRequest) -> _Drawn:
     stages, ticks = request.stages, (_ticks("--forward", request.forward), _ticks("--backward", request.backward))
     # A number, also a negative one, is a count of stages, for a sentence about its value; anything else is a path.
     drawn = _chain(stages, *ticks) if stages.strip().lstrip("-").isdecimal() else _read(Path(stages), *ticks)
-    if drawn.graph.stages * request.microbatches * (request.chunks or 1) * (request.batches or 1) > MOST:
-        more = f" times --chunks {request.chunks}" if request.chunks else ""
+    chunks = request.chunks or DEFAULT_CHUNKS.get(request.schedule or "", 1)
+    passes = drawn.graph.stages * request.microbatches * chunks * (request.batches or 1)
+    most = MOST_COMPARED if request.compare else MOST
+    if passes > most:
+        more = f" times --chunks {chunks}" if chunks > 1 else ""
         more += f" times --batches {request.batches}" if request.batches else ""
         raise PolylaneError(
-            f"--stages {stages} times --microbatches {request.microbatches}{more} are more than {MOST:,} passes, too "
-            "many to draw"
+            f"--stages {stages} times --microbatches {request.microbatches}{more} are more than {most:,} passes, too "
+            f"many to {'compare all schedules of' if request.compare else 'draw'}"
+        )
+    rows = drawn.graph.stages * max(_parse_replicas(request.replicas), default=1)
+    many = f" times --replicas {request.replicas}" if request.replicas else ""
+    most = MOST_COMPARED_ROWS if request.compare else MOST_ROWS
+    if rows > most:
+        raise PolylaneError(
+            f"--stages {stages}{many} are more than {most:,} workers, too many to "
+            f"{'compare all schedules of' if request.compare else 'draw'}"
         )
     return drawn
 

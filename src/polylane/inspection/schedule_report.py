@@ -196,8 +196,9 @@ def steady_utilization(timeline: Timeline) -> float | None:
     numbers = [span.action.microbatch for span in passes if span.action.microbatch is not None]
     if not numbers:
         return None
-    start = max(span.end for span in passes if span.action.microbatch == min(numbers))
-    end = min(span.start for span in passes if span.action.microbatch == max(numbers))
+    first_one, last_one = min(numbers), max(numbers)
+    start = max(span.end for span in passes if span.action.microbatch == first_one)
+    end = min(span.start for span in passes if span.action.microbatch == last_one)
     if start >= end:
         return None
     inside = 0.0
