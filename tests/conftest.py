@@ -4,10 +4,12 @@ import gc
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-import torch._dynamo.config
-from hypothesis import settings
+gc.disable()  # before the imports: nothing of what they and the collection make is garbage, and looking takes a third
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch._dynamo.config  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 # Helpers are imported by their bare names, whatever drawer the tests that need them are in.
 TESTS = Path(__file__).parent
@@ -35,5 +37,6 @@ def pytest_collection_finish() -> None:
     """What torch and thousands of tests are made of stays: spare the garbage collector from looking at it."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     # What tests keep for each other (graphs, by the thousand objects) stays too: look at it seldom.
     gc.set_threshold(10_000, 20, 50)

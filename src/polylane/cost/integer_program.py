@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +20,17 @@ STATUS = {0: "optimal", 1: "stopped early", 2: "impossible"}
 
 Term = tuple[int, float]
 
+# Solutions of the latest programs, by their content: a search over meshes states the same program again and again.
+_solved = OrderedDict[bytes, "IntegerSolution"]()
+KEPT = 256
+
 
 @dataclass(frozen=True)
 class IntegerSolution:
     """The solver's result.
 
     Attributes:
-        values: one number per variable; empty where nothing was found.
+        values: one number per variable, not to be written to; empty where nothing was found.
         cost: sum of costs at ``values``; infinite without a solution.
         secondary_cost: sum of the second objective's terms (bytes) at ``values``.
         gap: relative distance from the best bound; infinite where no solution was found.
@@ -82,20 +88,31 @@ class IntegerProgram:
     def solve(self, gap: float, more: Sequence[Term] = (), weight: float = 0.0) -> IntegerSolution:
         """Minimise the costs plus ``weight`` times the sum of ``more``.
 
-        The search is bounded in nodes, not in seconds: it is deterministic, and all ranks that run it find the same.
+        The search is bounded in nodes, not in seconds: it is deterministic, and all ranks that run it find the same. So
+        the solution of an equal program, if it is one of the latest that were solved, is returned again.
 
         Args:
             gap: relative distance from the best bound at which to stop.
             more: terms of a second objective, as (variable, coefficient).
             weight: factor of the second objective; infinite: only that counts.
         """
+        costs = np.array(self.costs, dtype=float)
+        extra = np.zeros(len(costs))
+        np.add.at(extra, [v for v, _ in more], [n for _, n in more])
+        stated = [np.array(each, dtype=float) for each in (*self._at, *self._bounds, self.is_integer)]
+        stated += [np.array(self.lower_bounds, dtype=float), costs, extra, np.array([gap, weight, NODES])]
+        key = _digest(stated)
+        found = _solved.pop(key, None) or self._search(gap, costs, extra, weight)
+        _solved[key] = found
+        if len(_solved) > KEPT:
+            _solved.popitem(last=False)
+        return found
+
+    def _search(self, gap: float, costs: Any, extra: Any, weight: float) -> IntegerSolution:
         # Imported here: scipy takes half a second, and a training whose operators are not split solves no program.
         from scipy.optimize import Bounds, LinearConstraint, milp  # type: ignore[import-untyped]
         from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-        costs = np.array(self.costs)
-        extra = np.zeros(len(costs))
-        np.add.at(extra, [v for v, _ in more], [n for _, n in more])
         rows, columns, values = self._at
         matrix = csr_array((values, (rows, columns)), shape=(len(self._bounds[0]), len(costs)))
         found = milp(
@@ -107,10 +124,19 @@ class IntegerProgram:
         )
         if found.x is None:
             return IntegerSolution((), math.inf, math.inf, math.inf, STATUS.get(found.status, "stopped early"))
+        found.x.flags.writeable = False
         left = float(found.mip_gap or 0.0)
         return IntegerSolution(
             found.x, float(costs @ found.x), float(extra @ found.x), left, STATUS[int(found.status > 0)]
         )
+
+
+def _digest(arrays: Sequence[Any]) -> bytes:
+    """Digest arrays with their lengths, so that none can be taken for a part of another."""
+    digest = hashlib.sha256(repr([len(each) for each in arrays]).encode())
+    for each in arrays:
+        digest.update(each.tobytes())
+    return digest.digest()
 
 
 def _scaled(costs: Any) -> Any:
