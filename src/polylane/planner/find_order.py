@@ -92,8 +92,8 @@ def find_measured_order(
 ) -> Plan:
     """Return the plan with its order of passes, found for measured times alone: where no cluster is described.
 
-    Messages are taken to be free, and no worker holds more microbatches than under 1F1B. Two halves of a backward pass
-    take longer than the whole by a fixed part of it.
+    Messages are taken to be free, and no worker holds more microbatches than the first one does under 1F1B: as many as
+    there are groups of workers. Two halves of a backward pass take longer than the whole by a fixed part of it.
 
     Args:
         partition: the graph, cut into the plan's stages.
@@ -126,7 +126,7 @@ def find_measured_order(
                 input_gradient=tuple(input_),
                 weight_gradient=tuple(weight + longer),
                 backward=tuple(input_ + weight),
-                # 1F1B holds as many microbatches as there are groups behind a worker, of each of its stages.
+                # What 1F1B's first worker holds: as many microbatches as there are groups, of each of its stages.
                 memory=tuple(float(groups.count(group) * chunks) for group in range(chunks)),
                 split=plan.sync.shard != "parameters",
             )
