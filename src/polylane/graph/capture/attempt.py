@@ -126,8 +126,8 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
             if abstract and (unknown := why_data_needed(error)):
                 raise PolylaneError(
                     f"{fault.path or 'loss(model, batch)'} depends on {unknown}{format_line(fault.line)}, and "
-                    "predictions are made without data: keep the sizes, as torch.where or a product with the mask does, or leave "
-                    "plan and simulate out and give train a plan of your own"
+                    "predictions are made without data: keep the sizes, as torch.where or a product with the mask "
+                    "does, or leave plan and simulate out and give train a plan of your own"
                 ) from error
             where = f"{'on the meta device ' if abstract else ''}on {which}{f' in {fault.path}' if fault.path else ''}"
             raise PolylaneError(
