@@ -381,6 +381,12 @@ def test_simulate_plan_auto_says_that_nothing_fits_as_plan_does(recipe: Path) ->
             "simulate layers.py --cluster 2:a100-80g --plan data=2 --reserve 5%",
             "--reserve is for plans that are search",
         ),
+        (
+            "simulate layers.py --cluster 2:a100-80g --plan pipeline=2,schedule=1f1b --schedule afab",
+            "--schedule afab, but the plan says schedule=1f1b: leave one of them out",
+        ),
+        ("plan layers.py --cluster 2:a100-80g --reserve 90GiB", "--reserve 90.0 GiB takes all of a device's memory"),
+        ("simulate layers.py --cluster 2:a100-80g --plan auto --reserve 90GiB", "which is 80.0 GiB: keep less free"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 0", "--chunks must be at least 1, not 0"),
         ("simulate layers.py --cluster 2:a100-80g --plan data=2 --chunks 2", "there is one stage: add pipeline=2"),
         (
@@ -462,3 +468,46 @@ def test_plans_leave_a_reserve_and_say_so(recipe: Path) -> None:
     assert "and leave 4.00 GiB of it free (--reserve)" in call(*line.split()).stdout.replace("\n", " ")
     bad = call(*line.split(), "--reserve", "much")
     assert bad.exit_code == 2 and bad.stderr.startswith("polylane: --reserve takes a share of the memory or a size")
+
+
+MASKS = """
+import torch
+from torch import nn
+
+class Inner(nn.Linear):
+    def forward(self, x):
+        return super().forward(CHOSEN).sum(0) + x
+
+def model():
+    return nn.Sequential(nn.Linear(4, 4), Inner(4, 4))
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+def optimizer(parameters):
+    return torch.optim.SGD(parameters)
+
+def data(split):
+    return [torch.ones(4) for _ in range(32)]
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "unknown"),
+    [
+        ("x[x[:, 0] > 0]", "how many elements a boolean mask chooses"),
+        ("x.unique(dim=0)", "the size of what unique returns"),
+        ("x if x[0, 0].item() > 0 else -x", "a value of a tensor"),
+    ],
+)
+def test_what_depends_on_the_data_is_not_predicted(recipe: Path, chosen: str, unknown: str) -> None:
+    """One sentence names the module and the user's line, and says what to do."""
+    file = recipe.with_name("masks.py")
+    file.write_text(MASKS.replace("CHOSEN", chosen))
+    for command in ("plan", "simulate"):
+        options = ("--plan", "data=2") if command == "simulate" else ()
+        result = call(command, "masks.py", "--cluster", "2:a100-80g", "--batch", "16", *options)
+        assert result.exit_code == 2
+        assert f"1 depends on {unknown} (" in result.stderr
+        assert "masks.py:7), and predictions are made without data: keep the sizes" in result.stderr
+    sys.modules.pop("masks", None)

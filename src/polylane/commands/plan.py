@@ -33,6 +33,7 @@ def run(request: PlanRequest) -> None:
     from polylane.plan.plan_file import dump
     from polylane.planner import advice
     from polylane.planner.find_plans import find_plans
+    from polylane.planner.memory_reserve import refuse_whole_reserve
 
     method, output = planning.method_of(request), request.output
     if output is not None:
@@ -43,6 +44,7 @@ def run(request: PlanRequest) -> None:
     if request.workers is not None and request.workers > cluster.count:
         devices = printing.format_plural(cluster.count, "device")
         raise PolylaneError(f"--workers {request.workers}: the cluster has {devices}")
+    refuse_whole_reserve(cluster, request.workers or cluster.count, reserve)
     _, problem = planning.capture_on_meta(inputs.open_recipe(request), cluster, request)
     answer = find_plans(
         problem,

@@ -13,7 +13,7 @@ from polylane.errors import PolylaneError
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
-    from polylane.commands.requests import PredictRequest
+    from polylane.commands.requests import PredictRequest, SimulateRequest
     from polylane.compile.training_problem import TrainingProblem
     from polylane.cost.operators.profile import Profile
     from polylane.cost.operators.training_options import TrainingOptions
@@ -130,7 +130,7 @@ def sync_options(request: PredictRequest) -> dict[str, Any]:
     return given
 
 
-def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
+def patch_plan(plan: Spec | Plan, request: SimulateRequest) -> Spec | Plan:
     """Return a plan with the options of a command as keys of its own: the options say what its keys would say.
 
     Raises:
@@ -138,7 +138,7 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
     """
     from polylane.plan.plan import Plan, check
     from polylane.plan.recompute import NONE, format_recompute, parse_recompute
-    from polylane.plan.spec import PRECISIONS, Spec
+    from polylane.plan.spec import PRECISIONS, Spec, says_schedule
     from polylane.plan.sync import SUM
 
     given = sync_options(request)
@@ -158,7 +158,7 @@ def patch_plan(plan: Spec | Plan, request: PredictRequest) -> Spec | Plan:
     if plan.recompute not in (NONE, recompute):
         both = f"--recompute {request.recompute}, but the plan says recompute={format_recompute(plan.recompute)}"
         raise PolylaneError(f"{both}: leave one of them out")
-    plan = _with_schedule(plan, request.schedule)
+    plan = _with_schedule(plan, request.schedule, said=isinstance(plan, Spec) and says_schedule(request.plan))
     if isinstance(plan, Plan):
         patched = plan.model_copy(update={"sync": sync, "precision": precision, "recompute": recompute})
         check(patched)  # pydantic does not validate a copy with changes
@@ -179,8 +179,13 @@ def _check_chunks(plan: Spec | Plan, chunks: int | None) -> None:
         raise PolylaneError(f"--chunks {chunks}, but the plan says chunks={own}: leave one of them out")
 
 
-def _with_schedule(plan: Spec | Plan, schedule: str | None) -> Spec | Plan:
+def _with_schedule(plan: Spec | Plan, schedule: str | None, said: bool) -> Spec | Plan:
     """Return the plan with another schedule, where one is given; a plan in one line gets its chunks as well.
+
+    Args:
+        plan: what the schedule is exchanged of.
+        schedule: the schedule that an option asks for; None: the plan's own.
+        said: whether the plan names its schedule, which may be the default.
 
     Raises:
         PolylaneError: the plan says another one, or its stages do not allow it.
@@ -191,7 +196,7 @@ def _with_schedule(plan: Spec | Plan, schedule: str | None) -> Spec | Plan:
 
     if schedule is None or schedule == plan.schedule:
         return plan
-    if plan.schedule != Spec.schedule:
+    if said or plan.schedule != Spec.schedule:
         raise PolylaneError(f"--schedule {schedule}, but the plan says schedule={plan.schedule}: leave one of them out")
     if schedule not in RUNNABLE:
         raise PolylaneError(f"--schedule {schedule} is not known, known are {', '.join(RUNNABLE)}")

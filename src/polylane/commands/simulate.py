@@ -42,6 +42,7 @@ def run(request: SimulateRequest) -> None:
     from polylane.plan.plan import Plan
     from polylane.planner.find_order import find_order
     from polylane.planner.find_plans import find_plans, keep_options
+    from polylane.planner.memory_reserve import refuse_whole_reserve
     from polylane.planner.problem import build_cost_model, fit_plan, fit_to_meshes
 
     method = planning.method_of(request)
@@ -51,6 +52,8 @@ def run(request: SimulateRequest) -> None:
     # A plan file's placements hold for the layouts that are priced.
     pins = {axis: plan.pins(axis) for axis in plan.axes} if isinstance(plan, Plan) else {}
     cluster = slow_down_cluster(load_or_parse(request.cluster), request.slow)
+    if wanted is not None:
+        refuse_whole_reserve(cluster, cluster.count, planning.reserve_of(request))
     recipe = inputs.open_recipe(request)
     problem, captured = planning.capture_on_meta(recipe, cluster, request, pins)
     if plan is None:

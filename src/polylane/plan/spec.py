@@ -266,6 +266,11 @@ def _parse_line(text: str) -> Spec:
     )
 
 
+def says_schedule(text: str) -> bool:
+    """Return whether a plan in one line names its schedule, the default one included."""
+    return any(piece.partition("=")[0].strip() == "schedule" for piece in text.rpartition("]")[2].split(","))
+
+
 def _parse_switch(key: str, text: str) -> bool:
     if text not in ("yes", "no"):
         raise PolylaneError(f"{key}={_shorten(text)} must be yes or no")

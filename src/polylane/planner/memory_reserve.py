@@ -53,6 +53,24 @@ def parse_reserve(text: str) -> MemoryReserve:
     return MemoryReserve(bytes=int(size[0]))
 
 
+def refuse_whole_reserve(cluster: Cluster, workers: int, reserve: MemoryReserve) -> None:
+    """Refuse a reserve that leaves nothing of a device.
+
+    Args:
+        cluster: the devices, of which plans take the first ones.
+        workers: the most workers that a plan has.
+        reserve: what is kept free on each of them.
+
+    Raises:
+        PolylaneError: the smallest of the devices has no more memory than the reserve.
+    """
+    least = min(device.memory for device in cluster.devices(range(min(workers, cluster.count))))
+    if reserve.of(least) >= least:
+        raise PolylaneError(
+            f"--reserve {reserve} takes all of a device's memory, which is {format_size(least)}: keep less free"
+        )
+
+
 def memory_limit(cluster: Cluster, workers: int, reserve: MemoryReserve = USUAL, memory: float | None = None) -> float:
     """Return the bytes that any worker may use: the least of what the devices have, without the reserve.
 

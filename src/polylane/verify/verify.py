@@ -12,6 +12,7 @@ Both sides run in forked processes, so that the caller's model stays as it is. T
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -164,6 +165,7 @@ class _Verification(ComparedTraining):
         """Compare each step from the reference's state, which is judged, and a free run of all steps, which is not."""
         run = train_local_sgd if self.prepared.plan.sync.is_replica_local else train_reference
         reference = self._run_in_one_process(lambda: run(self))
+        refuse_infinite_losses(reference.losses)
         workers = self._run_on_workers(lambda job: train_stepwise(job, self, reference))
         # Rank 0 has the loss over all replicas.
         losses = [total / count for total, count in workers[0].losses]
@@ -246,7 +248,26 @@ class _Verification(ComparedTraining):
             once = run()
             return replace(once, floors=measure_floors(as_pass(once), again, self.tolerance, permutes=False))
 
-        return compare_runs(self, self._run_in_one_process(measured), workers)
+        reference = self._run_in_one_process(measured)
+        refuse_infinite_losses(reference.losses)
+        return compare_runs(self, reference, workers)
+
+
+def refuse_infinite_losses(losses: Sequence[float]) -> None:
+    """Refuse a training that has no finite loss on one worker: nothing is equal to NaN.
+
+    Args:
+        losses: loss of each step on one worker.
+
+    Raises:
+        PolylaneError: a loss is NaN or infinite; the message names the first such step.
+    """
+    wrong = next(((step, loss) for step, loss in enumerate(losses, start=1) if not math.isfinite(loss)), None)
+    if wrong is not None:
+        raise PolylaneError(
+            f"the loss of step {wrong[0]} is {'NaN' if math.isnan(wrong[1]) else 'infinite'} on one worker: "
+            "there is nothing that a plan could be compared with; mend the loss, or verify fewer steps"
+        )
 
 
 def _build_deviations(prepared: CompiledTraining, names: Sequence[str], judgement: Judgement) -> tuple[Deviation, ...]:

@@ -26,6 +26,7 @@ from polylane.graph.capture.export import (
     model_restored,
     reason_of,
     snapshot_tensors,
+    why_data_needed,
 )
 from polylane.graph.capture.leaves import (
     LeafCall,
@@ -122,6 +123,12 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
             raise
         except Exception as error:
             fault = NotCaptured.of(whole, error)
+            if abstract and (unknown := why_data_needed(error)):
+                raise PolylaneError(
+                    f"{fault.path or 'loss(model, batch)'} depends on {unknown}{format_line(fault.line)}, and "
+                    "predictions are made without data: keep the sizes, as torch.where or a product with the mask "
+                    "does, or leave plan and simulate out and give train a plan of your own"
+                ) from error
             where = f"{'on the meta device ' if abstract else ''}on {which}{f' in {fault.path}' if fault.path else ''}"
             raise PolylaneError(
                 f"loss(model, batch) fails {where}: {reason_of(error)}{format_line(fault.line)}"

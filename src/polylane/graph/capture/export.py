@@ -256,6 +256,18 @@ def reason_of(error: BaseException) -> str:
     return f"{name}: {text[0]}" if text[0] else name
 
 
+def why_data_needed(error: BaseException) -> str:
+    """Return what about the data an operator wanted to know that ran on the meta device, where there is none; or ""."""
+    text = str(error).partition("\n")[0].lower()
+    if not isinstance(error, NotImplementedError | RuntimeError | TypeError) or "meta" not in text:
+        return ""
+    by_size = ("nonzero", "masked_select", "unique", "bincount", "repeat_interleave", "histc")
+    name = next((name for name in by_size if name in text), None)
+    if name is None:
+        return "a value of a tensor"
+    return "how many elements a boolean mask chooses" if name == "nonzero" else f"the size of what {name} returns"
+
+
 def format_line(line: str) -> str:
     """Return a source line as the end of a sentence."""
     return f" ({line})" if line else ""
