@@ -14,6 +14,7 @@ from polylane.planner.problem import fit_plan
 from polylane.schedule.action import ActionKind
 from polylane.schedule.live import peak_live
 
+EFFORT = 60_000  # a tenth of what a user's search plays: these laws hold however far it gets
 NAMED = ("naive", "afab", "1f1b", "zb-h1", "zb-h2")
 
 
@@ -44,10 +45,10 @@ def test_it_keeps_within_the_memory() -> None:
     partition, plan = fit_plan(basis, parse("pipeline=4,microbatches=8,schedule=auto"), 4096)
     whole = predict(basis, *fit_plan(basis, parse("pipeline=4,microbatches=8"), 4096), 4096)
     bound = max(stage.memory.total for stage in whole.stages)
-    found = find_order(basis, partition, plan, 4096, memory=bound)
+    found = find_order(basis, partition, plan, 4096, memory=bound, effort=EFFORT)
     assert max(stage.memory.total for stage in predict(basis, partition, found, 4096).stages) <= bound
     with pytest.raises(PolylaneError, match=r"no order of passes fits .* the least would take .* GiB more"):
-        find_order(basis, partition, plan, 4096, memory=bound / 100)
+        find_order(basis, partition, plan, 4096, memory=bound / 100, effort=EFFORT)
 
 
 def test_measured_times_alone_keep_to_the_memory_of_1f1b() -> None:
@@ -65,10 +66,10 @@ def test_two_stages_of_each_worker_are_tried_as_a_v() -> None:
     partition, plan = fit_plan(basis, parse("pipeline=2,chunks=2,microbatches=8,schedule=auto"), 64)
     stages = [partition.stage_of[node.name] for node in graph.nodes]
     seconds = [((1.0, 1.3, 1.0, 1.6)[s] / stages.count(s), (2.0, 2.6, 2.0, 3.2)[s] / stages.count(s)) for s in stages]
-    found = find_measured_order(partition, plan, seconds)
+    found = find_measured_order(partition, plan, seconds, effort=EFFORT)
     assert plan.stage_groups == (0, 1, 0, 1) and found.stage_groups == (0, 1, 1, 0)
     assert found.workers == plan.workers
-    stays = find_measured_order(partition, plan, seconds, placed=True)
+    stays = find_measured_order(partition, plan, seconds, placed=True, effort=EFFORT)
     assert stays.stage_groups == plan.stage_groups and stays.order
-    orders = [find_order(basis, partition, plan, 64, placed=placed) for placed in (True, False)]
+    orders = [find_order(basis, partition, plan, 64, effort=EFFORT, placed=placed) for placed in (True, False)]
     assert predict(basis, partition, orders[1], 64).seconds <= predict(basis, partition, orders[0], 64).seconds

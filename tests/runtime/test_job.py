@@ -187,7 +187,8 @@ def test_whole_batches_and_the_jobs_own_are_the_same(plan: str) -> None:
         assert all(torch.equal(state[name], reference[name]) for name in reference)
 
 
-def test_batches_of_another_form_later() -> None:
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+def test_batches_of_another_form_later(plan: str) -> None:
     """Sequences of another length: captured when the first of them comes, and cut at the same places."""
 
     class Reader(nn.Module):
@@ -207,20 +208,19 @@ def test_batches_of_another_form_later() -> None:
     random = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, 9, (6, length), generator=random) for length in (5, 9, 5, 3, 9)]
     reference = plainly(model, batches, loss=loss)
-    for plan in PLANS:
-        for worker in trained(model, plan, batches, loss=loss):
-            assert_same(worker, reference)
+    for worker in trained(model, plan, batches, loss=loss):
+        assert_same(worker, reference)
 
 
-def test_a_mean_over_parts_that_do_not_count_alike() -> None:
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+def test_a_mean_over_parts_that_do_not_count_alike(plan: str) -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mean:
         inputs, labels = batch
         return Mean(F.cross_entropy(model(inputs), labels, ignore_index=3, reduction="sum"), (labels != 3).sum())
 
     reference = plainly(mlp(6, 8, 8, 4), BATCHES, loss=loss, clip_norm=0.1)
-    for plan in PLANS:
-        for worker in trained(mlp(6, 8, 8, 4), plan, BATCHES, loss=loss, clip_norm=0.1):
-            assert_same(worker, reference)
+    for worker in trained(mlp(6, 8, 8, 4), plan, BATCHES, loss=loss, clip_norm=0.1):
+        assert_same(worker, reference)
 
 
 def test_a_part_in_which_nothing_counts() -> None:
@@ -274,19 +274,20 @@ def test_a_leaf_that_belongs_to_the_whole_batch() -> None:
             assert losses == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_loss_that_is_no_number_is_reported_and_no_more() -> None:
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+def test_a_loss_that_is_no_number_is_reported_and_no_more(plan: str) -> None:
     bad = BATCHES[0][0].clone()
     bad[3] = math.nan
 
     def work(job: Job) -> list[float]:
         return [job.step(batch).loss for batch in (BATCHES[0], (bad, BATCHES[0][1]), BATCHES[1])]
 
-    for plan in PLANS:
-        for first, second, third in workers(work, mlp(6, 8, 8, 4), plan):
-            assert math.isfinite(first) and math.isnan(second) and math.isnan(third)
+    for first, second, third in workers(work, mlp(6, 8, 8, 4), plan):
+        assert math.isfinite(first) and math.isnan(second) and math.isnan(third)
 
 
-def test_a_loss_may_be_a_module_with_weights_of_its_own() -> None:
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+def test_a_loss_may_be_a_module_with_weights_of_its_own(plan: str) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -319,12 +320,11 @@ def test_a_loss_may_be_a_module_with_weights_of_its_own() -> None:
         return losses, job.held().get("loss.scale"), job.state_dict()
 
     losses, scale = alone()
-    for plan in PLANS:
-        results = workers(work, mlp(6, 8, 8, 4), plan, loss=loss, optimizer=both)
-        assert any(held is not None for _, held, _ in results)
-        for own, held, state in results:
-            assert own == pytest.approx(losses, rel=1e-12) and "loss.scale" not in state
-            assert held is None or held.item() == pytest.approx(scale.item(), rel=1e-12)
+    results = workers(work, mlp(6, 8, 8, 4), plan, loss=loss, optimizer=both)
+    assert any(held is not None for _, held, _ in results)
+    for own, held, state in results:
+        assert own == pytest.approx(losses, rel=1e-12) and "loss.scale" not in state
+        assert held is None or held.item() == pytest.approx(scale.item(), rel=1e-12)
 
 
 # Plans
@@ -389,7 +389,8 @@ def test_evaluation_leaves_training_as_it_was() -> None:
         assert all(torch.equal(a[n], b[n]) for a, b in zip(with_evaluation, without, strict=True) for n in a)
 
 
-def test_evaluation_of_the_jobs_own_batches() -> None:
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+def test_evaluation_of_the_jobs_own_batches(plan: str) -> None:
     dataset = list(zip(*batch_of(11), strict=True))
 
     def work(job: Job) -> list[float]:
@@ -398,9 +399,8 @@ def test_evaluation_of_the_jobs_own_batches() -> None:
     model = mlp(6, 8, 8, 4)
     x, y = batch_of(11)
     expected = [classify(model, (x[a:b], y[a:b])).item() for a, b in ((0, 8), (8, 11))]
-    for plan in PLANS:
-        for losses in workers(work, model, plan):
-            assert losses == pytest.approx(expected, rel=1e-12)
+    for losses in workers(work, model, plan):
+        assert losses == pytest.approx(expected, rel=1e-12)
 
 
 # Weights
@@ -544,7 +544,8 @@ def test_what_a_single_job_refuses() -> None:
         polylane.parallelize(mlp(6, 8, 4), classify, sgd, example=BATCHES[0], plan="microbatches=9")
 
 
-def test_batches_that_differ_between_workers_are_noticed() -> None:
+@pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
+def test_batches_that_differ_between_workers_are_noticed(plan: str) -> None:
     """A whole batch is the same on every worker: one of its own for each is a habit from elsewhere, and wrong here."""
 
     def work(job: Job) -> str:
@@ -552,9 +553,8 @@ def test_batches_that_differ_between_workers_are_noticed() -> None:
             job.step(batch_of(8, seed=job.world.rank))
         return str(caught.value)
 
-    for plan in PLANS:
-        for said in workers(work, mlp(6, 8, 8, 4), plan):
-            assert "same whole batch" in said and "job.batches" in said
+    for said in workers(work, mlp(6, 8, 8, 4), plan):
+        assert "same whole batch" in said and "job.batches" in said
 
 
 def test_a_batch_that_fails_in_mid_training_is_not_called_the_example() -> None:

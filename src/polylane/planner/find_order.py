@@ -89,6 +89,7 @@ def find_measured_order(
     seconds: Sequence[tuple[float, float]],
     device: str = "cpu",
     placed: bool = False,
+    effort: int = EFFORT,
 ) -> Plan:
     """Return the plan with its order of passes, found for measured times alone: where no cluster is described.
 
@@ -101,6 +102,7 @@ def find_measured_order(
         seconds: (forward, backward) of every node of the graph.
         device: the kind of device on which they were measured.
         placed: whether the stages stay on their workers, as for :func:`find_order`.
+        effort: number of tasks that each search plays.
     """
     if plan.schedule != "auto" or plan.order:
         return plan
@@ -129,7 +131,8 @@ def find_measured_order(
                 # What 1F1B's first worker holds: as many microbatches as there are groups, of each of its stages.
                 memory=tuple(float(groups.count(group) * chunks) for group in range(chunks)),
                 split=plan.sync.shard != "parameters",
-            )
+            ),
+            effort=effort,
         )
         rank = found.makespan, sum(found.peak_bytes)
         if best is None or rank < best[0]:
