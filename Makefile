@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
-WORKERS := tests/equivalence tests/runtime
+WORKERS := tests/equivalence tests/runtime tests/planner
 
 .PHONY: install test test-workers test-alone test-all mutants check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
 	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness trainings zoo-batchnorm clean
@@ -34,7 +34,8 @@ check: $(INSTALLED)
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 
-# Lint and types beside two halves of the tests: what starts workers, and the rest. Two jobs at a time.
+# Lint and types beside two halves of the tests, of about equal length: most of what starts workers, with the planner, and
+# the rest. Two jobs at a time.
 test: $(INSTALLED)
 	@$(MAKE) --no-print-directory -j 2 -O check test-workers test-alone
 
