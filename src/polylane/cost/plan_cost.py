@@ -159,8 +159,7 @@ class PlanCost:
     def table(self, stage: int) -> CostTable:
         """Return the cost of every node on a stage's mesh, recomputation included."""
         if stage not in self._tables:
-            stages, recompute = self.basis.stages, self.basis.method.recompute
-            table = self._table(stage)
+            stages, recompute, table = self.basis.stages, self.basis.method.recompute, self._table(stage)
             # What the plan says is what the runtime runs again; the option is for whole blocks, as others run them.
             if recompute != NONE and self.plan.recompute_of(stage) == NONE:
                 table = add_recomputation(table, stages.recompute_counts(recompute))

@@ -40,8 +40,7 @@ class Plan(StrictMapping):
             replica r of d has microbatches r, r + d, r + 2d, ...; PipeDream's replicated stages).
         sync: how replicas synchronize gradients or weights.
         precision: "float32" (the model's own dtypes), or "bfloat16" for autocast.
-        recompute: what backward passes recompute: one of :data:`.recompute.MODES`, or a budget ("budget:200MB"); or a
-            mapping of paths of modules to these, in which "default" is the rest.
+        recompute: what backward passes recompute, of all or by path of module (:data:`.recompute.RecomputeRule`).
         slow: by rank, how it is made a straggler, to see the effect on the others.
         per_sample: modules that run the user's own Python and, by the user's word, treat each sample by itself; "model"
             is all of it.
