@@ -20,6 +20,7 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
 from polylane.graph.capture.export import Loss, python_kept
+from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition
 from polylane.plan import fit_to_graph as fit
@@ -29,7 +30,7 @@ from polylane.plan.spec import TURNS, Spec, parse
 from polylane.planner.find_order import find_measured_order
 from polylane.profiling.time_operators import measure, measure_both
 from polylane.program.server_assignment import assign_parameters
-from polylane.samples.batch_division import loss_couples_samples
+from polylane.samples.batch_division import check_open_sizes, loss_couples_samples
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.counts import capture_with_counts
 from polylane.samples.derivation import derive_composition
@@ -117,7 +118,14 @@ class CompiledTraining:
         """Return the number of microbatches of a batch in training: fewer for a short one, if the model needs it."""
         return count_parts(samples, self.plan.microbatches, self.min_samples.samples)
 
-    def recapture(self, objective: str, batch: Any, training: bool, which: str = "the example batch") -> Partition:
+    def recapture(
+        self,
+        objective: str,
+        batch: Any,
+        training: bool,
+        which: str = "the example batch",
+        opening: Opening | None = None,
+    ) -> Partition:
         """Capture an objective in another mode or for another form of batch, and cut the graph where its first one is.
 
         Args:
@@ -125,6 +133,11 @@ class CompiledTraining:
             batch: a few samples in the form of the batches to come.
             training: whether in training mode; else in evaluation mode, forward only.
             which: names the batch in error messages.
+            opening: sizes other than the number of samples that are to be left open; default: none.
+
+        Raises:
+            NotOpened: the sizes of ``opening`` cannot be left open, or the parts of a batch make up its loss in another
+                way at other sizes.
         """
         main, loss = self.graphs[objective].partition, self.objectives[objective].loss
         # Parameters that were frozen since the first capture get no gradient.
@@ -139,7 +152,10 @@ class CompiledTraining:
             in_float64=self.in_float64,
             which=which,
             effects=main.graph.code.effects,
+            opening=opening,
         )
+        if opening is not None and (self.plan.data > 1 or self.plan.microbatches > 1):
+            check_open_sizes(graph, self.plan.per_sample, opening.others)
         return align_partition(main, graph)
 
     def carry_over_layouts(self, sizes: Iterable[int]) -> None:

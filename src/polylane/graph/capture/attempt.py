@@ -37,6 +37,7 @@ from polylane.graph.capture.leaves import (
     opaque_call,
     source_line_of,
 )
+from polylane.graph.capture.open_dimensions import NotOpened, OpenedProgram, Opening, close_sizes, find_open_sizes
 from polylane.graph.capture.python_operators import FunctionCall, forget_sites
 from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
 from polylane.graph.capture.self_check import Difference
@@ -58,6 +59,7 @@ class CaptureAttempt:
         refused_sizes: numbers of samples that the code does not hold for, as far as tried.
         is_fixed_size: whether the code holds for the example's number of samples alone.
         is_opaque: whether the code is a single leaf.
+        opened: what it leaves open beside the number of samples; None: nothing.
         notes: one sentence for everything that could not be captured, and why.
     """
 
@@ -67,6 +69,7 @@ class CaptureAttempt:
     refused_sizes: list[int]
     is_fixed_size: bool = False
     is_opaque: bool = False
+    opened: OpenedProgram | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -161,6 +164,31 @@ def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
     )
 
 
+def capture_opened(
+    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool, opening: Opening
+) -> CaptureAttempt:
+    """Export with further sizes left open, and check the code on batches of several such sizes.
+
+    Raises:
+        NotOpened: export fixes these sizes, the code is not the model's at others, or a part must be kept as a leaf.
+    """
+    if abstract or dry.effects.found:
+        raise NotOpened("a part of it must be kept whole")
+    try:
+        draft = _attempt_capture(whole, leaves, (), opening.dims)
+    except NotCaptured as fault:
+        raise NotOpened(f"{fault.reason}{format_line(fault.line)}") from fault
+    assert draft.opened is not None
+    others = [each for each in opening.others if draft.opened.sizes.find(each) not in (None, draft.opened.sizes.nominal)]
+    if not others:  # nothing that has come shows whether the code holds at another size
+        raise NotOpened("what it computes depends on these sizes", is_final=False)
+    difference = _run_self_check(whole, draft, leaves, others)
+    if difference is not None:
+        raise NotOpened(f"{difference.what} came out different at other sizes")
+    close_sizes(draft.graph, draft.opened.nominal)
+    return replace(draft, notes=_describe_leaves(whole, {}))
+
+
 def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool) -> CaptureAttempt:
     """Export, turning what cannot be captured into leaves, until the self-check holds; with one note per leaf."""
     kept = _modules_with_effects(dry.effects)
@@ -212,13 +240,16 @@ def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, .
     return (*kept.values(), *([nothing] if empty else []))
 
 
-def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any]) -> Difference | None:
+def _run_self_check(
+    whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any], others: Sequence[Sequence[Any]] = ()
+) -> Difference | None:
     # One sample, and sizes for which export itself says that the code takes another branch.
     sizes = sorted({1, *draft.refused_sizes[:3], *draft.refused_sizes[-1:]})
     noted = _watch_random(draft.graph)  # before settings are around the functions
     wrap_autocast(draft.graph)
     try:
-        return self_check.first_difference(whole, draft.graph, draft.constants, leaves, sizes)
+        opened = None if draft.opened is None else draft.opened.sizes
+        return self_check.first_difference(whole, draft.graph, draft.constants, leaves, sizes, opened, others)
     finally:
         unwrap_autocast(draft.graph)
         for node, target in noted.items():
@@ -246,27 +277,31 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
     return noted
 
 
-def _attempt_capture(whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str]) -> CaptureAttempt:
+def _attempt_capture(
+    whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str], dims: Collection[tuple[int, int]] = ()
+) -> CaptureAttempt:
     with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
         stack.callback(forget_sites)
         stack.enter_context(model_restored(whole))
         if paths:
             modules = {path: whole.model.get_submodule(path) for path in paths}
             stack.enter_context(leaves_kept(modules, _observe_two_sizes(whole, modules, leaves), whole.tracing))
-        program = export(whole, leaves)
+        program = export(whole, leaves, dims)
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_slice_input(graph)
         rewrite.inline_sites(graph, part)
     # The checks that export inserted say for which sizes the code holds; read them before they are dropped.
-    lowest, highest = allowed_sizes(program)
-    refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves))
+    opened = find_open_sizes(program, graph, leaves) if dims else None
+    symbols, nominal = ((), {}) if opened is None else (opened.symbols, opened.nominal)
+    lowest, highest = allowed_sizes(program, symbols)
+    refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves), nominal)
     rewrite.drop_assertions(graph)
-    compute_sizes_locally(graph, part)
+    compute_sizes_locally(graph, part, symbols, () if opened is None else opened.sizes.nominal)
     rewrite.merge_tied(graph, whole.tied)
     together = functionalize_writes(graph)
     repeat_moves(graph, whole, leaves)
     graph.lint()
-    return CaptureAttempt(graph, constants, together, refused, is_fixed_size=lowest == highest)
+    return CaptureAttempt(graph, constants, together, refused, is_fixed_size=lowest == highest, opened=opened)
 
 
 def _observe_two_sizes(

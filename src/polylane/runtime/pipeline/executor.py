@@ -83,15 +83,21 @@ class Executor:
         self._reports_loss = self.mesh.is_first
         self._tables: BatchTables | None = None
 
-    def fit_to_samples(self, samples: int) -> Executor:
-        """Return this executor fitted to batches of one size: with its tables, and the code for its shares' sizes."""
+    def fit_to_samples(self, samples: int, open_sizes: tuple[int, ...] = ()) -> Executor:
+        """Return this executor fitted to batches of one size: with its tables, and the code for its shares' sizes.
+
+        Args:
+            samples: samples of a batch, over all replicas.
+            open_sizes: the batch's sizes that the graph leaves open.
+        """
         fitted, program = copy.copy(self), self.program
         replicas, in_turn = len(program.replicas), program.takes_turns
         shares = compute_shares(samples, self.microbatches, replicas, program.replica, in_turn)
         own = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
-        tables = build_tables(self.program, self.resharder, samples, own, self._batch_is_sharded)
+        fitted.resharder = self.resharder.at_sizes(open_sizes)
+        tables = build_tables(self.program, fitted.resharder, samples, own, self._batch_is_sharded, open_sizes)
         fitted._tables, sizes = tables, set(tables.held.values())
-        fitted.runners = {stage: runner.fit_to_sizes(sizes) for stage, runner in self.runners.items()}
+        fitted.runners = {stage: runner.fit_to_sizes(sizes, open_sizes) for stage, runner in self.runners.items()}
         return fitted
 
     @property
@@ -206,6 +212,7 @@ class Executor:
             weight=weight,
             sum_replicas=sums,
             loss_samples=averaged,
+            open_sizes=tables.open_sizes,
         )
 
     @property
