@@ -30,7 +30,7 @@ from polylane.plan.spec import TURNS, Spec, parse
 from polylane.planner.find_order import find_measured_order
 from polylane.profiling.time_operators import measure, measure_both
 from polylane.program.server_assignment import assign_parameters
-from polylane.samples.batch_division import check_open_sizes, loss_couples_samples
+from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.counts import capture_with_counts
 from polylane.samples.derivation import derive_composition
@@ -134,10 +134,6 @@ class CompiledTraining:
             training: whether in training mode; else in evaluation mode, forward only.
             which: names the batch in error messages.
             opening: sizes other than the number of samples that are to be left open; default: none.
-
-        Raises:
-            NotOpened: the sizes of ``opening`` cannot be left open, or the parts of a batch make up its loss in another
-                way at other sizes.
         """
         main, loss = self.graphs[objective].partition, self.objectives[objective].loss
         # Parameters that were frozen since the first capture get no gradient.
@@ -154,8 +150,6 @@ class CompiledTraining:
             effects=main.graph.code.effects,
             opening=opening,
         )
-        if opening is not None and (self.plan.data > 1 or self.plan.microbatches > 1):
-            check_open_sizes(graph, self.plan.per_sample, opening.others)
         return align_partition(main, graph)
 
     def carry_over_layouts(self, sizes: Iterable[int]) -> None:

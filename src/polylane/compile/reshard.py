@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from polylane.compile.sample_shares import compute_shares
-from polylane.graph.partition import Partition
 from polylane.graph.open_sizes import SizeFunction
+from polylane.graph.partition import Partition
 from polylane.graph.symbolic_sizes import open_size_function, size_function
 from polylane.placement.placement import Shard
 from polylane.plan.plan import Plan
@@ -90,9 +90,7 @@ def value_specs(
         return tuple(open_size_function(size, code.open_symbols) for size in value.shape)
 
     return {
-        name: ValueSpec(
-            name, dtypes.get(name, val.dtype), sizes_of(val), layout, coordinates or {}, code.nominal_sizes
-        )
+        name: ValueSpec(name, dtypes.get(name, val.dtype), sizes_of(val), layout, coordinates or {}, code.nominal_sizes)
         for name, val in values.items()
     }
 

@@ -1,9 +1,9 @@
 """Open sizes: the sizes of a batch, other than its number of samples, that one captured graph leaves open.
 
 A graph that was captured with a text's length open holds for other lengths too, as far as export's guards say. All that
-is decided ahead (placements, proofs, prices) looks at it at its *nominal* sizes, those of the batch that it was captured
-from: ``meta["val"]`` of a node has these as numbers, and only the number of samples as a symbol. ``meta["open"]`` has
-both as symbols, where a value depends on an open size. What runs is told the sizes of its batch.
+is decided ahead (placements, proofs, prices) looks at it at its *nominal* sizes, those of the batch that it was
+captured from: ``meta["val"]`` of a node has these as numbers, and only the number of samples as a symbol.
+``meta["open"]`` has both as symbols, where a value depends on an open size. What runs is told the sizes of its batch.
 """
 
 from __future__ import annotations

@@ -236,7 +236,8 @@ def refused_sizes(
         condition = node.args[0]
         val = condition.meta.get("val") if isinstance(condition, fx.Node) else condition
         try:
-            holds = size_function(val.node.expr.xreplace(nominal) if nominal and hasattr(val, "node") else val)
+            symbolic = getattr(val, "node", None)
+            holds = size_function(val if symbolic is None else symbolic.expr.xreplace(nominal))
         except ValueError:  # a condition on sizes that depend on data
             continue
         refused |= {samples for samples in range(1, most + 1) if not holds(samples)}

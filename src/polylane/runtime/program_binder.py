@@ -26,7 +26,7 @@ from polylane.runtime.pipeline.bind_program import bind_program, lower_programs
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
-from polylane.samples.batch_division import refuse_coupled_samples
+from polylane.samples.batch_division import check_open_sizes, refuse_coupled_samples
 from polylane.samples.batch_layout import hash_crossing_layouts
 from polylane.schedule.action import ActionKind
 from polylane.schedule.asynchronous import steps_in_flight, weight_delays
@@ -126,6 +126,8 @@ class ProgramBinder:
             python_kept(prepared.model, *prepared.losses),
         ):
             partition = prepared.recapture(objective, batch, training, which, opening)
+        if opening is not None and not prepared.batch_is_sharded and max(self._plan.data, self._plan.microbatches) > 1:
+            check_open_sizes(partition.graph, self._plan.per_sample, opening.others)
         self._refuse(partition, training)
         return prepared.compile_further(partition)
 
@@ -159,7 +161,9 @@ class ProgramBinder:
                 "batches()"
             )
         own = tuple(count_replica_samples(samples, parts, plan.data)) if plan.sync.is_replica_local else ()
-        return replace(bound, executor=bound.executor.fit_to_samples(samples, open_sizes), passes=min(parts, samples), counted=own)
+        return replace(
+            bound, executor=bound.executor.fit_to_samples(samples, open_sizes), passes=min(parts, samples), counted=own
+        )
 
     def bind_graph(
         self,

@@ -37,7 +37,7 @@ from polylane.graph.capture.leaves import (
     opaque_call,
     source_line_of,
 )
-from polylane.graph.capture.open_dimensions import NotOpened, OpenedProgram, Opening, close_sizes, find_open_sizes
+from polylane.graph.capture.open_dimensions import OpenedProgram, find_open_sizes
 from polylane.graph.capture.python_operators import FunctionCall, forget_sites
 from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
 from polylane.graph.capture.self_check import Difference
@@ -164,31 +164,6 @@ def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
     )
 
 
-def capture_opened(
-    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool, opening: Opening
-) -> CaptureAttempt:
-    """Export with further sizes left open, and check the code on batches of several such sizes.
-
-    Raises:
-        NotOpened: export fixes these sizes, the code is not the model's at others, or a part must be kept as a leaf.
-    """
-    if abstract or dry.effects.found:
-        raise NotOpened("a part of it must be kept whole")
-    try:
-        draft = _attempt_capture(whole, leaves, (), opening.dims)
-    except NotCaptured as fault:
-        raise NotOpened(f"{fault.reason}{format_line(fault.line)}") from fault
-    assert draft.opened is not None
-    others = [each for each in opening.others if draft.opened.sizes.find(each) not in (None, draft.opened.sizes.nominal)]
-    if not others:  # nothing that has come shows whether the code holds at another size
-        raise NotOpened("what it computes depends on these sizes", is_final=False)
-    difference = _run_self_check(whole, draft, leaves, others)
-    if difference is not None:
-        raise NotOpened(f"{difference.what} came out different at other sizes")
-    close_sizes(draft.graph, draft.opened.nominal)
-    return replace(draft, notes=_describe_leaves(whole, {}))
-
-
 def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool) -> CaptureAttempt:
     """Export, turning what cannot be captured into leaves, until the self-check holds; with one note per leaf."""
     kept = _modules_with_effects(dry.effects)
@@ -198,16 +173,16 @@ def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun
         return _capture_opaque(whole, leaves, dry, f"it {kept['']}")
     while True:  # each round makes one more module a leaf, or a larger one; at the latest the whole model
         try:
-            draft = _attempt_capture(whole, leaves, kept)
+            draft = attempt_capture(whole, leaves, kept)
         except NotCaptured as fault:
             path, why = fault.path, f"{fault.reason}{format_line(fault.line)}"
             if abstract:
                 raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
         else:
             _attach_effects(draft, dry.effects)
-            difference = None if abstract else _run_self_check(whole, draft, leaves)
+            difference = None if abstract else run_self_check(whole, draft, leaves)
             if difference is None:
-                return replace(draft, notes=_describe_leaves(whole, kept))
+                return replace(draft, notes=describe_leaves(whole, kept))
             path, why = _find_faulty_module(whole, draft, leaves, kept, difference)
         while path and path in kept:  # already a leaf and still failing: make its parent the leaf
             path = path.rpartition(".")[0]
@@ -233,14 +208,14 @@ def _attach_effects(draft: CaptureAttempt, effects: SideEffects) -> None:
             node.target.effects = tuple(e for e in effects.found if is_inside(e.path, node.target.path))
 
 
-def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
+def describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
     parameters = whole.named_tensors("parameters")
     empty = ", ".join(name for name, tensor in parameters if tensor.requires_grad and not tensor.numel())
     nothing = f"nothing is trained of parameters without elements (a width of 0?): {empty}"
     return (*kept.values(), *([nothing] if empty else []))
 
 
-def _run_self_check(
+def run_self_check(
     whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any], others: Sequence[Sequence[Any]] = ()
 ) -> Difference | None:
     # One sample, and sizes for which export itself says that the code takes another branch.
@@ -277,7 +252,7 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
     return noted
 
 
-def _attempt_capture(
+def attempt_capture(
     whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str], dims: Collection[tuple[int, int]] = ()
 ) -> CaptureAttempt:
     with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
@@ -352,7 +327,7 @@ def _passes_self_check(whole: ModelWithLoss, leaves: Sequence[Any], paths: Seque
     if not paths:
         return False
     try:
-        return _run_self_check(whole, _attempt_capture(whole, leaves, paths), leaves) is None
+        return run_self_check(whole, attempt_capture(whole, leaves, paths), leaves) is None
     except NotCaptured:
         return False
 

@@ -13,10 +13,11 @@ from torch import Tensor, fx, nn
 from polylane.graph.batch import cast_leaves, flatten, sample_count
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture.assign_keys import key_random_operators
-from polylane.graph.capture.attempt import CaptureAttempt, DryRun, capture_opened, capture_with_leaves, dry_run
+from polylane.graph.capture.attempt import CaptureAttempt, DryRun, capture_with_leaves, dry_run
 from polylane.graph.capture.checkpoints import find_checkpoints
 from polylane.graph.capture.describe_nodes import describe_nodes, find_gradient_flow, label_nodes, recomputable_nodes
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
+from polylane.graph.capture.open_capture import capture_opened
 from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.capture.self_check import resize_batch
 from polylane.graph.flops import DTYPE_NAMES
@@ -126,9 +127,7 @@ def _finish_graph(
     )
 
 
-def _make_code(
-    draft: CaptureAttempt, leaves: int, random: bool, statistics: bool, effects: SideEffects | None
-) -> Code:
+def _make_code(draft: CaptureAttempt, leaves: int, random: bool, statistics: bool, effects: SideEffects | None) -> Code:
     sizes, symbols = (None, ()) if draft.opened is None else (draft.opened.sizes, draft.opened.symbols)
     return Code(draft.graph, draft.constants, leaves, random, statistics, effects, sizes, symbols)
 

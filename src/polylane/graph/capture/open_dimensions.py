@@ -79,11 +79,10 @@ def find_open_sizes(program: torch.export.ExportedProgram, graph: fx.Graph, leav
     inputs = {n.meta["role"][1]: n.meta.get("val") for n in graph.nodes if _is_input(n)}
     samples, batch, places = sample_count(leaves), set[Any](), dict[Any, tuple[int, int]]()
     split = [is_sampled(leaf, samples) for leaf in leaves]
-    for i, leaf in enumerate(leaves):
-        if split[i]:
-            batch |= _symbols_of(inputs[i].shape[0])
-            if not _symbols_of(inputs[i].shape[0]):
-                raise NotOpened("it holds for one number of samples alone")
+    for i in [i for i, is_split in enumerate(split) if is_split]:
+        batch |= _symbols_of(inputs[i].shape[0])
+        if not _symbols_of(inputs[i].shape[0]):
+            raise NotOpened("it holds for one number of samples alone")
     for i, leaf in enumerate(leaves):
         for dim in range(int(split[i]), leaf.dim() if isinstance(leaf, Tensor) else 0):
             size = inputs[i].shape[dim]
@@ -200,9 +199,7 @@ def _size_at(size: Any, sizes: Mapping[Any, Any]) -> Any:
     whole = expr.xreplace(env.backed_var_to_val)  # at the example's number of samples
     if isinstance(size, torch.SymBool):
         return bool(expr) if not expr.free_symbols else env.create_symboolnode(expr)
-    number, make = (
-        (int, env.create_symintnode) if isinstance(size, torch.SymInt) else (float, env.create_symfloatnode)
-    )
+    number, make = (int, env.create_symintnode) if isinstance(size, torch.SymInt) else (float, env.create_symfloatnode)
     return number(expr) if expr.is_number else make(expr, hint=number(whole) if whole.is_number else None)
 
 

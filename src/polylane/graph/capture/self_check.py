@@ -99,7 +99,7 @@ def first_difference(
         first = list(leaves)
     # Two batches in a row: state that the first step leaves (buffers, flags) must act on the second.
     runs = [[first, other_batch(first)], *([resize_batch(leaves, size)] for size in sizes)]
-    runs += [[each, other_batch(each)] for each in others]
+    runs += [[list(each), other_batch(each)] for each in others]
     captured = _CapturedCode(whole, fx.GraphModule(nn.Module(), graph), graph, constants, opened)
     differences = (_find_difference(captured, batches, _equal_bits) for batches in runs)
     found = next((difference for difference in differences if difference is not None), None)
