@@ -20,6 +20,7 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
 from polylane.graph.capture.export import Loss, python_kept
+from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition
 from polylane.plan import fit_to_graph as fit
@@ -117,7 +118,14 @@ class CompiledTraining:
         """Return the number of microbatches of a batch in training: fewer for a short one, if the model needs it."""
         return count_parts(samples, self.plan.microbatches, self.min_samples.samples)
 
-    def recapture(self, objective: str, batch: Any, training: bool, which: str = "the example batch") -> Partition:
+    def recapture(
+        self,
+        objective: str,
+        batch: Any,
+        training: bool,
+        which: str = "the example batch",
+        opening: Opening | None = None,
+    ) -> Partition:
         """Capture an objective in another mode or for another form of batch, and cut the graph where its first one is.
 
         Args:
@@ -125,6 +133,7 @@ class CompiledTraining:
             batch: a few samples in the form of the batches to come.
             training: whether in training mode; else in evaluation mode, forward only.
             which: names the batch in error messages.
+            opening: sizes other than the number of samples that are to be left open; default: none.
         """
         main, loss = self.graphs[objective].partition, self.objectives[objective].loss
         # Parameters that were frozen since the first capture get no gradient.
@@ -139,6 +148,7 @@ class CompiledTraining:
             in_float64=self.in_float64,
             which=which,
             effects=main.graph.code.effects,
+            opening=opening,
         )
         return align_partition(main, graph)
 

@@ -8,7 +8,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from types import FrameType
 from typing import Any
@@ -132,15 +132,24 @@ class NotCaptured(Exception):
         return cls(path, line, reason_of(error))
 
 
-def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.ExportedProgram:
+def export(
+    whole: ModelWithLoss, leaves: Sequence[Any], opened: Collection[tuple[int, int]] = ()
+) -> torch.export.ExportedProgram:
     """Capture ``whole`` with the batch dimension left open.
+
+    Args:
+        whole: model and loss.
+        leaves: flat leaves of an example batch.
+        opened: further dimensions to be left open where the model allows it, as (leaf, dimension).
 
     Raises:
         NotCaptured: export fails; names the innermost module at fault.
     """
     samples = sample_count(leaves)
     # AUTO: a size that the model fixes becomes a constant instead of an error.
-    dynamic = tuple({0: torch.export.Dim.AUTO} if is_sampled(leaf, samples) else None for leaf in leaves)
+    auto, further = torch.export.Dim.AUTO, [{dim for at, dim in opened if at == i} for i in range(len(leaves))]
+    dims = [{0, *own} if is_sampled(leaf, samples) else own for leaf, own in zip(leaves, further, strict=True)]
+    dynamic = tuple(dict.fromkeys(own, auto) or None for own in dims)
     try:
         # Oblivious sizes: without it a graph would hold for two samples or more, and silently broadcast one.
         with (
