@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import random
 from collections.abc import Callable
@@ -22,6 +23,15 @@ class Kept:
 
     def __init__(self) -> None:
         self.first, self.second, self.third, self.fourth = 1, [2], {"three": 3}, torch.zeros(2)
+
+
+class Mode(enum.Enum):
+    """An enumeration refuses every assignment to a member, of the same value too."""
+
+    QUIET, LOUD = "quiet", "loud"
+
+    def is_loud(self) -> bool:
+        return self is Mode.LOUD
 
 
 def counted(kept: Any) -> None:
@@ -106,3 +116,10 @@ def test_what_a_function_changes_is_seen_through_decorators_and_modules(function
     with undo_side_effects(function.apply) as touched:
         pass
     assert not touched()
+
+
+def test_enumerations_are_left_alone_when_state_is_put_back() -> None:
+    where = find_python_names([], [Mode.is_loud])
+    assert {each.name for each in where if each.owner is Mode} >= {"QUIET", "LOUD"}
+    snapshot_names(where, ())()
+    assert Mode.LOUD.is_loud()

@@ -1,0 +1,29 @@
+"""The families of the zoo, in the order of the page."""
+
+from __future__ import annotations
+
+from benchmarks.zoo.convolutional import CONVOLUTIONAL
+from benchmarks.zoo.entry import Entry, Family
+from benchmarks.zoo.language import LANGUAGE
+
+FAMILIES: tuple[Family, ...] = (CONVOLUTIONAL, LANGUAGE)
+
+
+def all_entries() -> dict[str, Entry]:
+    """Every model of the zoo, by name.
+
+    Raises:
+        ValueError: two families have a model of the same name.
+    """
+    entries: dict[str, Entry] = {}
+    for family in FAMILIES:
+        for name, entry in family.entries.items():
+            if name in entries:
+                raise ValueError(f"{name} is in {entries[name].family} and in {family.name}")
+            entries[name] = entry
+    return entries
+
+
+def find_entry(name: str) -> Entry:
+    """The model of that name."""
+    return all_entries()[name]
