@@ -23,6 +23,7 @@ from polylane.graph.capture.export import Loss, python_kept
 from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition
+from polylane.graph.python_state.gradient_hooks import hooked_names
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import has_budget
@@ -228,6 +229,7 @@ def compile_training(
             refuse_effects(partition, chosen)
         fit.check_recompute(chosen, partitions.values())
         _check_sync(chosen, partitions, couples)
+        _refuse_hooks_on_servers(chosen, problem)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
         compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
         _check_budgets(chosen, compiled.values(), problem)
@@ -346,6 +348,15 @@ def _check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples
         assign_parameters(partitions, plan)  # for its errors alone
     if plan.is_asynchronous:
         _check_asynchronous(plan, partitions)
+
+
+def _refuse_hooks_on_servers(plan: Plan, problem: TrainingProblem) -> None:
+    """Refuse hooks on gradients that a parameter server sums, in a process without the user's hooks."""
+    if plan.sync.has_servers and (hooked := hooked_names(problem.parameters)):
+        raise PolylaneError(
+            f"{plan.title}: servers sum the gradient of {hooked[0]}, and the hook on it would see one worker's part: "
+            "leave servers out, or the hook"
+        )
 
 
 def _check_asynchronous(plan: Plan, partitions: Mapping[str, Partition]) -> None:
