@@ -33,6 +33,7 @@ from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
 from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.program_binder import BoundProgram, ProgramBinder
+from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
 from polylane.runtime.sync.local_sgd import LocalSgd
@@ -41,7 +42,7 @@ from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.traffic_report import count_traffic
 from polylane.runtime.transport import clock
-from polylane.runtime.transport.protocol import TransportCounters
+from polylane.runtime.transport.protocol import PendingTransfer, TransportCounters
 from polylane.runtime.workers import allocator
 from polylane.runtime.workers.world import World
 
@@ -94,7 +95,7 @@ class TrainingRole:
         self._rule = self._choose_sync(everyone, clip_norm)
         self._stale = track_stale_weights(self._holding)
         # Results whose all-reduce may be under way, and the spans of the last steps.
-        self._in_flight, self._spans = deque[StepResult](), deque[tuple[Span, ...]](maxlen=STEPS_KEPT)
+        self._in_flight, self._spans = deque[StepResult](), deque[tuple[TimedSpan, ...]](maxlen=STEPS_KEPT)
         self._traffic = count_traffic(self._connections, self._rule, self._holding, self._programs)
 
     def _choose_sync(self, everyone: World, clip_norm: float | None) -> GradientSync:
@@ -203,9 +204,12 @@ class TrainingRole:
             together = (
                 replica_ranks(self.plan, self.world.rank) if lane.executor.is_replica_local else range(self.world.size)
             )
-            count = self._summed(state, together)[1]
-            if count:
-                trainer.scale_gradients(state.samples_in_mean / count)
+            count = self._start_sum(state, together).wait()[1]
+            # On an accelerator nobody waits for the count: where it is 0, the gradients are left as they are.
+            if self.world.device.type != "cpu":
+                trainer.scale_gradients(torch.where(count == 0, 1.0, state.samples_in_mean / count))
+            elif count:
+                trainer.scale_gradients(state.samples_in_mean / float(count))
         samples = bool(state.tables.shares) or not lane.executor.is_replica_local
         self._hooks.run(trainer.local_parameters, self._seed, self._step)
         self._rule.update_weights(name, trainer, samples)
@@ -233,9 +237,11 @@ class TrainingRole:
 
     def _summed(self, state: StepState, ranks: Sequence[int]) -> tuple[float, float]:
         """Sum the loss over some workers, as (total, count); collective among them."""
-        sums = torch.tensor(state.sums(), dtype=torch.float64, device=self.world.device)
-        total, count = self._transport.all_reduce(sums, ranks).wait().tolist()
+        total, count = self._start_sum(state, ranks).wait().tolist()
         return total, count
+
+    def _start_sum(self, state: StepState, ranks: Sequence[int]) -> PendingTransfer:
+        return self._transport.all_reduce(state.sums(self.world.device), ranks)
 
     # ---- data and weights --------------------------------------------------------------------------------------------
 
