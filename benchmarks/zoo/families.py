@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from benchmarks.zoo.convolutional import CONVOLUTIONAL
+from benchmarks.zoo.dense import DENSE
 from benchmarks.zoo.entry import Entry, Family
 from benchmarks.zoo.language import LANGUAGE
+from benchmarks.zoo.vision_transformers import VISION_TRANSFORMERS
 
-FAMILIES: tuple[Family, ...] = (CONVOLUTIONAL, LANGUAGE)
+FAMILIES: tuple[Family, ...] = (CONVOLUTIONAL, VISION_TRANSFORMERS, DENSE, LANGUAGE)
 
 
 def all_entries() -> dict[str, Entry]:
