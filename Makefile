@@ -12,7 +12,7 @@ ZOO := $(VENV)-zoo
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .PHONY: install test test-workers test-alone test-all mutants check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
-	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths trainings zoo zoo-batchnorm clean
+	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths trainings zoo clean
 
 install: $(INSTALLED)
 
@@ -114,12 +114,6 @@ bench-published: $(INSTALLED)
 # docs/exactness.md. Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
 trainings: $(INSTALLED)
 	@$(BIN)/python tests/equivalence/same_numbers.py --told $(if $(ONLY),--only $(ONLY))
-
-# Networks of torchvision and timm with batch normalization, held by verify against one device.
-zoo-batchnorm: $(INSTALLED)
-	@echo "Installing torchvision and timm"
-	@$(PIP) -c constraints.txt -e '.[zoo]'
-	@$(BIN)/python -m benchmarks.zoo_batch_norm $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 # Models of other packages, by seven plans each, held by verify against one device: docs/models.md. Some of them:
 # `make zoo ARGS="--only GPT-2"`. Their packages go into an environment of their own, which sees polylane's.

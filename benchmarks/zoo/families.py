@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.zoo.convolutional import CONVOLUTIONAL
+from benchmarks.zoo.dense import DENSE
 from benchmarks.zoo.entry import Entry, Family
 from benchmarks.zoo.generative import GENERATIVE
 from benchmarks.zoo.graphs import GRAPHS
@@ -10,9 +11,12 @@ from benchmarks.zoo.language import LANGUAGE
 from benchmarks.zoo.physics import PHYSICS
 from benchmarks.zoo.recommenders import RECOMMENDERS
 from benchmarks.zoo.recurrent import RECURRENT
+from benchmarks.zoo.vision_transformers import VISION_TRANSFORMERS
 
 FAMILIES: tuple[Family, ...] = (
     CONVOLUTIONAL,
+    VISION_TRANSFORMERS,
+    DENSE,
     LANGUAGE,
     GENERATIVE,
     RECOMMENDERS,
