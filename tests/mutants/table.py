@@ -478,7 +478,7 @@ SHARDS = [
     ),
     Mutant(
         "stale-optimizer-state", "what an optimizer kept for whole parameters is zeros for their pieces",
-        "runtime.sync.zero.optimizer_parts:replace_parameters",
+        "compile.optimizer_parts:replace_parameters",
         "piece.slice_of(value).clone() if isinstance(value, Tensor) and value.shape == parameter.shape else value",
         "torch.zeros_like(piece.parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value",
         "tests/runtime/sync/zero/test_shard_units.py tests/equivalence/test_sharded.py",

@@ -14,9 +14,9 @@ from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_gr
 from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.objectives import Objective, named_parameters
 from polylane.compile.optimizer_probe import find_whole_parameters
+from polylane.compile.plan_checks import check_optimizers, check_sync, refuse_hooks_on_servers
 from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
 from polylane.compile.sample_shares import compute_shares
-from polylane.compile.sync_check import check_sync, refuse_hooks_on_servers
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
@@ -24,6 +24,7 @@ from polylane.graph.capture.export import Loss, python_kept
 from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition
+from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import has_budget
@@ -228,6 +229,7 @@ def compile_training(
         fit.check_recompute(chosen, partitions.values())
         check_sync(chosen, partitions, couples)
         refuse_hooks_on_servers(chosen, problem.parameters)
+        check_optimizers(problem, partitions, chosen)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
         compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
         _check_budgets(chosen, compiled.values(), problem)
@@ -327,7 +329,8 @@ def _shard_operators(
     """Return how the operators of every objective's graph are sharded, by name; no stage has a layout where none is."""
     if not plan.axes and not couples_samples:
         return dict.fromkeys(partitions, StageLayouts((None,) * plan.pipeline))
-    whole = find_whole_parameters(problem.parameters, [o.optimizer for o in problem.objectives.values()])
+    sparse = {name for each in partitions.values() for name in find_sparse_gradients(each.graph)}
+    whole = find_whole_parameters(problem.parameters, [o.optimizer for o in problem.objectives.values()], sparse)
     warn_of_untried(whole, plan)
     sampled = sampled_leaves(problem.flat_example[0]) if couples_samples else ()
     return split_operators(partitions, plan, -(-problem.samples // microbatches), whole, sampled)

@@ -13,6 +13,7 @@ from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count, take_first_samples
 from polylane.graph.capture.export import Loss
 from polylane.graph.graph import Graph
+from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.planner.problem import CapturedProblem
 from polylane.samples.counts import capture_with_counts
 
@@ -90,5 +91,6 @@ class TrainingProblem:
             graph: one that :meth:`capture` returned, of any number of samples.
             known: ``pins`` and ``profile`` of :class:`polylane.planner.problem.CapturedProblem`.
         """
-        whole = find_whole_parameters(self.parameters, [self.objective.optimizer])
+        sparse = find_sparse_gradients(graph)
+        whole = find_whole_parameters(self.parameters, [self.objective.optimizer], sparse)
         return CapturedProblem(graph, self.objective.optimizer, {n: str(why) for n, why in whole.items()}, **known)

@@ -153,6 +153,8 @@ class TrainingRole:
             result = gather_result(
                 self._step, lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.loss_ranks
             )
+        if trainer.needs_loss:
+            trainer.step_on(result.loss)
         self._stale.record_step(self._rule.weights_differ)
         self._in_flight.append(result)
         self._spans.append(tuple(state.spans))

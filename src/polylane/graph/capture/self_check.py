@@ -14,6 +14,7 @@ from polylane.graph.capture.export import ModelWithLoss, model_restored
 from polylane.graph.open_sizes import OpenSizes
 from polylane.graph.precision import Promoted, cast_module
 from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.sparse_gradients import densify
 
 # Differences in float64 below this, relative to the largest element, count as rounding.
 ROUNDING = 1e-9
@@ -190,7 +191,7 @@ def _run_steps(
         seen += [(step, Difference("the loss"), value) for value in values]
         for name, parameter in whole.named_parameters():
             plain = name.removeprefix("model.")
-            grad = None if parameter.grad is None else parameter.grad.clone()
+            grad = None if parameter.grad is None else densify(parameter.grad).clone()
             seen.append((step, Difference(f"the gradient of {plain}"), grad))
         for name, buffer in whole.named_buffers():
             plain = name.removeprefix("model.")

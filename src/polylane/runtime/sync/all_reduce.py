@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polylane.errors import PolylaneError
+from polylane.graph.sparse_gradients import densify
 from polylane.program.program import GradientBucket, Program
 from polylane.runtime.span_clock import HostClock, Mark, SpanClock
 from polylane.runtime.sync.bucket_launcher import BucketLauncher
@@ -21,6 +23,7 @@ from polylane.runtime.sync.compression.compressor import (
     GradientCompressor,
     PendingReduction,
 )
+from polylane.runtime.sync.sparse_exchange import launch_sparse_sum
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.transport.staged import HostStaging
 from polylane.schedule.action import WEIGHT_PASSES
@@ -100,15 +103,31 @@ class AllReducer:
         bucket = self._buckets[index]
         # The difference of a counter: only the compressor knows how many bytes it hands over.
         given = self._transport.counters.given
-        flight = self._compressors[index].launch_sum(self._bucket_gradients(bucket), self._transport)
+        if bucket.is_sparse:
+            flight: PendingReduction = self._launch_sparse_bucket(bucket)
+        else:
+            flight = self._compressors[index].launch_sum(self._bucket_gradients(bucket), self._transport)
         self.bucket_bytes[bucket.name] = self._transport.counters.given - given
         self._launched[bucket.name] = _LaunchedBucket(bucket, flight, self._clock.mark())
+
+    def _launch_sparse_bucket(self, bucket: GradientBucket) -> PendingReduction:
+        (name,) = bucket.parameters
+        table = self._parameters[name]
+        gradient = None if self._transport.rank in bucket.zero_contributors else table.grad
+        return launch_sparse_sum(name, table, gradient, bucket.ranks, self._transport)
 
     def _bucket_gradients(self, bucket: GradientBucket) -> BucketGradients:
         """Return this worker's contribution to a bucket: zeros where it has no gradient, or another rank gives it."""
         silent = self._transport.rank in bucket.zero_contributors
         parameters = [self._parameters[name] for name in bucket.parameters]
-        grads = tuple(torch.zeros_like(p) if p.grad is None or silent else p.grad for p in parameters)
+        for name, parameter in zip(bucket.parameters, parameters, strict=True):
+            if parameter.grad is not None and parameter.grad.is_sparse and name in self._optional:
+                raise PolylaneError(
+                    f"{name} gets a sparse gradient in Python code of its own that could not be captured, so that "
+                    "replicas cannot add it up: make the embedding with sparse=False"
+                )
+        # Of a table that is also read otherwise one rank may have the sparse summand of a dense gradient.
+        grads = tuple(torch.zeros_like(p) if p.grad is None or silent else densify(p.grad) for p in parameters)
         # A rank that contributes zeros also reports no gradient: another rank's flag stands for both.
         optional = tuple(name for name in bucket.parameters if name in self._optional)
         had = [float(self._parameters[name].grad is not None and not silent) for name in optional]
@@ -153,6 +172,6 @@ def match_strides(gradient: Tensor, parameter: Tensor) -> Tensor:
     Autograd does the same, and torch's fused optimizers walk over the memory of both in parallel: a contiguous gradient
     of a channels-last weight would be added to the wrong elements, without an error (torch 2.13, CPU).
     """
-    if gradient.stride() == parameter.stride():
+    if gradient.is_sparse or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)

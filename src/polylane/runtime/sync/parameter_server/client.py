@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.optimizer import step_scheduler
 from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.pipeline.connections import replica_ranks
 from polylane.runtime.span_clock import CollectiveWaits
@@ -158,7 +159,7 @@ class ParameterServerSync(GradientSync):
         # Options that the user changed and that were not sent yet stay different from _sent_options.
         changed = not sent and self._changed_options(objective, trainer.optimizer)
         for _ in range(updates - self._updates_seen[objective] if trainer.scheduler is not None else 0):
-            trainer.scheduler.step()
+            step_scheduler(trainer.scheduler)
         self._updates_seen[objective] = updates
         if not changed:
             self._sent_options[objective] = encode_options(trainer.optimizer)
