@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from polylane.compile.objectives import build_objectives
 from polylane.recipe import Mean
 from polylane.runtime import compile_cache
 from polylane.runtime.job import Job
+from polylane.verify.verify import verify
 from training import sgd, workers
 
 # The example's first; none but it is known before the first step. Odd ones, primes, shorter and longer ones.
@@ -174,15 +176,52 @@ def test_pictures_of_any_sides_are_captured_once(plan: str, parts: int) -> None:
         same_weights(state, weights)
 
 
-def test_masks_of_dropout_are_those_of_one_worker_at_every_length() -> None:
-    model, batches = built(lambda: Text(dropout=0.4)), [text_batch(length) for length in LENGTHS[:4]]
-    alone, several = (
-        workers(lambda job: train_and_count(job, batches), model, plan, loss=mean_of_labels, example=batches[0])[0]
-        for plan in ("data=1", "data=2")
+def test_verify_compares_lengths_with_a_graph_of_each() -> None:
+    """Masks of dropout depend on the place in the whole batch, at every length; the reference captures each apart."""
+    batches, objectives = [text_batch(length) for length in LENGTHS[:3]], build_objectives(mean_of_labels, sgd, None)
+    model = built(lambda: Text(dropout=0.4)).float()
+    verdict = verify(model, objectives["loss"], batches, "data=2")
+    assert verdict.passed and "captured graph" in verdict.reference
+
+
+class Edges(nn.Module):
+    """A layer of a graph network: nodes are the samples, and the number of edges is a size of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        return self.head(h + torch.zeros_like(h).index_add(0, edges[1], self.second(h)[edges[0]]) / edges.shape[1])
+
+
+def nodes_loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0], batch[1]), batch[2])
+
+
+def graph_batch(nodes: int, edges: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(nodes + edges)
+    x = torch.randn(nodes, 5, generator=generator, dtype=torch.float64)
+    ends = torch.randint(0, nodes, (2, edges), generator=generator)
+    return x, ends, torch.randint(0, 3, (nodes,), generator=generator)
+
+
+def test_numbers_of_nodes_and_edges_vary() -> None:
+    model, batches = built(Edges), [graph_batch(*sizes) for sizes in ((9, 30), (9, 34), (12, 41), (6, 20), (8, 8))]
+    optimizer, losses = sgd((plain := copy.deepcopy(model)).named_parameters()), Losses()
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = nodes_loss(plain, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    ((found, state, captures),) = workers(
+        lambda job: train_and_count(job, batches), model, "data=1", loss=nodes_loss, example=batches[0]
     )
-    torch.testing.assert_close(several[0], alone[0], rtol=1e-9, atol=1e-9)
-    same_weights(several[1], alone[1])
-    assert len(set(alone[0])) == len(batches)
+    assert captures == [True]
+    torch.testing.assert_close(found, losses, rtol=1e-9, atol=1e-9)
+    same_weights(state, plain.state_dict())
 
 
 class Branching(nn.Module):
