@@ -60,8 +60,8 @@ class _Family:
 def take_few(batch: Batch) -> list[Any]:
     """Return the leaves of a few samples, from which a graph can be captured that holds for any number of them.
 
-    Of all samples, where a leaf is not divided with them: it may name samples by their position, as the edges of a graph
-    name its nodes.
+    Of all samples, where a leaf is not divided with them: it may name samples by their position, as the edges of a
+    graph name its nodes.
     """
     whole = any(isinstance(leaf, Tensor) and not own for leaf, own in zip(batch.leaves, batch.sampled, strict=True))
     return list(batch.leaves) if whole else take_first_samples(batch.leaves, SAMPLES_KEPT, batch.sampled)
@@ -80,7 +80,7 @@ class BatchForms:
     Args:
         structure: how the example batch is nested.
         signature: sizes and dtypes of the example.
-        example: the example batch.
+        example: the batch that was compiled for ahead.
     """
 
     def __init__(self, structure: Any, signature: Signature, example: Batch) -> None:
@@ -105,7 +105,7 @@ class BatchForms:
         Args:
             what: what is captured (the objective, the mode, the version of the settings).
             structure, signature: the batch's form, which is recorded.
-            batch: the batch.
+            batch: the whole batch, or this worker's samples of it.
         """
         family = self._family(structure, signature)
         dims = frozenset(family.varying)
@@ -125,7 +125,7 @@ class BatchForms:
         """Count a form that was captured by itself, and tell the user once if there are many.
 
         Args:
-            structure, signature: the form.
+            structure, signature: nesting and sizes of the form.
             seconds: time that its capture took.
         """
         form = structure, signature
