@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from benchmarks.zoo.convolutional import CONVOLUTIONAL
 from benchmarks.zoo.entry import Entry, Family
+from benchmarks.zoo.generative import GENERATIVE
+from benchmarks.zoo.graphs import GRAPHS
 from benchmarks.zoo.language import LANGUAGE
+from benchmarks.zoo.physics import PHYSICS
+from benchmarks.zoo.recommenders import RECOMMENDERS
+from benchmarks.zoo.recurrent import RECURRENT
 
-FAMILIES: tuple[Family, ...] = (CONVOLUTIONAL, LANGUAGE)
+FAMILIES: tuple[Family, ...] = (
+    CONVOLUTIONAL,
+    LANGUAGE,
+    GENERATIVE,
+    RECOMMENDERS,
+    RECURRENT,
+    GRAPHS,
+    PHYSICS,
+)
 
 
 def all_entries() -> dict[str, Entry]:

@@ -199,7 +199,7 @@ def allowed_sizes(program: torch.export.ExportedProgram, opened: Collection[Any]
     """Return the fewest and the most samples that an exported program allows, as export found; at most MOST.
 
     Args:
-        program: what torch.export returned.
+        program: a capture by torch.export; its range constraints are what it assumed.
         opened: symbols of its open sizes, which are no numbers of samples.
     """
     symbols = {

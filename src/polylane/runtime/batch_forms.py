@@ -80,7 +80,7 @@ class BatchForms:
     Args:
         structure: how the example batch is nested.
         signature: sizes and dtypes of the example.
-        example: the batch that was compiled for ahead.
+        example: its tensors; their sizes are what the first capture fixed.
     """
 
     def __init__(self, structure: Any, signature: Signature, example: Batch) -> None:
@@ -105,7 +105,7 @@ class BatchForms:
         Args:
             what: what is captured (the objective, the mode, the version of the settings).
             structure, signature: the batch's form, which is recorded.
-            batch: the whole batch, or this worker's samples of it.
+            batch: its tensors, on the worker's device, which the new capture looks at first.
         """
         family = self._family(structure, signature)
         dims = frozenset(family.varying)
@@ -125,7 +125,8 @@ class BatchForms:
         """Count a form that was captured by itself, and tell the user once if there are many.
 
         Args:
-            structure, signature: nesting and sizes of the form.
+            structure: how the batch is nested.
+            signature: sizes and dtypes of its leaves.
             seconds: time that its capture took.
         """
         form = structure, signature

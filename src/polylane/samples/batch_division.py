@@ -139,7 +139,8 @@ def explain_coupling(derived: Derivation) -> str:
     node = derived.culprit
     where = describe_place(node)
     if node.is_own_python:
-        return f"{node.name} {where} runs your own Python, and nothing shows that it treats each sample by itself"
+        also = f" (it {derived.effects})" if derived.effects else ""
+        return f"{node.name} {where} runs your own Python{also}, and nothing shows that it treats each sample by itself"
     if derived.explanation == "fixed":
         return f"the model holds for one number of samples alone: {node.name} {where}"
     if derived.explanation == "writes in place":

@@ -295,9 +295,11 @@ def _observe_two_sizes(
 
 
 def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> ObservedCalls:
+    # Some run with gradients only: a tensor without any refuses hooks.
+    with_gradients = not self_check.runs_without_gradients(whole, leaves)
     try:
         with model_restored(whole):
-            return observe_calls(modules, lambda: whole(*leaves))
+            return observe_calls(modules, lambda: whole(*leaves), with_gradients)
     except Exception as error:
         raise NotCaptured.of(whole, error) from error
 

@@ -24,6 +24,7 @@ from polylane.graph.batch import Rebuild, is_sampled, sample_count
 from polylane.graph.capture.checkpoints import checkpoints_inlined, name_checkpoint
 from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python_operators import functions_kept
+from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.python_state.own_objects import is_users
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.python_state.side_effects import python_names_of, torch_object_ids
@@ -309,10 +310,14 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
 
 @contextmanager
 def model_restored(model: nn.Module, *losses: Any) -> Iterator[Callable[[], None]]:
-    """Context manager: restore afterwards all that :func:`snapshot_model` records; yields the function that does it."""
+    """Context manager: restore afterwards all that :func:`snapshot_model` records; yields the function that does it.
+
+    Inside, no hook on a parameter's gradient is called: it may keep state where nobody can restore it.
+    """
     restore = snapshot_model(model, *losses)
     try:
-        yield restore
+        with GradientHooks(dict(model.named_parameters())).taken_off():
+            yield restore
     finally:
         restore()
 
