@@ -51,10 +51,20 @@ class _Family:
         """Record a form, with copies of a few of its samples: a view would keep all of the batch."""
         for other in self.samples:
             self.varying |= differing_dims(signature, other)
-        few = take_first_samples(batch.leaves, SAMPLES_KEPT, batch.sampled)
+        few = take_few(batch)
         self.samples[signature] = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in few]
         if len(self.samples) > SAMPLED_FORMS:
             self.samples.popitem(last=False)
+
+
+def take_few(batch: Batch) -> list[Any]:
+    """Return the leaves of a few samples, from which a graph can be captured that holds for any number of them.
+
+    Of all samples, where a leaf is not divided with them: it may name samples by their position, as the edges of a
+    graph name its nodes.
+    """
+    whole = any(isinstance(leaf, Tensor) and not own for leaf, own in zip(batch.leaves, batch.sampled, strict=True))
+    return list(batch.leaves) if whole else take_first_samples(batch.leaves, SAMPLES_KEPT, batch.sampled)
 
 
 def differing_dims(one: Signature, other: Signature) -> set[tuple[int, int]]:

@@ -30,13 +30,13 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters, optimized_names
 from polylane.compile.sample_shares import Batch, BatchForm
 from polylane.errors import PolylaneError
-from polylane.graph.batch import batch_signature, take_first_samples
+from polylane.graph.batch import batch_signature
 from polylane.graph.capture.open_dimensions import NotOpened, Opening
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.captured_settings import CapturedSettings
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.program.program import Program
-from polylane.runtime.batch_forms import BatchForms, without_sizes
+from polylane.runtime.batch_forms import BatchForms, take_few, without_sizes
 from polylane.runtime.program_binder import BoundProgram, CacheKey, ProgramBinder
 
 FORMS_KEPT = 32  # compiled graphs kept at once, least recently used evicted; those compiled ahead do not count
@@ -201,7 +201,7 @@ class CompileCache:
         which = "a batch like the example" if of_example else "a batch of another form than the example's"
         which += "" if key.training else " in evaluation mode"
         # A few samples are enough: the captured graph holds for any number of them.
-        example = (batch.form or self._example).rebuild(take_first_samples(batch.leaves, 4, batch.sampled))
+        example = (batch.form or self._example).rebuild(take_few(batch))
         return self._compiler.capture(key.objective, key.training, example, which, opening)
 
     def _store(self, key: CacheKey, graph: CompiledGraph) -> None:

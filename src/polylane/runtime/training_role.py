@@ -18,6 +18,7 @@ from torch import Tensor
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
+from polylane.graph.batch import batch_signature
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.observe.timeline import Span
 from polylane.plan.plan import Plan
@@ -136,6 +137,7 @@ class TrainingRole:
         trainer = self._trainers[name]
         own = self._own(batch)
         self._refuse_short(own)
+        self._refuse_unequal_sizes(own)
         with allow_own_calls(), self._rule.blame_local_server(), self._hooks.taken_off():
             lane = self._cache.compiled_for(name, own, replica_local=self._rule.is_replica_local(name))
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
@@ -190,6 +192,25 @@ class TrainingRole:
                 "own samples, or let job.batches(dataset, batch_size) load only those"
             )
 
+    def _refuse_unequal_sizes(self, batch: Batch) -> None:
+        """Refuse samples that workers padded differently, where these must agree on sizes; collective there.
+
+        Each worker collates the samples that it has loaded. Stages with other numbers of replicas exchange values of
+        the sizes that they know; and where weights or operators are split, a form that is new is captured by all
+        workers together, or they would wait for each other.
+        """
+        plan = self.plan
+        together = plan.resplits_batch or plan.sync.shard == "parameters" or bool(plan.axes)
+        if not batch.is_collated or plan.data == 1 or not together:
+            return
+        own = repr(batch_signature(batch.leaves, batch.sampled))
+        if any(other != own for other in self._transport.all_gather_object(own)):
+            raise PolylaneError(
+                f"{plan.title}: workers collated their samples of a batch to different sizes, and by this plan they "
+                "must be the same: pad samples to a size that does not depend on the worker, or give step() whole "
+                "batches"
+            )
+
     def _refuse_short(self, batch: Batch) -> None:
         """Refuse a batch if it, or a later one of its epoch, has fewer samples than the model can be trained on."""
         fewest = self._prepared.min_samples
@@ -222,6 +243,7 @@ class TrainingRole:
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
         self.empty_pipeline()
         own = self._own(batch)
+        self._refuse_unequal_sizes(own)
         with allow_own_calls():
             lane = self._cache.compiled_for(name, own, training=False)
         self._holding.buffers.receive_updates(lane.buffers)

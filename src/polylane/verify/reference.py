@@ -169,6 +169,7 @@ class ReferenceLoop:
         self._training, self._replica, self._replicas = training, replica, replicas
         prepared, example = training.prepared, training.batches[0]
         self._graph, self._microbatches = prepared.main_partition.graph, prepared.plan.microbatches
+        self._running = self._graph  # that of the form of the batch that is computed on
         self._min_samples = prepared.min_samples.samples
         self._optimized = optimized
         self._sampled = sampled_leaves(flatten(example)[0])
@@ -184,7 +185,7 @@ class ReferenceLoop:
         whole = ModelWithLoss(model, loss, rebuild)
 
         def by_graph(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
-            return run_graph(self._graph.code, self.tensors, leaves, part)
+            return run_graph(self._running.code, self.tensors, leaves, part)
 
         def by_model(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
             with Promoted():
@@ -250,7 +251,9 @@ class ReferenceLoop:
             SampleSlice(stop - start, start, samples, i, step, self._training.seed, loss_samples=own)
             for i, start, stop in shares
         ]
-        parts = add_batch_counts(self._graph.code, self.tensors, parts, each, sampled)
+        if not self.is_eager:
+            self._running = self._training.compiled_for(step).main_partition.graph
+        parts = add_batch_counts(self._running.code, self.tensors, parts, each, sampled)
         for (microbatch, start, stop), part, given in zip(shares, parts, each, strict=True):
             try:
                 result = self._compute_loss(given, part)

@@ -139,7 +139,7 @@ def export(
     """Capture ``whole`` with the batch dimension left open.
 
     Args:
-        whole: model and loss.
+        whole: model and loss as one module.
         leaves: flat leaves of an example batch.
         opened: further dimensions to be left open where the model allows it, as (leaf, dimension).
 
