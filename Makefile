@@ -11,7 +11,7 @@ EPOCHS ?= 4
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .PHONY: install test test-workers test-alone test-all mutants check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
-	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness trainings zoo-batchnorm clean
+	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness trainings zoo-batchnorm gpu clean
 
 install: $(INSTALLED)
 
@@ -115,6 +115,11 @@ zoo-batchnorm: $(INSTALLED)
 	@echo "Installing torchvision and timm"
 	@$(PIP) -c constraints.txt -e '.[zoo]'
 	@$(BIN)/python -m benchmarks.zoo_batch_norm $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+# What a machine with a GPU can show: equality, plans on one device, memory, spans, speed; tables on the screen and in
+# run/gpu. `make gpu INSTALL=no PYTHON=/path/to/python` takes a Python that has torch and what polylane needs already.
+gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED))
+	@PYTHONPATH=src $(if $(filter no,$(INSTALL)),$(PYTHON),$(BIN)/python) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 # Everything that is made; the virtual environment too.
 clean:
