@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from benchmarks.zoo.convolutional import CONVOLUTIONAL
 from benchmarks.zoo.entry import Entry, Family
+from benchmarks.zoo.experts import EXPERTS
 from benchmarks.zoo.language import LANGUAGE
+from benchmarks.zoo.speech import SPEECH
+from benchmarks.zoo.two_tower import TWO_TOWER
 
-FAMILIES: tuple[Family, ...] = (CONVOLUTIONAL, LANGUAGE)
+FAMILIES: tuple[Family, ...] = (CONVOLUTIONAL, LANGUAGE, EXPERTS, SPEECH, TWO_TOWER)
 
 
 def all_entries() -> dict[str, Entry]:

@@ -14,6 +14,7 @@ import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.samples.batch_layout import BatchLayout
+from polylane.samples.derivation import derive_composition
 from seen_orders import proven_orders, seen_orders
 
 
@@ -127,3 +128,13 @@ def test_nothing_is_proven_beyond_a_fixed_number_of_samples() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Unflatten(0, (2, 3)), nn.Flatten(0, 1), nn.Linear(8, 4)).to("meta")
     graph = capture(model, models.classify, models.vectors(6, 0))
     assert proven_orders(graph) == {"0/linear": BatchLayout.SHARDED_BY_SAMPLE}
+
+
+def test_all_leaves_of_a_batch_have_equally_many_samples() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, mask = batch
+        return (model(x) * mask.view(len(x), -1)).square().sum(1).mean()  # as transformers' masks are viewed
+
+    x = models.vectors(6, 0)[0]
+    graph = capture(nn.Linear(16, 4), loss, (x, x[:, :4] > 0))
+    assert derive_composition(graph).is_proven

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import itertools
 import logging
 import sys
 import traceback
@@ -52,6 +53,7 @@ class ModelWithLoss(nn.Module):
     def forward(self, *leaves: Any) -> tuple[Tensor, ...]:
         self.tracing.samples = sample_count(leaves)
         self.tracing.calls.clear()
+        _share_sample_count(leaves, self.tracing.sampled)
         result = self.given_loss(self.model, self._rebuild(leaves))
         self.mean = not isinstance(result, Mean)
         if isinstance(result, Mean):
@@ -88,6 +90,21 @@ class ModelWithLoss(nn.Module):
         """Return all "parameters" or "buffers" by the user's names; those of a loss module begin with "loss"."""
         every: Callable[..., Any] = getattr(self, f"named_{what}")
         return [(name.removeprefix("model."), tensor) for name, tensor in every(remove_duplicate=False)]
+
+
+def _share_sample_count(leaves: Sequence[Any], sampled: Sequence[int]) -> None:
+    """Tell export that all divided leaves have equally many samples: it names the length of each by itself.
+
+    Without it, what is viewed by the length of one leaf and read with another's ("[batch, -1]" of an attention mask)
+    has a size that is only equal to the number of tokens as long as both lengths are.
+
+    Args:
+        leaves: flat leaves under export, whose lengths are symbolic.
+        sampled: indices of the leaves that are divided with the samples.
+    """
+    for one, other in itertools.pairwise(sampled):
+        # The comparison itself is what export notes; a loss on leaves of other lengths is not this one.
+        assert leaves[one].shape[0] == leaves[other].shape[0]
 
 
 class BadLoss(PolylaneError):
@@ -140,7 +157,9 @@ def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.Exported
     """
     samples = sample_count(leaves)
     # AUTO: a size that the model fixes becomes a constant instead of an error.
-    dynamic = tuple({0: torch.export.Dim.AUTO} if is_sampled(leaf, samples) else None for leaf in leaves)
+    sampled = [is_sampled(leaf, samples) for leaf in leaves]
+    dynamic = tuple({0: torch.export.Dim.AUTO} if is_divided else None for is_divided in sampled)
+    whole.tracing.sampled = tuple(itertools.compress(range(len(leaves)), sampled))
     try:
         # Oblivious sizes: without it a graph would hold for two samples or more, and silently broadcast one.
         with (
