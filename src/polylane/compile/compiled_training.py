@@ -14,7 +14,7 @@ from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_gr
 from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.objectives import Objective, named_parameters
 from polylane.compile.optimizer_probe import find_whole_parameters
-from polylane.compile.plan_checks import check_optimizers, check_sync, refuse_hooks_on_servers
+from polylane.compile.plan_checks import check_optimizers, check_sync
 from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
 from polylane.compile.sample_shares import compute_shares
 from polylane.compile.training_problem import TrainingProblem
@@ -228,7 +228,6 @@ def compile_training(
             refuse_effects(partition, chosen)
         fit.check_recompute(chosen, partitions.values())
         check_sync(chosen, partitions, couples)
-        refuse_hooks_on_servers(chosen, problem.parameters)
         check_optimizers(problem, partitions, chosen)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
         compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}

@@ -74,6 +74,7 @@ def check_optimizers(problem: TrainingProblem, partitions: Mapping[str, Partitio
         PolylaneError: a first step of torch's own optimizer raises; an update depends on parameters that another worker
             updates; or a scheduler needs a loss that the plan does not give.
     """
+    _refuse_hooks_on_servers(plan, problem.parameters)
     sparse = {name for each in partitions.values() for name in find_sparse_gradients(each.graph)}
     for name, objective in problem.objectives.items():
         optimizer = objective.optimizer(list(problem.parameters))
@@ -191,7 +192,7 @@ def _check_asynchronous(plan: Plan, partitions: Mapping[str, Partition]) -> None
     fit.check_asynchronous(plan, partition)
 
 
-def refuse_hooks_on_servers(plan: Plan, parameters: Parameters) -> None:
+def _refuse_hooks_on_servers(plan: Plan, parameters: Parameters) -> None:
     """Refuse hooks on gradients that a parameter server sums, in a process without the user's hooks."""
     if plan.sync.has_servers and (hooked := hooked_names(parameters)):
         raise PolylaneError(
