@@ -199,9 +199,11 @@ class TrainingRole:
         the sizes that they know; and where weights or operators are split, a form that is new is captured by all
         workers together, or they would wait for each other.
         """
+        if not batch.is_collated:
+            return
         plan = self.plan
         together = plan.resplits_batch or plan.sync.shard == "parameters" or bool(plan.axes)
-        if not batch.is_collated or plan.data == 1 or not together:
+        if plan.data == 1 or not together:
             return
         own = repr(batch_signature(batch.leaves, batch.sampled))
         if any(other != own for other in self._transport.all_gather_object(own)):
