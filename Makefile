@@ -8,10 +8,11 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
+ZOO := $(VENV)-zoo
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .PHONY: install test test-workers test-alone test-all mutants check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
-	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness trainings zoo-batchnorm gpu clean
+	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths trainings zoo zoo-batchnorm gpu clean
 
 install: $(INSTALLED)
 
@@ -94,6 +95,10 @@ bench-gpipe: $(INSTALLED)
 bench-staleness: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.staleness $(ARGS)
 
+# What a step costs on a length of text that is new, of an encoder of transformers.
+bench-lengths: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.lengths $(ARGS)
+
 bench-planner: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)
 
@@ -121,7 +126,19 @@ zoo-batchnorm: $(INSTALLED)
 gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED))
 	@PYTHONPATH=src $(if $(filter no,$(INSTALL)),$(PYTHON),$(BIN)/python) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
+# Models of other packages, by seven plans each, held by verify against one device: docs/models.md. Some of them:
+# `make zoo ARGS="--only GPT-2"`. Their packages go into an environment of their own, which sees polylane's.
+zoo: $(ZOO)/.installed
+	@$(ZOO)/bin/python -m benchmarks.zoo $(ARGS)
+
+$(ZOO)/.installed: $(INSTALLED)
+	@echo "Installing the packages of the zoo: 250 MB"
+	@$(BIN)/python -m venv --clear $(ZOO)
+	@$(ZOO)/bin/python benchmarks/zoo/set_up.py $(VENV)
+	@$(ZOO)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[zoo]'
+	@touch $@
+
 # Everything that is made; the virtual environment too.
 clean:
-	@rm -rf $(VENV) build dist run src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) $(ZOO) build dist run src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -54,7 +54,7 @@ class SpanClock(Protocol):
 
         Args:
             rank: rank of the worker.
-            action: what it did.
+            action: the program's action that ran between the marks.
             start: mark at the beginning of the action.
             end: mark at its end.
             waited: marks before and after each wait for other workers inside the action.
@@ -145,7 +145,7 @@ class DeviceClock:
     """The clock of an accelerator's current stream.
 
     Attributes:
-        device: the accelerator.
+        device: the accelerator, with its index; events are recorded on its current stream.
     """
 
     device: torch.device

@@ -18,6 +18,7 @@ from torch import Tensor
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
+from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.observe.timeline import Span
 from polylane.plan.plan import Plan
 from polylane.program.program import Program
@@ -83,6 +84,8 @@ class TrainingRole:
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
         self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
+        whole = {n: i.shape for p in prepared.partitions.values() for n, i in p.graph.parameters.items()}
+        self._hooks = GradientHooks(self._holding.tensors.parameters(), whole)
         _refuse_whole_norms(self.plan, clip_norm)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
@@ -124,7 +127,7 @@ class TrainingRole:
     def empty_pipeline(self) -> None:
         """Finish the batches that are under way in an asynchronous pipeline; collective, and nothing elsewhere."""
         if self._binding.pipeline is not None:
-            with allow_own_calls():
+            with allow_own_calls(), self._hooks.taken_off():
                 self._binding.pipeline.empty()
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -133,7 +136,7 @@ class TrainingRole:
         trainer = self._trainers[name]
         own = self._own(batch)
         self._refuse_short(own)
-        with allow_own_calls(), self._rule.blame_local_server():
+        with allow_own_calls(), self._rule.blame_local_server(), self._hooks.taken_off():
             lane = self._cache.compiled_for(name, own, replica_local=self._rule.is_replica_local(name))
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
             self._limit_in_flight(self._rule.max_steps_in_flight)
@@ -208,6 +211,7 @@ class TrainingRole:
             elif count:
                 trainer.scale_gradients(state.samples_in_mean / float(count))
         samples = bool(state.tables.shares) or not lane.executor.is_replica_local
+        self._hooks.run(trainer.local_parameters, self._seed, self._step)
         self._rule.update_weights(name, trainer, samples)
         self._rule.after_step(name, lane.counted)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import enum
 import functools
 import random
 from collections.abc import Callable
@@ -24,6 +25,24 @@ class Kept:
         self.first, self.second, self.third, self.fourth = 1, [2], {"three": 3}, torch.zeros(2)
 
 
+class Frozen(collections.OrderedDict[str, Any]):
+    """A configuration of a library, which refuses to be changed by its users."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("frozen")
+
+    clear = setdefault = update  # type: ignore[assignment]
+
+
+class Mode(enum.Enum):
+    """An enumeration refuses every assignment to a member, of the same value too."""
+
+    QUIET, LOUD = "quiet", "loud"
+
+    def is_loud(self) -> bool:
+        return self is Mode.LOUD
+
+
 def counted(kept: Any) -> None:
     kept.third["three"] += 1
 
@@ -35,6 +54,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "an attribute that is new": (Kept, lambda kept: setattr(kept, "fifth", 5)),
     "a list in a dictionary": (lambda: {"a": [1]}, lambda kept: kept["a"].append(2)),
     "the end of a long list": (lambda: list(range(5_000)), lambda kept: kept.__setitem__(-1, 0)),
+    "a frozen mapping": (lambda: Frozen(one=[1], two=2), lambda kept: kept["one"].append(3)),
     "a queue": (lambda: collections.deque([1, 2], maxlen=2), lambda kept: kept.append(3)),
     "bytes": (lambda: bytearray(b"ab"), lambda kept: kept.extend(b"c")),
     "a set": (lambda: {1, 2}, lambda kept: kept.add(3)),
@@ -106,3 +126,10 @@ def test_what_a_function_changes_is_seen_through_decorators_and_modules(function
     with undo_side_effects(function.apply) as touched:
         pass
     assert not touched()
+
+
+def test_enumerations_are_left_alone_when_state_is_put_back() -> None:
+    where = find_python_names([], [Mode.is_loud])
+    assert {each.name for each in where if each.owner is Mode} >= {"QUIET", "LOUD"}
+    snapshot_names(where, ())()
+    assert Mode.LOUD.is_loud()

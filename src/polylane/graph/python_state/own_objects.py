@@ -24,7 +24,9 @@ MOST_VALUES = 20_000  # limit on the number of nested values that are visited
 
 # Whole folders, with a trailing slash: a user's own checkout may well be called polylane or torch.
 _NOT_THE_USERS = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/", "<")
-_INSTALLED = tuple({f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib")})
+# A virtual environment may be set up over another one, or over the system's: each has a folder of its own on the path.
+_PACKAGES = [folder for folder in sys.path if Path(folder).name in ("site-packages", "dist-packages")]
+_INSTALLED = tuple({f"{folder}/" for folder in [*map(sysconfig.get_path, ("purelib", "platlib")), *_PACKAGES]})
 _LIBRARIES = (*_INSTALLED, *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 _NUMPY = tuple(f"{folder}numpy/" for folder in _INSTALLED)
 _OPAQUE = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "polylane", "builtins"}

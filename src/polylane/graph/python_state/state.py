@@ -73,6 +73,9 @@ class PythonName:
         elif self.kind == "default":
             return  # the default is the same object; its content is restored by the snapshot
         elif isinstance(self.owner, type):
+            # Some classes refuse every assignment to an attribute, such as an enumeration to its members.
+            if value is vars(self.owner).get(self.name, MISSING):
+                return
             if value is not MISSING:
                 setattr(self.owner, self.name, value)
             elif self.name in vars(self.owner):

@@ -83,15 +83,16 @@ class Executor:
         self._reports_loss = self.mesh.is_first
         self._tables: BatchTables | None = None
 
-    def fit_to_samples(self, samples: int) -> Executor:
-        """Return this executor fitted to batches of one size: with its tables, and the code for its shares' sizes."""
+    def fit_to_samples(self, samples: int, open_sizes: tuple[int, ...] = ()) -> Executor:
+        """Return this executor fitted to batches of one size (and open sizes): its tables, the code for its shares."""
         fitted, program = copy.copy(self), self.program
-        replicas, in_turn = len(program.replicas), program.takes_turns
-        shares = compute_shares(samples, self.microbatches, replicas, program.replica, in_turn)
+        parts, replicas, in_turn = self.microbatches, len(program.replicas), program.takes_turns
+        shares = compute_shares(samples, parts, replicas, program.replica, in_turn)
         own = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
-        tables = build_tables(self.program, self.resharder, samples, own, self._batch_is_sharded)
-        fitted._tables, sizes = tables, set(tables.held.values())
-        fitted.runners = {stage: runner.fit_to_sizes(sizes) for stage, runner in self.runners.items()}
+        fitted.resharder = self.resharder.at_sizes(open_sizes)
+        tables = build_tables(program, fitted.resharder, samples, own, self._batch_is_sharded, open_sizes)
+        fitted._tables, held = tables, set(tables.held.values())
+        fitted.runners = {stage: runner.fit_to_sizes(held, open_sizes) for stage, runner in self.runners.items()}
         return fitted
 
     @property
@@ -188,8 +189,7 @@ class Executor:
         Args:
             share: this worker's samples of the microbatch.
             tables: tables for batches of this size.
-            step: number of the step, from 0.
-            seed: seed of all random numbers.
+            step, seed: number of the step, from 0, and the seed of all random numbers.
             averaged: number of samples over which the loss is a mean.
         """
         start, stop, weight = share.start, share.stop, share.weight
@@ -207,6 +207,7 @@ class Executor:
             weight=weight,
             sum_replicas=sums,
             loss_samples=averaged,
+            open_sizes=tables.open_sizes,
         )
 
     @property
@@ -221,9 +222,10 @@ class Executor:
             state.pending_receives[action] = self.transport.receive(route.shape, dtype, action.peer)
 
     def _sum_replicas(self, tensor: Tensor) -> Tensor:
-        assert self.sum_statistics is not None
+        sums = self.sum_statistics
+        assert sums is not None
         with self.mesh.waits.timing():
-            result = self.sum_statistics(tensor)
+            result = sums(tensor)
         self.mesh.waits.bytes += tensor.nbytes if len(self.program.replicas) > 1 else 0
         return result
 
@@ -330,10 +332,8 @@ class Executor:
         # Waiting for messages of earlier microbatches releases their buffers; program/check.py has shown that it ends.
         for key in [key for key in state.pending_sends if key[0][0] == action.stage and key[0][1] <= i - SEND_DEPTH]:
             state.wait_sent(key)
-        for earlier in [
-            each for each in state.input_gradients if each[0] == action.stage and each[1] <= i - SEND_DEPTH
-        ]:
-            del state.input_gradients[earlier]
+        for old in [own for own in state.input_gradients if own[0] == action.stage and own[1] <= i - SEND_DEPTH]:
+            del state.input_gradients[old]
         state.output_values.pop(here, None)  # with the autograd graph that hangs on it
         gradients, outgoing = state.gradients.pop(here, {}), dict[str, Tensor]()
         for crossing in self._outputs[action.stage]:

@@ -1,0 +1,42 @@
+"""The families of the zoo, in the order of the page."""
+
+from __future__ import annotations
+
+from benchmarks.zoo.convolutional import CONVOLUTIONAL
+from benchmarks.zoo.entry import Entry, Family
+from benchmarks.zoo.generative import GENERATIVE
+from benchmarks.zoo.graphs import GRAPHS
+from benchmarks.zoo.language import LANGUAGE
+from benchmarks.zoo.physics import PHYSICS
+from benchmarks.zoo.recommenders import RECOMMENDERS
+from benchmarks.zoo.recurrent import RECURRENT
+
+FAMILIES: tuple[Family, ...] = (
+    CONVOLUTIONAL,
+    LANGUAGE,
+    GENERATIVE,
+    RECOMMENDERS,
+    RECURRENT,
+    GRAPHS,
+    PHYSICS,
+)
+
+
+def all_entries() -> dict[str, Entry]:
+    """Every model of the zoo, by name.
+
+    Raises:
+        ValueError: two families have a model of the same name.
+    """
+    entries: dict[str, Entry] = {}
+    for family in FAMILIES:
+        for name, entry in family.entries.items():
+            if name in entries:
+                raise ValueError(f"{name} is in {entries[name].family} and in {family.name}")
+            entries[name] = entry
+    return entries
+
+
+def find_entry(name: str) -> Entry:
+    """The model of that name."""
+    return all_entries()[name]
