@@ -278,10 +278,8 @@ class LocalStageCode:
         groups = _defer_weights(graph, self.partition) if self.splits_backward else ()
         nodes = {node.name: node for node in self.partition.graph.nodes}
         again = Recomputation(graph, self.dropped, self.hooks.pack_saved, self.hooks.unpack_saved, nodes)
-        label = " by ".join(map(str, (f"{samples} samples", *open_sizes)))
-        run, lines, file = _compile_graph(
-            graph, f"{label} of {self.whole.file}", nodes, self.hooks, again, self.compiled_for
-        )
+        label = " by ".join(map(str, (f"{samples} samples", *open_sizes))) + f" of {self.whole.file}"
+        run, lines, file = _compile_graph(graph, label, nodes, self.hooks, again, self.compiled_for)
         return replace(
             self.whole,
             run=run,
