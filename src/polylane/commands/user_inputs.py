@@ -241,6 +241,9 @@ def open_data(recipe: Recipe, split: str) -> Any:
 
     with blamed_on(recipe, f"data({split!r})"):
         dataset = recipe.data(split)
+        if split != "train" and isinstance(dataset, Iterator):  # of a function that yields: empty where it returns
+            first = list(itertools.islice(dataset, 1))
+            dataset = itertools.chain(first, dataset) if first else None
     refuse_data_loader(dataset, f"data({split!r})")
     if split != "train" and (dataset is None or (hasattr(dataset, "__len__") and len(dataset) == 0)):
         return None
