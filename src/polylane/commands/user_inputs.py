@@ -241,10 +241,13 @@ def open_data(recipe: Recipe, split: str) -> Any:
 
     with blamed_on(recipe, f"data({split!r})"):
         dataset = recipe.data(split)
+        if split != "train" and isinstance(dataset, Iterator):  # of a function that yields: empty where it returns
+            first = list(itertools.islice(dataset, 1))
+            dataset = itertools.chain(first, dataset) if first else None
     refuse_data_loader(dataset, f"data({split!r})")
     if split != "train" and (dataset is None or (hasattr(dataset, "__len__") and len(dataset) == 0)):
         return None
-    if not is_mapped(dataset) and not isinstance(dataset, Iterable):
+    if isinstance(dataset, str) or (not is_mapped(dataset) and not isinstance(dataset, Iterable)):
         raise PolylaneError(
             f"data({split!r}) must return a dataset, map-style or iterable, or a list of samples, not a "
             f"{type(dataset).__name__}" + ("" if split == "train" else "; or None, where there is nothing to test on")

@@ -83,6 +83,7 @@ class DryRun:
         values: least number of values per channel of any batch statistic; None without.
         is_mean: whether the loss returned a scalar, not a ``polylane.Mean``.
         effects: what the run did besides computing.
+        takes_gradients: whether the run differentiated something itself (a gradient penalty, forces of an energy).
     """
 
     results: tuple[Tensor, ...]
@@ -90,13 +91,14 @@ class DryRun:
     values: int | None
     is_mean: bool
     effects: SideEffects = field(default_factory=SideEffects)
+    takes_gradients: bool = False
 
 
 def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
     """Run the loss once, eagerly. A loss that fails by itself is the user's error, not a limit of capture.
 
     Raises:
-        BadLoss: the result is no loss; in training, it has no gradient; or the loss takes gradients inside.
+        BadLoss: the result is no loss; in training, it has no gradient; or the loss calls backward().
         PolylaneError: the run raises any other error.
     """
     before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
@@ -111,15 +113,15 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
         try:
             with torch.enable_grad(), NormalizationWatch() as normalizing, _watching_backward() as taken:
                 results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
-            if taken and not self_check.runs_without_gradients(whole, leaves):
+            if any(taken):
                 raise BadLoss(
-                    "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty "
-                    "does), which cannot be captured: leave them out of the loss"
+                    "loss(model, batch) calls backward() itself, and its result is differentiated once more: leave "
+                    "that out, and return the loss (torch.autograd.grad may be used inside)"
                 )
             if whole.training:
                 _refuse_without_gradient(whole, results[0])
             values = tuple(each.detach() for each in results)
-            return DryRun(values, drawn, normalizing.values, whole.mean, effects)
+            return DryRun(values, drawn, normalizing.values, whole.mean, effects, bool(taken))
         except BadLoss as error:
             raise BadLoss(f"{error}{format_line(source_line_of(whole.loss_function))}") from None
         except PolylaneError:
@@ -140,12 +142,12 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
 
 @contextmanager
 def _watching_backward() -> Iterator[list[bool]]:
-    """Context manager: the yielded list is non-empty once autograd has run backward inside."""
+    """Context manager: the yielded list gets an entry when autograd runs inside: whether into ``.grad``."""
     own: Any = torch.autograd
     backwards, noted = own._engine_run_backward, list[bool]()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        noted.append(True)
+        noted.append(bool(kwargs.get("accumulate_grad")))
         return backwards(*args, **kwargs)
 
     with patch.object(own, "_engine_run_backward", run):
@@ -171,6 +173,11 @@ def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun
         if abstract:
             raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")
         return _capture_opaque(whole, leaves, dry, f"it {kept['']}")
+    if dry.takes_gradients:  # export would keep what autograd saved as constants
+        why = "it takes gradients inside itself (torch.autograd.grad), which cannot be captured"
+        if abstract:
+            raise PolylaneError(f"the model cannot be captured on the meta device: {why}")
+        return _capture_opaque(whole, leaves, dry, why)
     while True:  # each round makes one more module a leaf, or a larger one; at the latest the whole model
         try:
             draft = attempt_capture(whole, leaves, kept)
@@ -372,6 +379,7 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, wh
     """Return model and loss as one leaf: the user's Python runs on every worker."""
     call = opaque_call(whole, leaves, dry.results, dry)
     call.source, call.effects = source_line_of(whole.loss_function), dry.effects.found
+    call.takes_gradients = dry.takes_gradients
     graph, inputs, tied, opened = fx.Graph(), list[fx.Node](), whole.tied, symbolic_inputs(leaves)
     part = rewrite.add_slice_input(graph)
 

@@ -64,6 +64,8 @@ class LeafCall:
         source: the user's line where forward is defined, "file:line".
         fewest: number of samples that batch statistics need in training.
         effects: what the module does besides computing.
+        takes_gradients: whether it differentiates something itself: it then runs with gradients also where none are
+            wanted (evaluation), which autograd.grad needs.
     """
 
     module: nn.Module
@@ -82,6 +84,7 @@ class LeafCall:
     source: str
     fewest: int = 1
     effects: tuple[SideEffect, ...] = ()
+    takes_gradients: bool = False
 
     __name__ = "leaf"
     __module__ = "polylane"
@@ -109,10 +112,12 @@ class LeafCall:
         for position in self.size_positions:
             flat[position] = flat[position](part.samples)
         args, kwargs = self.rebuild_arguments(flat)
-        with _training_modes(self.training):
+        wanted = torch.is_grad_enabled()
+        with _training_modes(self.training), torch.set_grad_enabled(wanted or self.takes_gradients):
             result = self._run(own, args, kwargs)
         leaves, _ = flatten(result)
-        return [leaves[position] for position in self.output_positions]
+        outputs: list[Tensor] = [leaves[position] for position in self.output_positions]
+        return outputs if wanted or not self.takes_gradients else [output.detach() for output in outputs]
 
     def _run(self, own: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         current = dict(self.module.named_parameters()) | dict(self.module.named_buffers())

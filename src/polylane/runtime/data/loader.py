@@ -75,7 +75,7 @@ def refuse_data_loader(dataset: Any, what: str) -> None:
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         raise PolylaneError(
             f"{what}: a DataLoader makes batches already, and a dataset of samples is wanted: give its dataset "
-            "(loader.dataset), and its collate_fn as collate; how many samples a batch has is said apart"
+            "(loader.dataset), and its collate_fn as collate; --batch, or batch_size, says how many samples a batch has"
         )
 
 
