@@ -25,7 +25,8 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters, optimized_names
 from polylane.compile.sample_shares import Batch, BatchForm
 from polylane.errors import PolylaneError
-from polylane.graph.batch import batch_signature, take_first_samples
+from polylane.graph.batch import batch_signature
+from polylane.graph.capture.self_check import take_what_runs
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.captured_settings import CapturedSettings
 from polylane.graph.python_state.side_effects import SideEffects
@@ -152,7 +153,9 @@ class CompileCache:
         which = "a batch like the example" if of_example else "a batch of another form than the example's"
         which += "" if key.training else " in evaluation mode"
         # A few samples are enough: the captured graph holds for any number of them.
-        example = (batch.form or self._example).rebuild(take_first_samples(batch.leaves, 4, batch.sampled))
+        rebuild, training = (batch.form or self._example).rebuild, self._training
+        loss = training.objectives[key.objective].loss
+        example = rebuild(take_what_runs(training.model, loss, rebuild, batch.leaves, 4, batch.sampled))
         graph = self._compiler.capture(key.objective, key.training, example, which)
         if not of_example and len(self._further) < MANY_FORMS:  # warn once: recompilations are the user's slow steps
             self._further.add((key.structure, key.signature))
