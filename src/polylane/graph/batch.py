@@ -51,6 +51,19 @@ def batch_structure(batch: Any) -> Any:
     return type(batch).__qualname__, names, tuple(batch_structure(value) for value in children[0])
 
 
+def leaf_names(structure: Any) -> list[str]:
+    """Return how a user writes each leaf of a batch nested like this: batch["labels"], batch[0]."""
+
+    def name(inner: Any, path: str) -> list[str]:
+        if inner is None:
+            return [path]
+        _, names, children = inner
+        keys = names if isinstance(names, tuple) else range(names)
+        return [leaf for key, child in zip(keys, children, strict=True) for leaf in name(child, f"{path}[{key!r}]")]
+
+    return name(structure, "batch")
+
+
 def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     if isinstance(value, Mapping):
         keys, kind = list(value), cast(Any, type(value))

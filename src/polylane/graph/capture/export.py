@@ -8,7 +8,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from types import FrameType
 from typing import Any
@@ -26,6 +26,7 @@ from polylane.graph.capture.known_values import KnownValues
 from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python_operators import functions_kept
 from polylane.graph.capture.stray_tensors import references_replaced
+from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.python_state.own_objects import is_users
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.python_state.side_effects import python_names_of, torch_object_ids
@@ -143,8 +144,15 @@ class NotCaptured(Exception):
         return cls(path, line, reason_of(error))
 
 
-def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.ExportedProgram:
+def export(
+    whole: ModelWithLoss, leaves: Sequence[Any], opened: Collection[tuple[int, int]] = ()
+) -> torch.export.ExportedProgram:
     """Capture ``whole`` with the batch dimension left open.
+
+    Args:
+        whole: model and loss.
+        leaves: flat leaves of an example batch.
+        opened: further dimensions to be left open where the model allows it, as (leaf, dimension).
 
     Raises:
         NotCaptured: export fails; names the innermost module at fault.
@@ -152,7 +160,9 @@ def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.Exported
     samples = sample_count(leaves)
     whole.tracing.tensors = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     # AUTO: a size that the model fixes becomes a constant instead of an error.
-    dynamic = tuple({0: torch.export.Dim.AUTO} if is_sampled(leaf, samples) else None for leaf in leaves)
+    auto, further = torch.export.Dim.AUTO, [{dim for at, dim in opened if at == i} for i in range(len(leaves))]
+    dims = [{0, *own} if is_sampled(leaf, samples) else own for leaf, own in zip(leaves, further, strict=True)]
+    dynamic = tuple(dict.fromkeys(own, auto) or None for own in dims)
     try:
         # Oblivious sizes: without it a graph would hold for two samples or more, and silently broadcast one.
         with (
@@ -312,10 +322,14 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
 
 @contextmanager
 def model_restored(model: nn.Module, *losses: Any) -> Iterator[Callable[[], None]]:
-    """Context manager: restore afterwards all that :func:`snapshot_model` records; yields the function that does it."""
+    """Context manager: restore afterwards all that :func:`snapshot_model` records; yields the function that does it.
+
+    Inside, no hook on a parameter's gradient is called: it may keep state where nobody can restore it.
+    """
     restore = snapshot_model(model, *losses)
     try:
-        yield restore
+        with GradientHooks(dict(model.named_parameters())).taken_off():
+            yield restore
     finally:
         restore()
 
