@@ -278,8 +278,10 @@ def _choose_microbatches(
         PolylaneError: too few samples in a microbatch, or a model with side effects in each of several passes.
     """
     # Python state allows one call a step: a number of microbatches that the user did not ask for is lowered to 1.
-    if spec.microbatches is None and keeps_python_state(graphs):
-        requested = 1
+    # So it is where samples meet in the loss: the batch then stays whole.
+    if spec.microbatches is None and requested > 1:
+        meeting = not all(derive_composition(graph, spec.per_sample).is_proven for graph in graphs)
+        requested = 1 if meeting or keeps_python_state(graphs) else requested
     microbatches = limit_microbatches(requested, total, fewest, fewer or spec.microbatches is None)
     for graph in graphs:
         refuse_repeated_effects(graph, spec, microbatches)

@@ -10,8 +10,9 @@ from torch import nn
 
 from polylane.compile.objectives import Init, Objective, Parameters, named_parameters, optimized_names
 from polylane.compile.optimizer_probe import find_whole_parameters
-from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count, take_first_samples
+from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count
 from polylane.graph.capture.export import Loss
+from polylane.graph.capture.self_check import take_what_runs
 from polylane.graph.graph import Graph
 from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.planner.problem import CapturedProblem
@@ -65,9 +66,9 @@ class TrainingProblem:
         return named_parameters(self.model, self.losses)
 
     def take_batch(self, samples: int) -> Any:
-        """Return a copy of the example's first samples: that many, or all where there are fewer."""
+        """Return a copy of the example's first samples, or of all of it where there are fewer or a part is no batch."""
         leaves, rebuild = self.flat_example
-        return rebuild(clone_leaves(take_first_samples(leaves, min(samples, sample_count(leaves)))))
+        return rebuild(clone_leaves(take_what_runs(self.model, self.objective.loss, rebuild, leaves, samples)))
 
     def capture(self, samples: int | None = None, objective: Objective | None = None) -> Graph:
         """The graph of one loss.

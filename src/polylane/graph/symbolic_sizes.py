@@ -186,6 +186,11 @@ def data_dependent_symbols(val: Any) -> Iterator[Any]:
             yield from free_unbacked_symbols(size.node.expr)
 
 
+def is_data_dependent(size: Any) -> bool:
+    """Return whether a size is only known once the data are."""
+    return isinstance(size, torch.SymInt) and bool(free_unbacked_symbols(size.node.expr))
+
+
 def is_ragged(val: Any) -> bool:
     """Return whether a size of a tensor depends on data."""
     return next(data_dependent_symbols(val), None) is not None

@@ -21,7 +21,7 @@ from polylane.graph.graph import Graph
 from polylane.graph.interpreter import map_nested
 from polylane.graph.operators.whole_batch_counts import WholeSize
 from polylane.graph.precision import unwrap_settings
-from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize, bind_symbols
+from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize, bind_symbols, is_data_dependent
 from polylane.placement.placement import Cuts
 from polylane.placement.strategy import OperatorCall, Place, TensorValue
 
@@ -164,6 +164,10 @@ class ViewSizes(ConcreteSizes):
     def shape(self, val: Tensor) -> tuple[int, ...]:
         # Data-dependent sizes are those of the example unless ``ragged``; see ConcreteSizes.
         return tuple(self(size) for size in val.shape)
+
+    def unknown_dims(self, val: Tensor) -> tuple[int, ...]:
+        """Return the dimensions whose sizes are only the example's: they depend on data."""
+        return () if self.ragged else tuple(i for i, n in enumerate(val.shape) if is_data_dependent(n))
 
     def number(self, node: fx.Node) -> Any:
         """Return the value of a node that is a size."""
@@ -310,7 +314,8 @@ def make_call(
             if not isinstance(val, Tensor):
                 return sizes.data_dependent_number(value)
             grad = has_gradient(value) and (val.is_floating_point() or val.is_complex())
-            inputs.append(TensorValue(sizes.shape(val), val.dtype, grad, len(inputs)))
+            unknown = sizes.unknown_dims(val)
+            inputs.append(TensorValue(sizes.shape(val), val.dtype, grad, len(inputs), ragged=unknown))
             reads.append(tensor_key(value))
             nodes.append(value)
             return inputs[-1]
@@ -321,7 +326,14 @@ def make_call(
     vals = list(val) if isinstance(val, (list, tuple)) else [val]
     flows = has_gradient(node)
     outputs = tuple(
-        TensorValue(sizes.shape(v), v.dtype, flows and (v.is_floating_point() or v.is_complex()), i, "out")
+        TensorValue(
+            sizes.shape(v),
+            v.dtype,
+            flows and (v.is_floating_point() or v.is_complex()),
+            i,
+            "out",
+            sizes.unknown_dims(v),
+        )
         for i, v in enumerate(vals)
         if isinstance(v, Tensor)
     )

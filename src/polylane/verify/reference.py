@@ -117,13 +117,17 @@ class ReferenceModel:
         total, count = loop.backward(step)
         once = self._build_pass(total, count, loop)
 
-        def again(attempt: int, permuted: bool) -> MeasuredPass:
+        def again(attempt: int, permuted: bool) -> MeasuredPass | None:
             # A perturbed pass starts where the step did; afterwards the model is again as the true pass left it.
             after = snapshot_model(loop.modules, loop.loss)
             restore()
             nudge_values(loop.modules.parameters(), attempt)
             try:
                 return self._build_pass(*loop.backward(step, attempt if permuted else None), loop)
+            except PolylaneError:
+                if not permuted:
+                    raise
+                return None  # the order of the samples means something: the nodes of a graph, where a text begins
             finally:
                 after()
 

@@ -23,8 +23,10 @@ from torch.fx.experimental import _config
 from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
 from polylane.graph.capture.checkpoints import checkpoints_inlined, name_checkpoint
+from polylane.graph.capture.known_values import KnownValues
 from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python_operators import functions_kept
+from polylane.graph.capture.stray_tensors import references_replaced
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.python_state.own_objects import is_users
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
@@ -55,7 +57,8 @@ class ModelWithLoss(nn.Module):
         self.tracing.samples = sample_count(leaves)
         self.tracing.calls.clear()
         _share_sample_count(leaves, self.tracing.sampled)
-        result = self.given_loss(self.model, self._rebuild(leaves))
+        with self._exporting() if torch.compiler.is_exporting() else nullcontext():
+            result = self.given_loss(self.model, self._rebuild(leaves))
         self.mean = not isinstance(result, Mean)
         if isinstance(result, Mean):
             total, count = result.total, result.count
@@ -71,6 +74,14 @@ class ModelWithLoss(nn.Module):
             raise BadLoss(f"loss(model, batch) must return a scalar tensor or polylane.Mean(total, count), not {form}")
         _refuse_complex(result, "loss(model, batch) must return")
         return (result,)
+
+    @contextmanager
+    def _exporting(self) -> Iterator[None]:
+        """Context manager: what export leaves undone, while it has its own tensors in place of the parameters."""
+        present = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        stand_ins = {id(self.tracing.tensors[name]): tensor for name, tensor in present.items()}
+        with references_replaced(self, stand_ins), KnownValues():
+            yield
 
     @property
     def loss_function(self) -> Any:
@@ -164,6 +175,7 @@ def export(
         NotCaptured: export fails; names the innermost module at fault.
     """
     samples = sample_count(leaves)
+    whole.tracing.tensors = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     # AUTO: a size that the model fixes becomes a constant instead of an error.
     auto, further = torch.export.Dim.AUTO, [{dim for at, dim in opened if at == i} for i in range(len(leaves))]
     sampled = [is_sampled(leaf, samples) for leaf in leaves]

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import Rebuild, flatten, sample_count
 from polylane.graph.capture.python_operators import emit_call, with_tensors
+from polylane.graph.capture.stray_tensors import references_replaced
 from polylane.graph.module_copies import copy_module
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm_arguments
 from polylane.graph.python_state.random_generators import generator_states, states_equal
@@ -36,10 +37,18 @@ class LeafOutput:
 
 @dataclass
 class CaptureRun:
-    """State of one export: its symbolic batch size, the leaves that have it, and calls of each leaf so far."""
+    """State of one export: its symbolic batch size, the leaves that have it, and calls of each leaf so far.
+
+    Attributes:
+        samples: the symbolic number of samples.
+        sampled: positions of the batch's leaves that have it as their first size.
+        tensors: the model's own parameters and buffers, by name.
+        calls: calls of each leaf so far.
+    """
 
     samples: Any = None
     sampled: Sequence[int] = ()
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -127,7 +136,10 @@ class LeafCall:
             result = self.module(*args, **kwargs)
             named |= {name: self.module.get_buffer(name) for name in self.buffers}
         else:
-            result = torch.func.functional_call(self.module, named, args, kwargs)
+            stand_ins = {id(current[name]): tensor for name, tensor in own.items()}
+            named = _every_name(self.module, stand_ins)
+            with references_replaced(self.module, stand_ins):
+                result = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
         for name in self.buffers:
             if named[name] is not own[name]:  # self.buffer = new: the old buffer takes the value
                 own[name].copy_(named[name].detach())
@@ -135,6 +147,19 @@ class LeafCall:
                     owner, _, key = name.rpartition(".")
                     self.module.get_submodule(owner)._buffers[key] = own[name]
         return result
+
+
+def _every_name(module: nn.Module, stand_ins: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that take the place of others, by every name of these; a module of two names has one of them.
+
+    torch.func.functional_call would write both names of a module that is there twice, and not put back what was there.
+    """
+    return {
+        f"{path}.{name}" if path else name: stand_ins[id(tensor)]
+        for path, inner in module.named_modules()
+        for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
+        if tensor is not None and id(tensor) in stand_ins
+    }
 
 
 @contextmanager

@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from polylane.graph.batch import cast_leaves, clone_leaves, is_sampled, sample_count, take_first_samples
+from polylane.graph.batch import (
+    Rebuild,
+    cast_leaves,
+    clone_leaves,
+    is_sampled,
+    sample_count,
+    sampled_leaves,
+    take_first_samples,
+)
 from polylane.graph.capture.export import ModelWithLoss, model_restored
 from polylane.graph.open_sizes import OpenSizes
 from polylane.graph.precision import Promoted, cast_module
@@ -132,6 +140,27 @@ class _CapturedCode:
         sizes = () if self.opened is None else self.opened.find(batch)
         assert sizes is not None, "the code is checked on batches that it admits"
         return run_code(self.run, self.graph, table, SampleSlice(count, batch=count, open_sizes=sizes))
+
+
+def take_what_runs(
+    model: nn.Module,
+    loss: Any,
+    rebuild: Rebuild,
+    leaves: Sequence[Any],
+    count: int,
+    sampled: Sequence[bool] | None = None,
+) -> Sequence[Any]:
+    """Return the first ``count`` samples of a batch, or all of it where so few are no batch.
+
+    Nodes of a graph cannot be taken alone: its edges are no samples, and some would have no end. Of a model without
+    data it is not tried.
+    """
+    split = sampled or sampled_leaves(leaves)
+    part = take_first_samples(leaves, min(count, sample_count(leaves)), split)
+    shared = any(isinstance(leaf, Tensor) and leaf.dim() for leaf, own in zip(leaves, split, strict=True) if not own)
+    if not shared or any(parameter.is_meta for parameter in model.parameters()):
+        return part
+    return part if runs_without_gradients(ModelWithLoss(model, loss, rebuild), clone_leaves(part)) else leaves
 
 
 def runs_without_gradients(whole: ModelWithLoss, batch: Sequence[Any]) -> bool:
