@@ -12,7 +12,7 @@ ZOO := $(VENV)-zoo
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .PHONY: install test test-workers test-alone test-all mutants check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
-	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness trainings zoo zoo-batchnorm clean
+	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths trainings zoo zoo-batchnorm clean
 
 install: $(INSTALLED)
 
@@ -94,6 +94,10 @@ bench-gpipe: $(INSTALLED)
 
 bench-staleness: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.staleness $(ARGS)
+
+# What a step costs on a length of text that is new, of an encoder of transformers.
+bench-lengths: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.lengths $(ARGS)
 
 bench-planner: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)

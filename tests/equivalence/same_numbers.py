@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import brought  # noqa: F401  (enters its rows into the table)
 import torch
 from torch import Tensor, nn
 from trainings import BY_PASS, PLANS, TRAININGS, Training, sgd

@@ -13,6 +13,7 @@ from torch import nn
 
 from polylane.compile.objectives import OptimizerFactory
 from polylane.errors import PolylaneError
+from polylane.graph.python_state.gradient_hooks import hooked_names
 from polylane.optim.trust import set_sum_over_holders
 
 SIZE = 4  # length of every dimension of the parameters that an optimizer is tried on
@@ -21,6 +22,7 @@ MOST_SAID = 200  # characters of an error message that are quoted
 
 
 LOOKS = "its optimizer looks at all of it at once"
+HOOKED = "a hook on its gradient looks at all of it at once"
 
 
 class UntriedOptimizer(str):
@@ -46,15 +48,15 @@ def find_whole_parameters(
 
     Returns:
         Name -> why it must stay whole; an :class:`UntriedOptimizer` where the optimizer does not run on small
-        parameters.
+        parameters. The user's hooks on gradients see whole ones, too.
     """
-    found: dict[str, str] = {}
+    found = dict.fromkeys(hooked_names(parameters), HOOKED)
     for factory in optimizers:
         try:
-            found |= dict.fromkeys(_find_non_elementwise(parameters, factory), LOOKS)
+            found = dict.fromkeys(_find_non_elementwise(parameters, factory), LOOKS) | found
         except Exception as error:  # the user's code on tensors that it was not written for: whatever it raises
             why = UntriedOptimizer(f"its optimizer does not run on small parameters ({_describe_error(error)})")
-            found |= {n: why for n, p in parameters if p.dim() > 0}
+            found = {n: why for n, p in parameters if p.dim() > 0} | found
     return found
 
 

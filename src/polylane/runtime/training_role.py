@@ -18,6 +18,7 @@ from torch import Tensor
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
+from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.observe.timeline import Span
 from polylane.plan.plan import Plan
 from polylane.program.program import Program
@@ -32,6 +33,7 @@ from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
 from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.program_binder import BoundProgram, ProgramBinder
+from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
 from polylane.runtime.sync.local_sgd import LocalSgd
@@ -40,7 +42,7 @@ from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.traffic_report import count_traffic
 from polylane.runtime.transport import clock
-from polylane.runtime.transport.protocol import TransportCounters
+from polylane.runtime.transport.protocol import PendingTransfer, TransportCounters
 from polylane.runtime.workers import allocator
 from polylane.runtime.workers.world import World
 
@@ -82,6 +84,8 @@ class TrainingRole:
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
         self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
+        whole = {n: i.shape for p in prepared.partitions.values() for n, i in p.graph.parameters.items()}
+        self._hooks = GradientHooks(self._holding.tensors.parameters(), whole)
         _refuse_whole_norms(self.plan, clip_norm)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
@@ -91,7 +95,7 @@ class TrainingRole:
         self._rule = self._choose_sync(everyone, clip_norm)
         self._stale = track_stale_weights(self._holding)
         # Results whose all-reduce may be under way, and the spans of the last steps.
-        self._in_flight, self._spans = deque[StepResult](), deque[tuple[Span, ...]](maxlen=STEPS_KEPT)
+        self._in_flight, self._spans = deque[StepResult](), deque[tuple[TimedSpan, ...]](maxlen=STEPS_KEPT)
         self._traffic = count_traffic(self._connections, self._rule, self._holding, self._programs)
 
     def _choose_sync(self, everyone: World, clip_norm: float | None) -> GradientSync:
@@ -123,7 +127,7 @@ class TrainingRole:
     def empty_pipeline(self) -> None:
         """Finish the batches that are under way in an asynchronous pipeline; collective, and nothing elsewhere."""
         if self._binding.pipeline is not None:
-            with allow_own_calls():
+            with allow_own_calls(), self._hooks.taken_off():
                 self._binding.pipeline.empty()
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -132,7 +136,7 @@ class TrainingRole:
         trainer = self._trainers[name]
         own = self._own(batch)
         self._refuse_short(own)
-        with allow_own_calls(), self._rule.blame_local_server():
+        with allow_own_calls(), self._rule.blame_local_server(), self._hooks.taken_off():
             lane = self._cache.compiled_for(name, own, replica_local=self._rule.is_replica_local(name))
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
             self._limit_in_flight(self._rule.max_steps_in_flight)
@@ -200,10 +204,14 @@ class TrainingRole:
             together = (
                 replica_ranks(self.plan, self.world.rank) if lane.executor.is_replica_local else range(self.world.size)
             )
-            count = self._summed(state, together)[1]
-            if count:
-                trainer.scale_gradients(state.samples_in_mean / count)
+            count = self._start_sum(state, together).wait()[1]
+            # On an accelerator nobody waits for the count: where it is 0, the gradients are left as they are.
+            if self.world.device.type != "cpu":
+                trainer.scale_gradients(torch.where(count == 0, 1.0, state.samples_in_mean / count))
+            elif count:
+                trainer.scale_gradients(state.samples_in_mean / float(count))
         samples = bool(state.tables.shares) or not lane.executor.is_replica_local
+        self._hooks.run(trainer.local_parameters, self._seed, self._step)
         self._rule.update_weights(name, trainer, samples)
         self._rule.after_step(name, lane.counted)
 
@@ -229,9 +237,11 @@ class TrainingRole:
 
     def _summed(self, state: StepState, ranks: Sequence[int]) -> tuple[float, float]:
         """Sum the loss over some workers, as (total, count); collective among them."""
-        sums = torch.tensor(state.sums(), dtype=torch.float64, device=self.world.device)
-        total, count = self._transport.all_reduce(sums, ranks).wait().tolist()
+        total, count = self._start_sum(state, ranks).wait().tolist()
         return total, count
+
+    def _start_sum(self, state: StepState, ranks: Sequence[int]) -> PendingTransfer:
+        return self._transport.all_reduce(state.sums(self.world.device), ranks)
 
     # ---- data and weights --------------------------------------------------------------------------------------------
 

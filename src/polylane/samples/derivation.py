@@ -42,6 +42,7 @@ class Derivation:
         statistics, rescaled_operands: additions to the graph on which the proof depends.
         culprit: first operator at which the proof fails for the loss; None if it is proven.
         explanation: keyword for the message: "fixed", "writes in place" or "".
+        effects: what the culprit does besides computing, if it runs the user's own Python.
         buffer: a buffer that would differ between replicas, with the operator that writes it; or None.
         counters: buffers written once per part by anything but batch normalization, each with the operator.
         unproven: nodes that run the user's own Python on samples, of which nothing can be proven.
@@ -52,6 +53,7 @@ class Derivation:
     rescaled_operands: tuple[RescaledOperand, ...] = ()
     culprit: Node | None = None
     explanation: str = ""
+    effects: str = ""
     buffer: tuple[str, Node] | None = None
     counters: tuple[tuple[str, Node], ...] = ()
     unproven: tuple[Node, ...] = ()
@@ -109,10 +111,17 @@ def _build_derivation(walk: AbstractInterpreter) -> Derivation:
         statistics=tuple(walk.statistics.values()),
         rescaled_operands=tuple(walk.rescaled.values()),
         culprit=culprit,
+        effects="" if culprit is None else _describe_effects(walk.graph, culprit),
         buffer=None if buffer is None else (buffer[0], walk.described[buffer[1]]),
         counters=tuple(_find_counters(walk, results)),
         unproven=tuple(walk.unproven),
     )
+
+
+def _describe_effects(graph: Graph, node: Node) -> str:
+    """Return what a node of the user's own Python does besides computing, for messages; "" for nothing."""
+    call = unwrap_settings(next(each.target for each in graph.code.fx.nodes if each.name == node.id))
+    return "; ".join(effect.describe for effect in getattr(getattr(call, "own", call), "effects", ()))
 
 
 def _batch_layouts(walk: AbstractInterpreter) -> dict[str, BatchLayout]:

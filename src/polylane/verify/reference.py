@@ -22,6 +22,7 @@ from polylane.graph.batch import (
 )
 from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
 from polylane.graph.precision import Promoted
+from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.rounding_noise import TRIES, nudge_values
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
@@ -212,7 +213,10 @@ class ReferenceLoop:
             permuted: seed of a permutation of the samples within their microbatch; None: as they are.
         """
         self.modules.zero_grad()
-        sums = self._accumulate_gradients(step, permuted)
+        hooks = GradientHooks(self._optimized)
+        with hooks.taken_off():
+            sums = self._accumulate_gradients(step, permuted)
+            hooks.run(self._optimized, self._training.seed, step)
         if self._training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(self._optimized.values()), self._training.clip_norm)
         return sums

@@ -11,7 +11,6 @@ Both sides run in forked processes, so that the caller's model stays as it is. T
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cast_leaves, clone_leaves, flatten, sample_count
 from polylane.graph.capture.export import model_restored
+from polylane.graph.module_copies import copy_module
 from polylane.graph.precision import to_float64
 from polylane.graph.rounding_noise import nudge_values
 from polylane.graph.sample_slice import SampleSlice
@@ -345,13 +345,10 @@ def copied_module(module: nn.Module) -> nn.Module:
         PolylaneError: copy.deepcopy failed; the message says what to do.
     """
     try:
-        return copy.deepcopy(module)
+        return copy_module(module)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise PolylaneError(
-            f"the model cannot be copied for a proof, copy.deepcopy says: {reason} (torch.nn.utils.weight_norm does "
-            "this; torch.nn.utils.parametrizations.weight_norm does not)"
-        ) from error
+        raise PolylaneError(f"the model cannot be copied for a proof, copy.deepcopy says: {reason}") from error
 
 
 def batch_in_float64(batch: Any) -> Any:

@@ -9,7 +9,7 @@ import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ from polylane.graph.batch import Rebuild, is_sampled, sample_count
 from polylane.graph.capture.checkpoints import checkpoints_inlined, name_checkpoint
 from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python_operators import functions_kept
+from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.python_state.own_objects import is_users
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.python_state.side_effects import python_names_of, torch_object_ids
@@ -149,8 +150,15 @@ class NotCaptured(Exception):
         return cls(path, line, reason_of(error))
 
 
-def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.ExportedProgram:
+def export(
+    whole: ModelWithLoss, leaves: Sequence[Any], opened: Collection[tuple[int, int]] = ()
+) -> torch.export.ExportedProgram:
     """Capture ``whole`` with the batch dimension left open.
+
+    Args:
+        whole: model and loss.
+        leaves: flat leaves of an example batch.
+        opened: further dimensions to be left open where the model allows it, as (leaf, dimension).
 
     Raises:
         NotCaptured: export fails; names the innermost module at fault.
@@ -158,7 +166,9 @@ def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.Exported
     samples = sample_count(leaves)
     # AUTO: a size that the model fixes becomes a constant instead of an error.
     sampled = [is_sampled(leaf, samples) for leaf in leaves]
-    dynamic = tuple({0: torch.export.Dim.AUTO} if is_divided else None for is_divided in sampled)
+    auto, further = torch.export.Dim.AUTO, [{dim for at, dim in opened if at == i} for i in range(len(leaves))]
+    dims = [{0, *own} if is_divided else own for is_divided, own in zip(sampled, further, strict=True)]
+    dynamic = tuple(dict.fromkeys(own, auto) or None for own in dims)
     whole.tracing.sampled = tuple(itertools.compress(range(len(leaves)), sampled))
     try:
         # Oblivious sizes: without it a graph would hold for two samples or more, and silently broadcast one.
@@ -319,10 +329,14 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
 
 @contextmanager
 def model_restored(model: nn.Module, *losses: Any) -> Iterator[Callable[[], None]]:
-    """Context manager: restore afterwards all that :func:`snapshot_model` records; yields the function that does it."""
+    """Context manager: restore afterwards all that :func:`snapshot_model` records; yields the function that does it.
+
+    Inside, no hook on a parameter's gradient is called: it may keep state where nobody can restore it.
+    """
     restore = snapshot_model(model, *losses)
     try:
-        yield restore
+        with GradientHooks(dict(model.named_parameters())).taken_off():
+            yield restore
     finally:
         restore()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
@@ -19,9 +18,10 @@ from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import Rebuild, flatten, sample_count
 from polylane.graph.capture.python_operators import emit_call, with_tensors
+from polylane.graph.module_copies import copy_module
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm_arguments
 from polylane.graph.python_state.random_generators import generator_states, states_equal
-from polylane.graph.python_state.side_effects import SideEffect
+from polylane.graph.python_state.run_watch import SideEffect
 from polylane.graph.symbolic_sizes import size_function
 
 
@@ -97,7 +97,7 @@ class LeafCall:
 
     def copy_call(self) -> LeafCall:
         """Return the same call of a copy of the module: one module cannot run on two sets of tensors at once."""
-        module = copy.deepcopy(self.module)
+        module = copy_module(self.module)
         flags = [flag for _, flag in self.training]
         return dataclasses.replace(self, module=module, training=list(zip(module.modules(), flags, strict=True)))
 
@@ -171,7 +171,7 @@ class NormalizationWatch(TorchFunctionMode):
 ObservedCalls = dict[str, list[ObservedCall]]  # all calls of each module in a dry run, by path
 
 
-def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> ObservedCalls:
+def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any], with_gradients: bool = False) -> ObservedCalls:
     """Run ``run()`` eagerly and return every call of ``modules``, in order, by path."""
     calls: ObservedCalls = {path: [] for path in modules}
 
@@ -188,7 +188,7 @@ def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> Obse
 
         return noted
 
-    with torch.no_grad(), _calls_replaced(modules, noting):
+    with torch.set_grad_enabled(with_gradients), _calls_replaced(modules, noting):
         run()
     return calls
 

@@ -66,8 +66,8 @@ class ObjectiveUpdate:
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of all local parameters and shards by a factor, in place."""
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the gradients of all local parameters and shards by a number, or by a scalar tensor, in place."""
         grads = [p.grad for p in self.local_parameters.values() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)

@@ -195,7 +195,8 @@ class StageBinder:
             return cut, cut.reducer
         if not any(len(bucket.ranks) > 1 for bucket in buckets):
             return StageHooks(), None
-        return StageHooks(), AllReducer(buckets, held, optional, transport, self.codec, program.replicas)
+        clock = self.connections.mesh.waits.clock
+        return StageHooks(), AllReducer(buckets, held, optional, transport, self.codec, program.replicas, clock)
 
 
 def _buckets_by_stage(

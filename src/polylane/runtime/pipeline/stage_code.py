@@ -255,9 +255,9 @@ class LocalStageCode:
     splits_backward: bool = False
     dropped: DroppedTensors = NOTHING_DROPPED
 
-    def rewrite_for(self, samples: int) -> StageCode:
-        """Rewrite the code for a part with that number of samples."""
-        calls, splits = self.layout.at(samples)
+    def rewrite_for(self, samples: int, open_sizes: tuple[int, ...]) -> StageCode:
+        """Rewrite the code for a part with that number of samples, of a batch with these open sizes."""
+        calls, splits = self.layout.at(samples, open_sizes)
         graph = rewrite(
             self.whole.graph,
             calls,
@@ -267,12 +267,14 @@ class LocalStageCode:
             aliases=self.layout.view.aliases,
             leaving=self.whole.outputs,
             dtypes=self.dtypes,
+            open_sizes=open_sizes,
         )
         overlap_redistributions(graph)
         groups = _defer_weights(graph, self.partition) if self.splits_backward else ()
         nodes = {node.name: node for node in self.partition.graph.nodes}
         again = Recomputation(graph, self.dropped, self.hooks.pack_saved, self.hooks.unpack_saved, nodes)
-        run, lines, file = _compile_graph(graph, f"{samples} samples of {self.whole.file}", nodes, self.hooks, again)
+        label = " by ".join(map(str, (f"{samples} samples", *open_sizes)))
+        run, lines, file = _compile_graph(graph, f"{label} of {self.whole.file}", nodes, self.hooks, again)
         return replace(
             self.whole,
             run=run,

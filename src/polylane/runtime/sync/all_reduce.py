@@ -6,7 +6,6 @@ bucket of one contiguous gradient is sent from the gradient's own memory.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polylane.program.program import GradientBucket, Program
+from polylane.runtime.span_clock import HostClock, Mark, SpanClock
 from polylane.runtime.sync.bucket_launcher import BucketLauncher
 from polylane.runtime.sync.compression.compressor import (
     BucketGradients,
@@ -22,16 +22,17 @@ from polylane.runtime.sync.compression.compressor import (
     PendingReduction,
 )
 from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.transport.staged import HostStaging
 from polylane.schedule.action import WEIGHT_PASSES
 
 
 @dataclass
 class _LaunchedBucket:
-    """A bucket whose sum is pending; ``started`` is in seconds of ``time.perf_counter()``."""
+    """A bucket whose sum is pending; ``started`` is a mark of the worker's clock."""
 
     bucket: GradientBucket
     pending: PendingReduction
-    started: float
+    started: Mark
 
 
 class AllReducer:
@@ -48,6 +49,7 @@ class AllReducer:
             reducers of the same parameters that run in turns share one. Default: no compression.
         replicas: the ranks that hold the same shards of the same stage as this worker. A bucket that other ranks sum
             too (partial sums along an operator axis, weights tied between stages) is never compressed.
+        clock: reads when a bucket was launched; default: the host's.
 
     Attributes:
         bucket_names: names of the buckets that it sums, in the order of reduction.
@@ -63,12 +65,14 @@ class AllReducer:
         transport: Transport,
         codec: GradientCompressor | None = None,
         replicas: Collection[int] = (),
+        clock: SpanClock | None = None,
     ) -> None:
         self._buckets = [bucket for bucket in buckets if len(bucket.ranks) > 1]
         self.bucket_names = tuple(bucket.name for bucket in self._buckets)
         self._parameters = parameters
         self._optional = frozenset(optional)
         self._transport = transport
+        self._clock = HostClock() if clock is None else clock
         plain = GradientCompressor()
         self.compressor = plain if codec is None else codec
         self._compressors = [
@@ -98,7 +102,7 @@ class AllReducer:
         given = self._transport.counters.given
         flight = self._compressors[index].launch_sum(self._bucket_gradients(bucket), self._transport)
         self.bucket_bytes[bucket.name] = self._transport.counters.given - given
-        self._launched[bucket.name] = _LaunchedBucket(bucket, flight, time.perf_counter())
+        self._launched[bucket.name] = _LaunchedBucket(bucket, flight, self._clock.mark())
 
     def _bucket_gradients(self, bucket: GradientBucket) -> BucketGradients:
         """Return this worker's contribution to a bucket: zeros where it has no gradient, or another rank gives it."""
@@ -108,14 +112,11 @@ class AllReducer:
         # A rank that contributes zeros also reports no gradient: another rank's flag stands for both.
         optional = tuple(name for name in bucket.parameters if name in self._optional)
         had = [float(self._parameters[name].grad is not None and not silent) for name in optional]
-        flags = torch.tensor(had, dtype=grads[0].dtype, device=grads[0].device)
+        flags = HostStaging(grads[0].device).to_device(torch.tensor(had, dtype=grads[0].dtype))
         return BucketGradients(bucket.ranks, bucket.parameters, grads, optional, flags)
 
-    def wait_bucket(self, name: str) -> float:
-        """Wait for one bucket, install its sums as gradients, and return when it was launched.
-
-        The time is in seconds of ``time.perf_counter()``.
-        """
+    def wait_bucket(self, name: str) -> Mark:
+        """Wait for one bucket, install its sums as gradients, and return the mark of its launch."""
         if not self._has_advanced:
             # Second rounds start only after all first ones, in the order of the buckets: so all ranks issue all
             # collectives in one order, whichever of them complete first.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from polylane.compile.objectives import OptimizerFactory
 from polylane.compile.optimizer_probe import SIZE, build_on_trial, draw_trial, small_parameters
 from polylane.errors import PolylaneError
+from polylane.graph.python_state.gradient_hooks import hooked_names
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def find_unshardable(
 ) -> set[str]:
     """Return names of the parameters that an optimizer can only update as a whole, in their own shape.
 
-    Scalars are among them: there is nothing to cut. Each optimizer is tried on small parameters of the same names and
-    numbers of dimensions: full, and in two parts. One with an attribute ``sum_over_holders`` declares that it works on
-    parts. If a trial fails, the parameters are kept whole.
+    Scalars are among them: there is nothing to cut. So are those with a hook of the user's on the gradient. Each
+    optimizer is tried on small parameters of the same names and numbers of dimensions: full, and in two parts. One with
+    an attribute ``sum_over_holders`` declares that it works on parts. If a trial fails, the parameters are kept whole.
 
     Args:
         parameters: (name, parameter) of all parameters of the model and its losses.
@@ -75,7 +76,7 @@ def find_unshardable(
     Raises:
         PolylaneError: an optimizer's update of one parameter depends on others, so that they cannot be distributed.
     """
-    found = {name for name, parameter in parameters if parameter.dim() == 0}
+    found = {name for name, parameter in parameters if parameter.dim() == 0} | set(hooked_names(parameters))
     for factory in optimizers:
         try:
             different = _find_different(parameters, factory)
