@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from polylane.errors import PolylaneError
@@ -15,6 +16,7 @@ from polylane.graph.capture.export import format_line
 from polylane.graph.capture.open_dimensions import NotOpened, bind_sizes, sizes_to_try
 from polylane.graph.graph import Graph, is_inside
 from polylane.samples.batch_layout import describe_divided_buffer, describe_place
+from polylane.samples.counts import find_coupling
 from polylane.samples.derivation import Derivation, derive_composition
 
 
@@ -47,6 +49,10 @@ def loss_couples_samples(
         told = seen()
         if told is not None:
             raise PolylaneError(f"per_sample={'+'.join(per_sample)} does not hold: {told}")
+    if derived.culprit is not None and not derived.explanation and not derived.culprit.is_own_python:
+        # The first operator without a proof may be a mean that counts would mend: name what they do not.
+        beyond = find_coupling(graph)
+        derived = derived if beyond.culprit is None else replace(derived, culprit=beyond.culprit)
     reason = None if derived.is_proven else explain_coupling(derived)
     if reason is not None and microbatches > 1:
         parts = f"microbatches={microbatches}"

@@ -76,6 +76,13 @@ def count_whole_batch(graph: Graph) -> Graph:
     return made if proven.is_proven and not proven.statistics and not proven.rescaled_operands else graph
 
 
+def find_coupling(graph: Graph) -> Derivation:
+    """Derive why a batch cannot be divided even with all counts of the whole batch: what these mend is not at fault."""
+    draft = _CodeEditor.of(graph)
+    draft.split_means()
+    return derive_composition(draft.build_graph(), ALL, counting=True)
+
+
 @dataclass
 class _CodeEditor:
     """Editor of a copy of a graph's code, to which operators are added.
