@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -44,6 +43,7 @@ from polylane.graph.capture.self_check import Difference
 from polylane.graph.graph import is_inside
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
 from polylane.graph.python_state.random_generators import generator_states, states_equal
+from polylane.graph.python_state.run_watch import watch_backward
 from polylane.graph.python_state.side_effects import SideEffects, find_side_effects
 from polylane.graph.symbolic_sizes import allowed_sizes, compute_sizes_locally, refused_sizes, symbolic_inputs
 
@@ -111,7 +111,7 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
 
     with model_restored(whole):
         try:
-            with torch.enable_grad(), NormalizationWatch() as normalizing, _watching_backward() as taken:
+            with torch.enable_grad(), NormalizationWatch() as normalizing, watch_backward() as taken:
                 results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
             if any(taken):
                 raise BadLoss(
@@ -138,20 +138,6 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
             raise PolylaneError(
                 f"loss(model, batch) fails {where}: {reason_of(error)}{format_line(fault.line)}"
             ) from error
-
-
-@contextmanager
-def _watching_backward() -> Iterator[list[bool]]:
-    """Context manager: the yielded list gets an entry when autograd runs inside: whether into ``.grad``."""
-    own: Any = torch.autograd
-    backwards, noted = own._engine_run_backward, list[bool]()
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        noted.append(bool(kwargs.get("accumulate_grad")))
-        return backwards(*args, **kwargs)
-
-    with patch.object(own, "_engine_run_backward", run):
-        yield noted
 
 
 def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:

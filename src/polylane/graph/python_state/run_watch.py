@@ -1,4 +1,4 @@
-"""Watched run: the clocks that a run of the user's code reads, the environment, the hooks on gradients it registers."""
+"""Watched run: the clocks and the environment that the user's code reads, hooks on gradients, backward passes of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
+import torch
 from torch import Tensor, nn
 
 from polylane.graph.python_state.own_objects import is_project_file, is_users
@@ -163,3 +165,17 @@ def innermost_module(frame: types.FrameType | None, paths: Mapping[int, str]) ->
 
 
 CALL = nn.Module._call_impl.__code__
+
+
+@contextmanager
+def watch_backward() -> Iterator[list[bool]]:
+    """Context manager: the yielded list gets an entry when autograd runs inside: whether into ``.grad``."""
+    own: Any = torch.autograd
+    backwards, noted = own._engine_run_backward, list[bool]()
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        noted.append(bool(kwargs.get("accumulate_grad")))
+        return backwards(*args, **kwargs)
+
+    with patch.object(own, "_engine_run_backward", run):
+        yield noted
