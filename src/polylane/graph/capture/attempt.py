@@ -17,6 +17,7 @@ from polylane.graph.batch import clone_leaves, sample_count, take_first_samples
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture import self_check
 from polylane.graph.capture.aliasing import functionalize_writes
+from polylane.graph.capture.describe_nodes import refuse_function_transforms
 from polylane.graph.capture.export import (
     BadLoss,
     ModelWithLoss,
@@ -173,6 +174,8 @@ def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun
             draft = _attempt_capture(whole, leaves, kept)
         except NotCaptured as fault:
             path, why = fault.path, f"{fault.reason}{format_line(fault.line)}"
+            if path is None and not abstract:  # export failed after the forward, for what some module has left behind
+                path = next(iter(_find_culprits(whole, leaves, list(kept), "")), None)
             if abstract:
                 raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
         else:
@@ -261,6 +264,7 @@ def _attempt_capture(whole: ModelWithLoss, leaves: Sequence[Any], paths: Collect
     lowest, highest = allowed_sizes(program)
     refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves))
     rewrite.drop_assertions(graph)
+    refuse_function_transforms(graph)
     compute_sizes_locally(graph, part)
     rewrite.merge_tied(graph, whole.tied)
     together = functionalize_writes(graph)

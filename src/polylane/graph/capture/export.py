@@ -24,6 +24,7 @@ from polylane.graph.batch import Rebuild, is_sampled, sample_count
 from polylane.graph.capture.checkpoints import checkpoints_inlined, name_checkpoint
 from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python_operators import functions_kept
+from polylane.graph.python_state.compiler import compiler_off
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.python_state.own_objects import is_users
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
@@ -53,7 +54,8 @@ class ModelWithLoss(nn.Module):
     def forward(self, *leaves: Any) -> tuple[Tensor, ...]:
         self.tracing.samples = sample_count(leaves)
         self.tracing.calls.clear()
-        result = self.given_loss(self.model, self._rebuild(leaves))
+        with compiler_off():
+            result = self.given_loss(self.model, self._rebuild(leaves))
         self.mean = not isinstance(result, Mean)
         if isinstance(result, Mean):
             total, count = result.total, result.count
@@ -251,6 +253,8 @@ def _quiet() -> Iterator[None]:
 def reason_of(error: BaseException) -> str:
     """Return why something failed, on one line."""
     name = type(error).__name__
+    if "fake tensor in the exported program constant's list" in str(error):
+        return "export cannot follow a tensor that is made inside (by .data or torch.func, say)"
     if name in ("GuardOnDataDependentSymNode", "UserError") and "data-dependent" in str(error):
         return "which way it goes, or how much it computes, depends on the data"
     text = str(error).strip().splitlines() or [""]

@@ -10,16 +10,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, flatten, sample_count
 from polylane.graph.capture.python_operators import emit_call, with_tensors
 from polylane.graph.module_copies import copy_module
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm_arguments
+from polylane.graph.python_state.compiler import compiler_off
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.run_watch import SideEffect
 from polylane.graph.symbolic_sizes import size_function
@@ -108,7 +112,7 @@ class LeafCall:
         for position in self.size_positions:
             flat[position] = flat[position](part.samples)
         args, kwargs = self.rebuild_arguments(flat)
-        with _training_modes(self.training):
+        with _training_modes(self.training), compiler_off():
             result = self._run(own, args, kwargs)
         leaves, _ = flatten(result)
         return [leaves[position] for position in self.output_positions]
@@ -121,7 +125,8 @@ class LeafCall:
             result = self.module(*args, **kwargs)
             named |= {name: self.module.get_buffer(name) for name in self.buffers}
         else:
-            result = torch.func.functional_call(self.module, named, args, kwargs)
+            with _parameters_replaced(self.path):
+                result = torch.func.functional_call(self.module, named, args, kwargs)
         for name in self.buffers:
             if named[name] is not own[name]:  # self.buffer = new: the old buffer takes the value
                 own[name].copy_(named[name].detach())
@@ -129,6 +134,35 @@ class LeafCall:
                     owner, _, key = name.rpartition(".")
                     self.module.get_submodule(owner)._buffers[key] = own[name]
         return result
+
+
+@contextmanager
+def _parameters_replaced(path: str) -> Iterator[None]:
+    """Context manager: refuse what does not work while a module has tensors of the plan in the place of its parameters.
+
+    Raises:
+        PolylaneError: inside, torch.utils.checkpoint is called with use_reentrant=True, whose recomputation would send
+            gradients to the module's own parameters; or a parameter is copied by copy.deepcopy.
+    """
+
+    class Refused:
+        @staticmethod
+        def apply(*_: Any) -> Any:
+            raise PolylaneError(
+                f"{path or 'the model'} calls torch.utils.checkpoint with use_reentrant=True, in what runs as your own "
+                "Python, where gradients would go past the plan: take use_reentrant=False"
+            )
+
+    try:
+        with patch.object(torch.utils.checkpoint, "CheckpointFunction", Refused):
+            yield
+    except RuntimeError as error:
+        if "support the deepcopy protocol" not in str(error):
+            raise
+        raise PolylaneError(
+            f"{path or 'the model'} copies its parameters with copy.deepcopy inside of its forward, in what runs as "
+            "your own Python, where others are in their place: copy what it needs before, in __init__"
+        ) from error
 
 
 @contextmanager
