@@ -35,7 +35,12 @@ def test_control_groups_of_either_version(tmp_path: Path) -> None:
 
 
 FOLDER = Path(benchmarks.__file__).parent
-MODULES = sorted(file.stem for file in FOLDER.glob("*.py") if '__name__ == "__main__"' in file.read_text())
+MODULES = sorted(
+    [
+        *(file.stem for file in FOLDER.glob("*.py") if '__name__ == "__main__"' in file.read_text()),
+        *(file.parent.name for file in FOLDER.glob("*/__main__.py")),
+    ]
+)
 slow = pytest.mark.slow
 
 
@@ -60,6 +65,7 @@ QUICK = [
     pytest.param("__main__", ["tiny"], "polylane pipeline=2,schedule=1f1b,microbatches=2", id="benchmarks"),
     pytest.param("balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
     pytest.param("gpipe", ["tiny"], r"\| polylane schedule=1f1b \| \d+, \d+ \|", id="gpipe"),
+    pytest.param("lengths", ["--plans", "data=1"], r"\| polylane data=1 \| [\d.]+ \|", marks=slow, id="lengths"),
     pytest.param("memory_laws", [], r"\| 1f1b \| 2, 1 \| ([\d.]+ MiB) \| \1 \|", marks=slow, id="memory_laws"),
     pytest.param("memory_limit", [], r"\* by this plan: trains", marks=slow, id="memory_limit"),
     pytest.param("planner", ["--tasks", "digits"], "7 cases: median error", marks=slow, id="planner"),
@@ -72,7 +78,7 @@ QUICK = [
     pytest.param("utilization", [], r"(?s)\| 1f1b, 2 \| [\d.]+%.*\| pipedream, 2 \| [\d.]+%", id="utilization"),
     pytest.param("witnesses", [], r"\| digits \| data=2 \|", marks=slow, id="witnesses"),
     pytest.param("zero_bubble", ["tiny"], "torch ScheduleZBVZeroBubble", marks=slow, id="zero_bubble"),
-    pytest.param("zoo_batch_norm", ["--plans", "data=2"], "1 equal", marks=slow, id="zoo_batch_norm"),
+    pytest.param("zoo", ["--family", "vision_transformers"], r"DeiT +data=2 +equal", marks=slow, id="zoo"),
 ]
 
 
@@ -84,11 +90,12 @@ def test_every_benchmark_has_a_quick_run() -> None:
 def test_a_quick_run_prints_its_table(
     module: str, arguments: list[str], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if module == "zoo_batch_norm":
+    if module == "zoo":
         pytest.importorskip("torchvision")
         pytest.importorskip("timm")
     monkeypatch.chdir(FOLDER.parent)  # recipes are named by where they are from there
-    main: Any = importlib.import_module(f"benchmarks.{module}").main
+    package = Path(FOLDER, module).is_dir()
+    main: Any = importlib.import_module(f"benchmarks.{module}{'.__main__' if package else ''}").main
     assert not main([*arguments, "--quick"])
     assert re.search(printed, capsys.readouterr().out)
 

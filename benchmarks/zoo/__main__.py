@@ -19,7 +19,7 @@ from benchmarks.harness import make_parser
 from benchmarks.zoo import page
 from benchmarks.zoo.entry import Entry
 from benchmarks.zoo.families import FAMILIES, all_entries
-from benchmarks.zoo.prove import EQUAL, FAILED, PLANS, REFUSED, STEPS
+from benchmarks.zoo.prove import EQUAL, FAILED, PLANS, REFUSED
 
 PATIENCE = 300  # seconds for a model's capture and for each of its plans, before it counts as a hang
 
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="+", metavar="MODEL", choices=list(entries), help="these models")
     parser.add_argument("--plans", nargs="+", metavar="PLAN", default=list(PLANS))
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=0, help="0: as many as the model's entry says")
     parser.add_argument("--page", action="store_true", help="only write the page, from what was measured before")
     options = parser.parse_args(arguments)
     chosen = _choose_entries(options, entries)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 SAMPLES = 7  # of a batch: odd, so that no plan divides it evenly
 CLASSES = 10
+STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Entry:
         loss: (model, batch) to a scalar, as its users write it.
         batches: returns as many whole batches as asked for.
         optimizer: of the names and parameters.
+        steps: that are proven, where no others are asked for.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Entry:
     loss: Callable[[Any, Any], Any]
     batches: Callable[[int], Sequence[Any]]
     optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
+    steps: int = STEPS
 
 
 def sgd(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -65,12 +68,13 @@ class Family:
         loss: Callable[[Any, Any], Any],
         batches: Callable[[int], Sequence[Any]],
         optimizer: Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer] | None = None,
+        steps: int = STEPS,
     ) -> None:
         """Enter a model; optimizers alternate where none is said."""
         if name in self.entries:
             raise ValueError(f"{name} is in the zoo already")
         optimizer = optimizer or (sgd, adamw)[len(self.entries) % 2]
-        self.entries[name] = Entry(name, self.name, package, make, loss, batches, optimizer)
+        self.entries[name] = Entry(name, self.name, package, make, loss, batches, optimizer, steps)
 
 
 # Data -----------------------------------------------------------------------------------------------------------------

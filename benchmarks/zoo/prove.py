@@ -1,7 +1,8 @@
 """What is found of a model of the zoo: how it is captured, and by each plan whether it is equal to one device.
 
-``python -m benchmarks.zoo.prove NAME PLAN...`` finds it in a process of its own, and prints a line of JSON for the
-capture and one for each plan: a model that hangs or dies takes nothing else with it.
+``python -m benchmarks.zoo.prove NAME STEPS PLAN...`` finds it in a process of its own, and prints a line of JSON for
+the capture and one for each plan: a model that hangs or dies takes nothing else with it. With 0 STEPS, as many are
+proven as the model's entry says.
 """
 
 from __future__ import annotations
@@ -38,7 +39,6 @@ PLANS = (
     "data=2,pipeline=2",
     "data=2,shard=parameters",
 )
-STEPS = 2
 WHOLE, LEAVES, OPAQUE = "whole", "leaves", "opaque"
 EQUAL, UNEQUAL, REFUSED, FAILED = "equal", "NOT equal", "refused", "FAILED"
 
@@ -110,12 +110,12 @@ def _how_captured(graph: Graph) -> str:
     return LEAVES if any(node.is_own_python for node in graph.nodes) else WHOLE
 
 
-def prove_entry(entry: Entry, plan: str, steps: int = STEPS) -> Proven:
+def prove_entry(entry: Entry, plan: str, steps: int | None = None) -> Proven:
     """Hold an entry by one plan against one device, as ``polylane verify`` does."""
     began = time.monotonic()
     try:
         objective = Objective("loss", entry.loss, entry.optimizer)
-        verdict = verify(build_model(entry), objective, entry.batches(steps), plan)
+        verdict = verify(build_model(entry), objective, entry.batches(steps or entry.steps), plan)
         said, told = EQUAL if verdict.passed else UNEQUAL, _describe_errors(verdict)
     except PolylaneError as refusal:
         said, told = REFUSED, str(refusal)
@@ -142,7 +142,7 @@ def _describe_errors(verdict: Verdict) -> str:
     return f"{told} ({value.name}){unequal}; {verdict.culprit}"
 
 
-def findings(name: str, plans: Sequence[str], steps: int = STEPS) -> Iterator[Captured | Proven]:
+def findings(name: str, plans: Sequence[str], steps: int | None = None) -> Iterator[Captured | Proven]:
     """How a model is captured, and what was found of it by each plan."""
     entry = find_entry(name)
     yield capture_entry(entry)

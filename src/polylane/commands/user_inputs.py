@@ -194,8 +194,7 @@ def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
     Raises:
         PolylaneError: one of them raised, the scheduler is not one, or there is nothing to train.
     """
-    from polylane.compile.objectives import named_parameters, refuse_untrainable
-    from polylane.runtime.parameters.optimizer import build_scheduler
+    from polylane.compile.objectives import build_scheduler, named_parameters, refuse_untrainable
 
     parameters = named_parameters(model, [recipe.loss])
     try:

@@ -62,10 +62,13 @@ def _plan_line(plan: Spec | Plan) -> str:
 
 
 def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
-    recipe = inputs.open_recipe(request)
     from polylane.runtime.workers.fork import limit_to_one_thread
+    from polylane.runtime.workers.world import hide_accelerators
 
+    # Before the recipe runs: what is proven is the plan, in float64 on forked workers of the CPU.
+    hide_accelerators()
     limit_to_one_thread()
+    recipe = inputs.open_recipe(request)
     from polylane.compile.objectives import Objective
     from polylane.graph.python_state.compiler import describe_left_out
     from polylane.verify.verify import verify

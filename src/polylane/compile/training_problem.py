@@ -16,6 +16,7 @@ from polylane.graph.batch_checks import refuse_undividable
 from polylane.graph.capture.export import Loss
 from polylane.graph.graph import Graph
 from polylane.graph.python_state.compiler import describe_left_out, without_compiler
+from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.planner.problem import CapturedProblem
 from polylane.samples.counts import capture_with_counts
 
@@ -101,5 +102,6 @@ class TrainingProblem:
             graph: one that :meth:`capture` returned, of any number of samples.
             known: ``pins`` and ``profile`` of :class:`polylane.planner.problem.CapturedProblem`.
         """
-        whole = find_whole_parameters(self.parameters, [self.objective.optimizer])
+        sparse = find_sparse_gradients(graph)
+        whole = find_whole_parameters(self.parameters, [self.objective.optimizer], sparse)
         return CapturedProblem(graph, self.objective.optimizer, {n: str(why) for n, why in whole.items()}, **known)

@@ -150,7 +150,7 @@ def promote_to_float64(graph: fx.Graph, constants: dict[str, Tensor], literals: 
                 node.target = InFloat64(node.target)
             elif _makes_lower(node):
                 node.kwargs = {**node.kwargs, "dtype": PROMOTED[node.meta["val"].dtype]}
-        node.meta["val"] = _to_double(node.meta.get("val"))
+        node.meta |= {key: _to_double(node.meta[key]) for key in ("val", "open") if key in node.meta}
     for name, value in constants.items():
         if value.dtype in LOWER:
             constants[name] = _exact_literal(value, literals) if name in written else value.to(PROMOTED[value.dtype])
@@ -232,7 +232,7 @@ def dtypes_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype) ->
         device_type: torch's name of the device that autocast is for, "cpu" or "cuda".
         dtype: the lower-precision dtype of the autocast region.
     """
-    part = SampleSlice(graph.samples, batch=graph.samples)
+    part = SampleSlice(graph.samples, batch=graph.samples, open_sizes=graph.code.nominal_sizes)
 
     def bind(node: fx.Node) -> Any:
         return part if node.meta["role"][0] == "part" else _without_data(node.meta["val"])

@@ -38,6 +38,7 @@ from polylane.graph.capture.leaves import (
     opaque_call,
     source_line_of,
 )
+from polylane.graph.capture.open_dimensions import OpenedProgram, find_open_sizes
 from polylane.graph.capture.python_operators import FunctionCall, forget_sites
 from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
 from polylane.graph.capture.self_check import Difference
@@ -59,6 +60,7 @@ class CaptureAttempt:
         refused_sizes: numbers of samples that the code does not hold for, as far as tried.
         is_fixed_size: whether the code holds for the example's number of samples alone.
         is_opaque: whether the code is a single leaf.
+        opened: what it leaves open beside the number of samples; None: nothing.
         notes: one sentence for everything that could not be captured, and why.
     """
 
@@ -68,6 +70,7 @@ class CaptureAttempt:
     refused_sizes: list[int]
     is_fixed_size: bool = False
     is_opaque: bool = False
+    opened: OpenedProgram | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -171,18 +174,18 @@ def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun
         return _capture_opaque(whole, leaves, dry, f"it {kept['']}")
     while True:  # each round makes one more module a leaf, or a larger one; at the latest the whole model
         try:
-            draft = _attempt_capture(whole, leaves, kept)
+            draft = attempt_capture(whole, leaves, kept)
         except NotCaptured as fault:
             path, why = fault.path, f"{fault.reason}{format_line(fault.line)}"
-            if path is None and not abstract:  # export failed after the forward, for what some module has left behind
-                path = next(iter(_find_culprits(whole, leaves, list(kept), "")), None)
             if abstract:
                 raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
+            if path is None:  # export failed after the forward, for what some module has left behind
+                path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
         else:
             _attach_effects(draft, dry.effects)
-            difference = None if abstract else _run_self_check(whole, draft, leaves)
+            difference = None if abstract else run_self_check(whole, draft, leaves)
             if difference is None:
-                return replace(draft, notes=_describe_leaves(whole, kept))
+                return replace(draft, notes=describe_leaves(whole, kept))
             path, why = _find_faulty_module(whole, draft, leaves, kept, difference)
         while path and path in kept:  # already a leaf and still failing: make its parent the leaf
             path = path.rpartition(".")[0]
@@ -208,29 +211,31 @@ def _attach_effects(draft: CaptureAttempt, effects: SideEffects) -> None:
             node.target.effects = tuple(e for e in effects.found if is_inside(e.path, node.target.path))
 
 
-def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
+def describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
     parameters = whole.named_tensors("parameters")
     empty = ", ".join(name for name, tensor in parameters if tensor.requires_grad and not tensor.numel())
     nothing = f"nothing is trained of parameters without elements (a width of 0?): {empty}"
     return (*kept.values(), *([nothing] if empty else []))
 
 
-def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any]) -> Difference | None:
+def run_self_check(
+    whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any], others: Sequence[Sequence[Any]] = ()
+) -> Difference | None:
     # One sample, and sizes for which export itself says that the code takes another branch.
     sizes = sorted({1, *draft.refused_sizes[:3], *draft.refused_sizes[-1:]})
     noted = _watch_random(draft.graph)  # before settings are around the functions
     wrap_autocast(draft.graph)
     try:
-        return self_check.first_difference(whole, draft.graph, draft.constants, leaves, sizes)
+        opened = None if draft.opened is None else draft.opened.sizes
+        return self_check.first_difference(whole, draft.graph, draft.constants, leaves, sizes, opened, others)
     finally:
         unwrap_autocast(draft.graph)
         for node, target in noted.items():
             node.target = target
 
 
-def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
+def _watch_random(graph: fx.Graph) -> dict[fx.Node, FunctionCall]:
     """Wrap custom functions so that they record, during the self-check, whether they draw random numbers."""
-    noted: dict[fx.Node, Any] = {}
 
     def noting(function: FunctionCall) -> Any:
         def run(part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -242,35 +247,38 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
         run.__module__, run.__name__ = "polylane", function.__name__
         return run
 
-    for node in graph.nodes:
-        if isinstance(node.target, FunctionCall):
-            noted[node] = node.target
-            node.target = noting(node.target)
+    noted = {node: node.target for node in graph.nodes if isinstance(node.target, FunctionCall)}
+    for node, function in noted.items():
+        node.target = noting(function)
     return noted
 
 
-def _attempt_capture(whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str]) -> CaptureAttempt:
+def attempt_capture(
+    whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str], dims: Collection[tuple[int, int]] = ()
+) -> CaptureAttempt:
     with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
         stack.callback(forget_sites)
         stack.enter_context(model_restored(whole))
         if paths:
             modules = {path: whole.model.get_submodule(path) for path in paths}
             stack.enter_context(leaves_kept(modules, _observe_two_sizes(whole, modules, leaves), whole.tracing))
-        program = export(whole, leaves)
+        program = export(whole, leaves, dims)
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_slice_input(graph)
         rewrite.inline_sites(graph, part)
     # The checks that export inserted say for which sizes the code holds; read them before they are dropped.
-    lowest, highest = allowed_sizes(program)
-    refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves))
+    opened = find_open_sizes(program, graph, leaves) if dims else None
+    symbols, nominal = ((), {}) if opened is None else (opened.symbols, opened.nominal)
+    lowest, highest = allowed_sizes(program, symbols)
+    refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves), nominal)
     rewrite.drop_assertions(graph)
     refuse_function_transforms(graph)
-    compute_sizes_locally(graph, part)
+    compute_sizes_locally(graph, part, symbols, () if opened is None else opened.sizes.nominal)
     rewrite.merge_tied(graph, whole.tied)
     together = functionalize_writes(graph)
     repeat_moves(graph, whole, leaves)
     graph.lint()
-    return CaptureAttempt(graph, constants, together, refused, is_fixed_size=lowest == highest)
+    return CaptureAttempt(graph, constants, together, refused, is_fixed_size=lowest == highest, opened=opened)
 
 
 def _observe_two_sizes(
@@ -289,11 +297,10 @@ def _observe_two_sizes(
 
 
 def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> ObservedCalls:
-    # Some run with gradients only: a tensor without any refuses hooks.
-    with_gradients = not self_check.runs_without_gradients(whole, leaves)
-    try:
+    try:  # with gradients where it needs them: a tensor without any refuses hooks
+        needed = not self_check.runs_without_gradients(whole, leaves)
         with model_restored(whole):
-            return observe_calls(modules, lambda: whole(*leaves), with_gradients)
+            return observe_calls(modules, lambda: whole(*leaves), needed)
     except Exception as error:
         raise NotCaptured.of(whole, error) from error
 
@@ -323,7 +330,7 @@ def _passes_self_check(whole: ModelWithLoss, leaves: Sequence[Any], paths: Seque
     if not paths:
         return False
     try:
-        return _run_self_check(whole, _attempt_capture(whole, leaves, paths), leaves) is None
+        return run_self_check(whole, attempt_capture(whole, leaves, paths), leaves) is None
     except NotCaptured:
         return False
 
@@ -382,10 +389,10 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, wh
         add_input(f"leaves_{i}", ("input", i), opened[i])
     node = graph.call_function(call, (part, inputs))
     node.meta["val"] = [value.detach().to("meta") for value in dry.results]
-    outputs = []
+    outputs = list[fx.Node]()
     for i, value in enumerate(dry.results):
         outputs.append(graph.call_function(operator.getitem, (node, i)))
         outputs[-1].meta["val"] = value.detach().to("meta")
     graph.output(tuple(outputs))
-    note = f"the model is opaque, without a graph: {why}"
-    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True, notes=(note,))
+    notes = (f"the model is opaque, without a graph: {why}",)
+    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True, notes=notes)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import builtins
 import io
+import itertools
 import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from types import FrameType
 from typing import Any
@@ -54,6 +55,7 @@ class ModelWithLoss(nn.Module):
     def forward(self, *leaves: Any) -> tuple[Tensor, ...]:
         self.tracing.samples = sample_count(leaves)
         self.tracing.calls.clear()
+        _share_sample_count(leaves, self.tracing.sampled)
         with compiler_off():
             result = self.given_loss(self.model, self._rebuild(leaves))
         self.mean = not isinstance(result, Mean)
@@ -91,6 +93,21 @@ class ModelWithLoss(nn.Module):
         """Return all "parameters" or "buffers" by the user's names; those of a loss module begin with "loss"."""
         every: Callable[..., Any] = getattr(self, f"named_{what}")
         return [(name.removeprefix("model."), tensor) for name, tensor in every(remove_duplicate=False)]
+
+
+def _share_sample_count(leaves: Sequence[Any], sampled: Sequence[int]) -> None:
+    """Tell export that all divided leaves have equally many samples: it names the length of each by itself.
+
+    Without it, what is viewed by the length of one leaf and read with another's ("[batch, -1]" of an attention mask)
+    has a size that is only equal to the number of tokens as long as both lengths are.
+
+    Args:
+        leaves: flat leaves under export, whose lengths are symbolic.
+        sampled: indices of the leaves that are divided with the samples.
+    """
+    for one, other in itertools.pairwise(sampled):
+        # The comparison itself is what export notes; a loss on leaves of other lengths is not this one.
+        assert leaves[one].shape[0] == leaves[other].shape[0]
 
 
 class BadLoss(PolylaneError):
@@ -135,15 +152,26 @@ class NotCaptured(Exception):
         return cls(path, line, reason_of(error))
 
 
-def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.ExportedProgram:
+def export(
+    whole: ModelWithLoss, leaves: Sequence[Any], opened: Collection[tuple[int, int]] = ()
+) -> torch.export.ExportedProgram:
     """Capture ``whole`` with the batch dimension left open.
+
+    Args:
+        whole: model and loss as one module.
+        leaves: flat leaves of an example batch.
+        opened: further dimensions to be left open where the model allows it, as (leaf, dimension).
 
     Raises:
         NotCaptured: export fails; names the innermost module at fault.
     """
     samples = sample_count(leaves)
     # AUTO: a size that the model fixes becomes a constant instead of an error.
-    dynamic = tuple({0: torch.export.Dim.AUTO} if is_sampled(leaf, samples) else None for leaf in leaves)
+    auto, further = torch.export.Dim.AUTO, [{dim for at, dim in opened if at == i} for i in range(len(leaves))]
+    sampled = [is_sampled(leaf, samples) for leaf in leaves]
+    dims = [{0, *own} if is_divided else own for is_divided, own in zip(sampled, further, strict=True)]
+    dynamic = tuple(dict.fromkeys(own, auto) or None for own in dims)
+    whole.tracing.sampled = tuple(itertools.compress(range(len(leaves)), sampled))
     try:
         # Oblivious sizes: without it a graph would hold for two samples or more, and silently broadcast one.
         with (

@@ -40,9 +40,10 @@ class LeafOutput:
 
 @dataclass
 class CaptureRun:
-    """State of one export: its symbolic batch size, and calls of each leaf so far."""
+    """State of one export: its symbolic batch size, the leaves that have it, and calls of each leaf so far."""
 
     samples: Any = None
+    sampled: Sequence[int] = ()
     calls: Counter[str] = field(default_factory=Counter)
 
 

@@ -22,8 +22,8 @@ _REPLACED = "_polylane_replaced"
 
 def compiler_off() -> AbstractContextManager[Any]:
     """Return a context manager: functions that torch.compile has made run their original."""
-    # Until then nothing was compiled; importing it takes a second.
-    if _WRAPPER not in sys.modules:
+    # Before it is imported, which takes a second, nothing was compiled; and while it compiles it allows no change.
+    if _WRAPPER not in sys.modules or torch.compiler.is_dynamo_compiling():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
