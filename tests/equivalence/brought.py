@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from trainings import (
     STATE,
     TRAININGS,
@@ -107,3 +108,69 @@ class Bounded(nn.Module):
 @brought
 def hook_in_forward() -> Training:
     return Training(seeded(lambda: perceptron(Bounded())), classify, plain_batches, STATE, refusable=DIVIDING_PYTHON)
+
+
+# torch.compile --------------------------------------------------------------------------------------------------------
+
+
+@torch.compile(backend="eager")
+def _gate(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+class Compiled(nn.Module):
+    """A compiled module inside, one compiled in place, and a compiled function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.wrapped: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), backend="eager")
+        self.first.compile(backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(_gate(self.wrapped(self.first(x))))
+        return y
+
+
+@brought
+def compiled() -> Training:
+    loss = torch.compile(classify, backend="eager")
+    return Training(seeded(lambda: torch.compile(Compiled(), backend="eager")), loss, plain_batches, STATE)
+
+
+# Parametrizations -----------------------------------------------------------------------------------------------------
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+
+@brought
+def parametrized() -> Training:
+    """Weight norm, old and new, an orthogonal weight, one of the user's own, and a pruned one."""
+
+    def change(model: Any) -> None:
+        nn.utils.parametrizations.weight_norm(model[0])
+        nn.utils.parametrize.register_parametrization(model[2], "weight", Symmetric())
+        nn.utils.parametrizations.orthogonal(model[4])
+        nn.utils.weight_norm(model[5])
+        prune.l1_unstructured(model[7], "weight", 0.3)
+
+    def model() -> nn.Module:
+        made = nn.Sequential(*perceptron()[:4], nn.Linear(8, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        change(made)
+        return made
+
+    return Training(seeded(model), classify, plain_batches, STATE)
+
+
+@brought
+def spectral_norms() -> Training:
+    """The power iteration moves with every forward pass: by microbatches as in a loop that accumulates."""
+
+    def change(model: Any) -> None:
+        nn.utils.parametrizations.spectral_norm(model[0])
+        nn.utils.spectral_norm(model[2])
+
+    return changed(change, in_turn=True)

@@ -176,11 +176,16 @@ def build_model(recipe: Recipe, seed: int) -> nn.Module:
     """
     import torch
 
+    from polylane.compile.unusable_modules import refuse_unusable_modules
+    from polylane.graph.python_state.compiler import without_compiler
+
     torch.manual_seed(seed)
     model = recipe.model()
     if not isinstance(model, torch.nn.Module):
         raise RecipeError(f"model() must return a torch.nn.Module, not a {type(model).__name__}")
-    return model
+    plain: nn.Module = without_compiler(model)
+    refuse_unusable_modules(plain)
+    return plain
 
 
 def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:

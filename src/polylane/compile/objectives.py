@@ -12,6 +12,7 @@ from torch import nn
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
+from polylane.graph.python_state.compiler import without_compiler
 
 # Fills the tensors that a module itself owns, for a model that was built on the meta device.
 Init = Callable[[nn.Module], None]
@@ -41,6 +42,9 @@ class Objective:
     loss: Loss
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", without_compiler(self.loss))
 
 
 def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:

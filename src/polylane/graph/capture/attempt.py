@@ -16,6 +16,7 @@ from polylane.graph.batch import clone_leaves, sample_count, take_first_samples
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture import self_check
 from polylane.graph.capture.aliasing import functionalize_writes
+from polylane.graph.capture.describe_nodes import refuse_function_transforms
 from polylane.graph.capture.export import (
     BadLoss,
     ModelWithLoss,
@@ -171,6 +172,8 @@ def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun
             path, why = fault.path, f"{fault.reason}{format_line(fault.line)}"
             if abstract:
                 raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
+            if path is None:  # export failed after the forward, for what some module has left behind
+                path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
         else:
             _attach_effects(draft, dry.effects)
             difference = None if abstract else run_self_check(whole, draft, leaves)
@@ -224,9 +227,8 @@ def run_self_check(
             node.target = target
 
 
-def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
+def _watch_random(graph: fx.Graph) -> dict[fx.Node, FunctionCall]:
     """Wrap custom functions so that they record, during the self-check, whether they draw random numbers."""
-    noted: dict[fx.Node, Any] = {}
 
     def noting(function: FunctionCall) -> Any:
         def run(part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -238,10 +240,9 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
         run.__module__, run.__name__ = "polylane", function.__name__
         return run
 
-    for node in graph.nodes:
-        if isinstance(node.target, FunctionCall):
-            noted[node] = node.target
-            node.target = noting(node.target)
+    noted = {node: node.target for node in graph.nodes if isinstance(node.target, FunctionCall)}
+    for node, function in noted.items():
+        node.target = noting(function)
     return noted
 
 
@@ -264,6 +265,7 @@ def attempt_capture(
     lowest, highest = allowed_sizes(program, symbols)
     refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves), nominal)
     rewrite.drop_assertions(graph)
+    refuse_function_transforms(graph)
     compute_sizes_locally(graph, part, symbols, () if opened is None else opened.sizes.nominal)
     rewrite.merge_tied(graph, whole.tied)
     together = functionalize_writes(graph)
@@ -288,11 +290,10 @@ def _observe_two_sizes(
 
 
 def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> ObservedCalls:
-    # Some run with gradients only: a tensor without any refuses hooks.
-    with_gradients = not self_check.runs_without_gradients(whole, leaves)
-    try:
+    try:  # with gradients where it needs them: a tensor without any refuses hooks
+        needed = not self_check.runs_without_gradients(whole, leaves)
         with model_restored(whole):
-            return observe_calls(modules, lambda: whole(*leaves), with_gradients)
+            return observe_calls(modules, lambda: whole(*leaves), needed)
     except Exception as error:
         raise NotCaptured.of(whole, error) from error
 
@@ -382,10 +383,10 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, wh
         add_input(f"leaves_{i}", ("input", i), opened[i])
     node = graph.call_function(call, (part, inputs))
     node.meta["val"] = [value.detach().to("meta") for value in dry.results]
-    outputs = []
+    outputs = list[fx.Node]()
     for i, value in enumerate(dry.results):
         outputs.append(graph.call_function(operator.getitem, (node, i)))
         outputs[-1].meta["val"] = value.detach().to("meta")
     graph.output(tuple(outputs))
-    note = f"the model is opaque, without a graph: {why}"
-    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True, notes=(note,))
+    notes = (f"the model is opaque, without a graph: {why}",)
+    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True, notes=notes)

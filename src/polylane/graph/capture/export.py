@@ -27,6 +27,7 @@ from polylane.graph.capture.known_values import KnownValues
 from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python_operators import functions_kept
 from polylane.graph.capture.stray_tensors import references_replaced
+from polylane.graph.python_state.compiler import compiler_off
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.python_state.own_objects import is_users
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
@@ -57,7 +58,7 @@ class ModelWithLoss(nn.Module):
         self.tracing.samples = sample_count(leaves)
         self.tracing.calls.clear()
         _share_sample_count(leaves, self.tracing.sampled)
-        with self._exporting() if torch.compiler.is_exporting() else nullcontext():
+        with compiler_off(), self._exporting() if torch.compiler.is_exporting() else nullcontext():
             result = self.given_loss(self.model, self._rebuild(leaves))
         self.mean = not isinstance(result, Mean)
         if isinstance(result, Mean):
@@ -291,6 +292,8 @@ def _quiet() -> Iterator[None]:
 def reason_of(error: BaseException) -> str:
     """Return why something failed, on one line."""
     name = type(error).__name__
+    if "fake tensor in the exported program constant's list" in str(error):
+        return "export cannot follow a tensor that is made inside (by .data or torch.func, say)"
     if name in ("GuardOnDataDependentSymNode", "UserError") and "data-dependent" in str(error):
         return "which way it goes, or how much it computes, depends on the data"
     text = str(error).strip().splitlines() or [""]

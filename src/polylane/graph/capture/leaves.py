@@ -10,17 +10,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, flatten, sample_count
 from polylane.graph.capture.python_operators import emit_call, with_tensors
 from polylane.graph.capture.stray_tensors import references_replaced
 from polylane.graph.module_copies import copy_module
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm_arguments
+from polylane.graph.python_state.compiler import compiler_off
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.run_watch import SideEffect
 from polylane.graph.symbolic_sizes import size_function
@@ -122,7 +126,8 @@ class LeafCall:
             flat[position] = flat[position](part.samples)
         args, kwargs = self.rebuild_arguments(flat)
         wanted = torch.is_grad_enabled()
-        with _training_modes(self.training), torch.set_grad_enabled(wanted or self.takes_gradients):
+        needs = wanted or self.takes_gradients
+        with _training_modes(self.training), compiler_off(), torch.set_grad_enabled(needs):
             result = self._run(own, args, kwargs)
         leaves, _ = flatten(result)
         outputs: list[Tensor] = [leaves[position] for position in self.output_positions]
@@ -138,7 +143,7 @@ class LeafCall:
         else:
             stand_ins = {id(current[name]): tensor for name, tensor in own.items()}
             named = _every_name(self.module, stand_ins)
-            with references_replaced(self.module, stand_ins):
+            with references_replaced(self.module, stand_ins), _parameters_replaced(self.path):
                 result = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
         for name in self.buffers:
             if named[name] is not own[name]:  # self.buffer = new: the old buffer takes the value
@@ -160,6 +165,35 @@ def _every_name(module: nn.Module, stand_ins: Mapping[int, Tensor]) -> dict[str,
         for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
         if tensor is not None and id(tensor) in stand_ins
     }
+
+
+@contextmanager
+def _parameters_replaced(path: str) -> Iterator[None]:
+    """Context manager: refuse what does not work while a module has tensors of the plan in the place of its parameters.
+
+    Raises:
+        PolylaneError: inside, torch.utils.checkpoint is called with use_reentrant=True, whose recomputation would send
+            gradients to the module's own parameters; or a parameter is copied by copy.deepcopy.
+    """
+
+    class Refused:
+        @staticmethod
+        def apply(*_: Any) -> Any:
+            raise PolylaneError(
+                f"{path or 'the model'} calls torch.utils.checkpoint with use_reentrant=True, in what runs as your own "
+                "Python, where gradients would go past the plan: take use_reentrant=False"
+            )
+
+    try:
+        with patch.object(torch.utils.checkpoint, "CheckpointFunction", Refused):
+            yield
+    except RuntimeError as error:
+        if "support the deepcopy protocol" not in str(error):
+            raise
+        raise PolylaneError(
+            f"{path or 'the model'} copies its parameters with copy.deepcopy inside of its forward, in what runs as "
+            "your own Python, where others are in their place: copy what it needs before, in __init__"
+        ) from error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Watched run: the clocks and the environment that the user's code reads, hooks on gradients, backward passes of its own."""
+"""Watched run: clocks and environment that the user's code reads, hooks on gradients, backward passes of its own."""
 
 from __future__ import annotations
 
