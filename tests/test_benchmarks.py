@@ -12,6 +12,7 @@ import benchmarks
 import pytest
 import torch
 from benchmarks import balance, cores
+from benchmarks.zoo.packages import load_torchvision
 from torch import nn
 
 import covering
@@ -90,7 +91,7 @@ def test_a_quick_run_prints_its_table(
     module: str, arguments: list[str], printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if module == "zoo":
-        pytest.importorskip("torchvision")
+        load_torchvision()
         pytest.importorskip("timm")
     monkeypatch.chdir(FOLDER.parent)  # recipes are named by where they are from there
     package = Path(FOLDER, module).is_dir()
