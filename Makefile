@@ -12,7 +12,7 @@ ZOO := $(VENV)-zoo
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .PHONY: install test test-workers test-alone test-all mutants check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
-	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness trainings zoo clean
+	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths trainings zoo gpu clean
 
 install: $(INSTALLED)
 
@@ -95,6 +95,10 @@ bench-gpipe: $(INSTALLED)
 bench-staleness: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.staleness $(ARGS)
 
+# What a step costs on a length of text that is new, of an encoder of transformers.
+bench-lengths: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.lengths $(ARGS)
+
 bench-planner: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)
 
@@ -122,6 +126,11 @@ $(ZOO)/.installed: $(INSTALLED)
 	@$(ZOO)/bin/python benchmarks/zoo/set_up.py $(VENV)
 	@$(ZOO)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[zoo]'
 	@touch $@
+
+# What a machine with a GPU can show: equality, plans on one device, memory, spans, speed; tables on the screen and in
+# run/gpu. `make gpu INSTALL=no PYTHON=/path/to/python` takes a Python that has torch and what polylane needs already.
+gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED))
+	@PYTHONPATH=src $(if $(filter no,$(INSTALL)),$(PYTHON),$(BIN)/python) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
 # Everything that is made; the virtual environment too.
 clean:

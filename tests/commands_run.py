@@ -189,7 +189,7 @@ def _be_a_new_interpreter() -> None:
     logging.root.handlers.clear()
     for reference in logging._handlerList:  # type: ignore[attr-defined]
         if type(handler := reference()) is logging.StreamHandler:
-            handler.setStream(sys.stderr)
+            handler.stream = sys.stderr  # setStream flushes the old one, which a test may have closed
     atexit._clear()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False

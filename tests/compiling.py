@@ -28,6 +28,12 @@ _alike = OrderedDict[Any, Graph]()
 KEPT = 64
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    return any(own for name, own in vars(module).items() if name.endswith("_hooks")) or bool(
+        any(p._backward_hooks or p._post_accumulate_grad_hooks for p in module.parameters())
+    )
+
+
 def describe(model: nn.Module, objectives: dict[str, Objective], example: Any) -> Any:
     """What equal models, losses and batches have in common; None where an object of a user's class could hide more.
 
@@ -35,7 +41,7 @@ def describe(model: nn.Module, objectives: dict[str, Objective], example: Any) -
     """
     modules = list(model.modules())
     leaves, _ = flatten(example)
-    plain = all(type(m).__module__.startswith("torch.nn.modules") and not m._forward_hooks for m in modules)
+    plain = all(type(m).__module__.startswith("torch.nn.modules") and not _has_hooks(m) for m in modules)
     free = all(isinstance(o.loss, FunctionType) and o.loss.__closure__ is None for o in objectives.values())
     if not (plain and free and all(isinstance(leaf, Tensor) for leaf in leaves)):
         return None

@@ -1,8 +1,12 @@
 """What every test needs: tests/ importable, and a test process that can be forked safely."""
 
 import gc
+import os
 import sys
 from pathlib import Path
+
+# Tests fork, and a forked process cannot use an accelerator that its parent has looked for.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 gc.disable()  # before the imports: nothing of what they and the collection make is garbage, and looking takes a third
 

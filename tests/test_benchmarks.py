@@ -66,6 +66,7 @@ QUICK = [
     pytest.param("__main__", ["tiny"], "polylane pipeline=2,schedule=1f1b,microbatches=2", id="benchmarks"),
     pytest.param("balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
     pytest.param("gpipe", ["tiny"], r"\| polylane schedule=1f1b \| \d+, \d+ \|", id="gpipe"),
+    pytest.param("lengths", ["--plans", "data=1"], r"\| polylane data=1 \| [\d.]+ \|", marks=slow, id="lengths"),
     pytest.param("memory_laws", [], r"\| 1f1b \| 2, 1 \| ([\d.]+ MiB) \| \1 \|", marks=slow, id="memory_laws"),
     pytest.param("memory_limit", [], r"\* by this plan: trains", marks=slow, id="memory_limit"),
     pytest.param("planner", ["--tasks", "digits"], "7 cases: median error", marks=slow, id="planner"),
@@ -83,7 +84,9 @@ QUICK = [
 
 
 def test_every_benchmark_has_a_quick_run() -> None:
-    assert {case.values[0] for case in QUICK} | {"published"} == set(MODULES)
+    assert {case.values[0] for case in QUICK} | {"published", "gpu"} == set(
+        MODULES
+    )  # the one measures nothing, the other needs a device
 
 
 @pytest.mark.parametrize(("module", "arguments", "printed"), covering.one_in(2, QUICK, several=True))

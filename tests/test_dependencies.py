@@ -28,12 +28,17 @@ def imported(*folders: str) -> set[str]:
                     found.add(node.module.partition(".")[0])
     own = {path.stem for folder in ("src", "tests", "examples") for path in (ROOT / folder).rglob("*")}
     own |= {"polylane", "benchmarks", "small_recipe"}  # the last is written by the test that imports it
-    return {PACKAGES.get(name, name) for name in found - own - set(sys.stdlib_module_names)}
+    return {_normalize(PACKAGES.get(name, name)) for name in found - own - set(sys.stdlib_module_names)}
 
 
 def declared(requirements: list[str]) -> set[str]:
     """Names of required packages, without versions and extras."""
-    return {re.split(r"[\[><=~ ]", requirement)[0].lower() for requirement in requirements} - {"polylane"}
+    return {_normalize(re.split(r"[\[><=~ ]", requirement)[0]) for requirement in requirements} - {"polylane"}
+
+
+def _normalize(name: str) -> str:
+    """A package's name as indexes compare them."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_the_library_imports_what_it_depends_on() -> None:

@@ -5,10 +5,31 @@ from __future__ import annotations
 from benchmarks.zoo.convolutional import CONVOLUTIONAL
 from benchmarks.zoo.dense import DENSE
 from benchmarks.zoo.entry import Entry, Family
+from benchmarks.zoo.experts import EXPERTS
+from benchmarks.zoo.generative import GENERATIVE
+from benchmarks.zoo.graphs import GRAPHS
 from benchmarks.zoo.language import LANGUAGE
+from benchmarks.zoo.physics import PHYSICS
+from benchmarks.zoo.recommenders import RECOMMENDERS
+from benchmarks.zoo.recurrent import RECURRENT
+from benchmarks.zoo.speech import SPEECH
+from benchmarks.zoo.two_tower import TWO_TOWER
 from benchmarks.zoo.vision_transformers import VISION_TRANSFORMERS
 
-FAMILIES: tuple[Family, ...] = (CONVOLUTIONAL, VISION_TRANSFORMERS, DENSE, LANGUAGE)
+FAMILIES: tuple[Family, ...] = (
+    CONVOLUTIONAL,
+    VISION_TRANSFORMERS,
+    DENSE,
+    LANGUAGE,
+    EXPERTS,
+    SPEECH,
+    TWO_TOWER,
+    GENERATIVE,
+    RECOMMENDERS,
+    RECURRENT,
+    GRAPHS,
+    PHYSICS,
+)
 
 
 def all_entries() -> dict[str, Entry]:

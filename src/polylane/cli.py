@@ -128,11 +128,12 @@ def _polylane(
     A RECIPE is a Python file, or a package.module, with the functions model(), loss(model, batch),
     optimizer(parameters) and data(split). Optional are scheduler(optimizer), collate(samples) and init(module).
 
-    A SPEC is a plan. In one line: data=2,pipeline=2,schedule=1f1b,microbatches=8. tensor=2 splits operators and their
-    parameters, sequence=2 splits operators and leaves parameters whole, precision=bfloat16 is autocast, recompute=full,
-    selective or budget:200MB computes activations again instead of keeping them, recompute=blocks.3:full+blocks.5:full
-    those of modules. With a mesh for each stage: "[data=2 | tensor=2 | 1],microbatches=8". Or the path of a plan file:
-    one that inspect --write made, the plan.yaml of an earlier run, or your own. Or auto, for the plan that is predicted
+    A SPEC is a plan. In one line: data=2,pipeline=2,schedule=1f1b,microbatches=8. tensor=2 splits operators and
+    their parameters, sequence=2 splits operators and leaves parameters whole, precision=bfloat16 is autocast,
+    recompute=full, selective or budget:200MB computes activations again instead of keeping them,
+    recompute=blocks.3:full+blocks.5:full those of modules, compile=yes compiles every stage with torch.compile's
+    inductor. With a mesh for each stage: "[data=2 | tensor=2 | 1],microbatches=8". Or the path of a plan file: one
+    that inspect --write made, the plan.yaml of an earlier run, or your own. Or auto, for the plan that is predicted
     to be the fastest.
 
     \b

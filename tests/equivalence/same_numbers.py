@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import brought  # noqa: F401  (enters its rows into the table)
 import torch
 from torch import Tensor, nn
 from trainings import BY_PASS, PLANS, TRAININGS, Training, sgd
@@ -125,7 +126,9 @@ def by_loop(training: Training, parts: int = 1, fewest: int = 1, steps: int | No
         optimizer.step()
     if training.before is not None:
         training.before(model, 0)  # what it changes beside the model is as it was
-    return Trained(losses, {name: value.detach().clone() for name, value in model.state_dict().items()})
+    # torch.compile puts a name of its own into those of parameters.
+    state = {name.replace("_orig_mod.", ""): value.detach().clone() for name, value in model.state_dict().items()}
+    return Trained(losses, state)
 
 
 def _backward(training: Training, model: nn.Module, loss: Any, batch: Any, parts: int, fewest: int) -> float:

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from functools import cache
 
+import brought  # noqa: F401  (enters its rows into the table)
 import pytest
 from same_numbers import TOLERANCE, accepted, by_loop, distance, judged
 from trainings import AT_ONCE, LATER, PLANS, RIGHT, STATE, TRAININGS, Training

@@ -478,7 +478,7 @@ SHARDS = [
     ),
     Mutant(
         "stale-optimizer-state", "what an optimizer kept for whole parameters is zeros for their pieces",
-        "runtime.sync.zero.optimizer_parts:replace_parameters",
+        "compile.optimizer_parts:replace_parameters",
         "piece.slice_of(value).clone() if isinstance(value, Tensor) and value.shape == parameter.shape else value",
         "torch.zeros_like(piece.parameter) if isinstance(value, Tensor) and value.shape == parameter.shape else value",
         "tests/runtime/sync/zero/test_shard_units.py tests/equivalence/test_sharded.py",
@@ -664,8 +664,8 @@ MORE = [
     Mutant(
         "tied-summand-of-every-rank", "of a tied weight that several ranks of a stage hold, each adds the gradient",
         "program.lower:build_buckets",
-        "GradientBucket(name, ranks, names, silent)",
-        "GradientBucket(name, ranks, names)",
+        "GradientBucket(name, ranks, names, silent, names[0] in sparse)",
+        "GradientBucket(name, ranks, names, frozenset(), names[0] in sparse)",
         "tests/program/test_lower.py tests/equivalence/test_hybrids.py -k 'test_lower or gpt'",
         gpt="[data=2|sequence=2,tensor=2],microbatches=2",
     ),

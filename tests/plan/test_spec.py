@@ -66,8 +66,8 @@ def test_microbatches_are_left_open() -> None:
         (
             "dat=2",
             "unknown key 'dat', known are data, pipeline, sequence, tensor, microbatches, chunks, schedule, "
-            "replicas, vertical_sync, precision, recompute, every, warmup, outer, shard, within, wire, compress, "
-            "servers, dedicated, staleness, slow, per_sample; did you mean data?",
+            "replicas, vertical_sync, precision, recompute, every, warmup, outer, shard, within, wire, "
+            "compress, servers, dedicated, staleness, slow, per_sample, compile; did you mean data?",
         ),
         ("tensors=2", "unknown key 'tensors', known are data, pipeline, sequence"),
         ("tensors=2", "did you mean tensor?"),

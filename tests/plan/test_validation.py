@@ -15,7 +15,8 @@ from plan_files import MESH, edited, refusal
         (
             {"stagse": []},
             "stagse is not a key of a plan; known there are polylane, graph, stages, schedule, vertical_sync, "
-            "order, microbatches, replicas, sync, precision, recompute, slow, per_sample; did you mean stages?",
+            "order, microbatches, replicas, sync, precision, recompute, slow, per_sample, compile; "
+            "did you mean stages?",
         ),
         ({"stages.0.node": ["a", "b"]}, "stages.0.node is not a key of a plan; known there are nodes, devices, mesh,"),
         ({"stages": None}, "stages is missing"),

@@ -25,8 +25,10 @@ from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.compile.sample_shares import Batch
+from polylane.graph.capture.open_dimensions import NotOpened, Opening
 from polylane.program.program import Program
-from polylane.runtime.compile_cache import FORMS_KEPT, MANY_FORMS, CompileCache
+from polylane.runtime.batch_forms import MANY_FORMS
+from polylane.runtime.compile_cache import FORMS_KEPT, CompileCache
 from polylane.runtime.job import Job
 from polylane.runtime.program_binder import CacheKey
 from training import batch_of, classify, mlp, sgd, workers
@@ -115,8 +117,12 @@ class Counting:
 
     def __init__(self, graph: CompiledGraph) -> None:
         self.graph, self.captured, self.bound = graph, list[int](), list[tuple[int, bool]]()
+        self.tried = list[Opening]()
 
-    def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
+    def capture(self, objective: str, training: bool, batch: Any, which: str, opening: Any) -> CompiledGraph:
+        if opening is not None:
+            self.tried.append(opening)
+            raise NotOpened("its sizes are fixed")
         self.captured.append(batch[0].shape[1])
         return self.graph
 
@@ -127,7 +133,8 @@ class Counting:
         self.bound.append((microbatches, replica_local))
         return f"{key.objective} of {key.signature[0][1][1]}"
 
-    def fit_to_samples(self, bound: str, samples: int) -> str:
+    def fit_to_samples(self, bound: str, samples: int, open_sizes: tuple[int, ...]) -> str:
+        assert open_sizes == ()
         return f"{samples} samples, {bound}"
 
 
@@ -162,7 +169,10 @@ def test_forms_that_were_not_used_for_long_make_room() -> None:
         cache.compiled_for("loss", of_width(7))  # used last: the next one to go is that of 8
         cache.compiled_for("loss", of_width(100))
     assert len(cache) == FORMS_KEPT + 2  # beside both modes of the example's
-    assert str(told[0].message).startswith(f"batches of {MANY_FORMS} other forms than the example's have come")
+    assert str(told[0].message).startswith(f"{MANY_FORMS} forms of batches were captured one by one")
+    assert "batch[0].shape[1] varies from batch to batch" in str(told[0].message)
+    (tried,) = compiler.tried  # sizes that a graph fixes are not tried again
+    assert tried.dims == {(0, 1)}
     compiler.captured.clear()
     for features in (6, 7, 100, 8):
         cache.compiled_for("loss", of_width(features))

@@ -580,11 +580,16 @@ def test_what_is_no_scheduler_is_refused() -> None:
     job.step(BATCHES[0])
 
 
-def test_a_scheduler_that_wants_a_metric_is_refused() -> None:
-    with pytest.raises(PolylaneError, match="ReduceLROnPlateau"):
-        polylane.parallelize(
-            mlp(6, 4), classify, sgd, example=BATCHES[0], scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau
-        )
+def test_a_scheduler_that_wants_a_metric_gets_the_loss_of_the_whole_batch() -> None:
+    seen: list[float] = []
+
+    class Watching(torch.optim.lr_scheduler.ReduceLROnPlateau):
+        def step(self, metrics: Any, epoch: Any = None) -> None:
+            seen.append(metrics)
+            super().step(metrics)
+
+    job = polylane.parallelize(mlp(6, 4), classify, sgd, example=BATCHES[0], scheduler=Watching)
+    assert [job.step(batch).loss for batch in BATCHES] == seen
 
 
 # Leaks

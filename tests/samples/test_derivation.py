@@ -14,6 +14,7 @@ import models
 from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.samples.batch_layout import BatchLayout
+from polylane.samples.derivation import derive_composition
 from seen_orders import proven_orders, seen_orders
 
 
@@ -45,6 +46,35 @@ def written(x: Tensor, piece: Callable[[Tensor], Tensor], what: Callable[[Tensor
     return out + view.sum() * 0 if view.dim() == 0 else out
 
 
+def grouped(x: Tensor, descending: bool = False) -> Tensor:
+    """Each row times the matrix of its expert, two experts each: rows sorted by expert, as in a mixture of experts."""
+    keys, order = x.topk(2, dim=1).indices.reshape(-1).sort(descending=descending)
+    ends = torch.histc(keys.float(), bins=8, min=0, max=7).cumsum(0, dtype=torch.int32)
+    weights = torch.arange(8.0 * 8 * 8).sin().view(8, 8, 8).bfloat16()
+    rows = torch._grouped_mm(x[order // 2].bfloat16(), weights, offs=ends).to(x.dtype).tanh()
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order))
+    return rows[places].view(-1, 2, 8).sum(1)
+
+
+def by_expert(x: Tensor, turned: bool, off: int = 0) -> Tensor:
+    """Each expert on the rows that a mask finds for it, added to these rows' sum."""
+    chosen, out = x.topk(2, dim=1).indices, torch.zeros_like(x)
+    for expert in range(3):
+        if turned:
+            place, row = torch.where((chosen == expert).T)
+        else:
+            row, place = torch.where(chosen == expert)
+        out = out.index_add(0, (row + off) % len(x) if off else row, (x[row] + chosen[row, place, None]).tanh())
+    return out
+
+
+def ordered(x: Tensor, what: Callable[[Tensor], Tensor]) -> Tensor:
+    """Rows in an order of data, changed there, and put back where they were."""
+    order = x[:, 0].argsort()
+    return what(x[order])[order.argsort()]
+
+
 BREAKING: dict[str, Callable[[Tensor], Tensor]] = {
     "sort": lambda x: x.sort(0).values,
     "argsort": lambda x: x[x[:, 0].argsort()],
@@ -72,6 +102,18 @@ BREAKING: dict[str, Callable[[Tensor], Tensor]] = {
     "filled with the number of samples": lambda x: x * torch.empty(len(x), 1).fill_(len(x)),
     "numbers up to that of samples drawn": lambda x: x * torch.randint(1, len(x) + 1, (len(x), 1)),
     "numbers drawn for pairs of samples": lambda x: torch.rand(len(x), len(x)) @ x,
+    "sorted, summed up": lambda x: ordered(x, lambda rows: rows.cumsum(0)),
+    "sorted, beside a neighbour": lambda x: ordered(x, lambda rows: rows + rows.roll(1, 0)),
+    "sorted, and a place as a value": lambda x: x * x[:, 0].argsort().argsort()[:, None],
+    "sorted twice": lambda x: x[x[:, 0].argsort()][x[:, 0].argsort()],
+    "sorted by one, added by another": lambda x: torch.zeros_like(x).index_add(
+        0, x[:, 1].argsort(), x[x[:, 0].argsort()]
+    ),
+    "sorted, sizes of groups": lambda x: (
+        x * torch.histc(x.argmax(1).sort().values.float(), 8, 0, 7)[x.argmax(1)][:, None]
+    ),
+    "added to another row": lambda x: by_expert(x, turned=False, off=1),
+    "put to another row": lambda x: torch.zeros_like(x).index_put((x[:, 0].argsort(),), x),
     "written to one sample": lambda x: written(x, lambda out: out[0], lambda x: x[0]),
 }
 KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
@@ -85,6 +127,12 @@ KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
     "interleaved": lambda x: x.repeat_interleave(2, 0).unflatten(0, (-1, 2)).sum(1),
     "features turned": lambda x: x.flip(1).roll(2, -1).cumsum(1),
     "its own row": lambda x: x[torch.arange(len(x))[:, None], torch.arange(7, -1, -1)],
+    "sorted, and put back": lambda x: ordered(x, torch.exp),
+    "found by expert": lambda x: by_expert(x, turned=False),
+    "found by expert, samples last": lambda x: by_expert(x, turned=True),
+    "sorted, and added to its row": lambda x: torch.zeros_like(x).index_add(0, (i := x[:, 0].argsort()), x[i].tanh()),
+    "put into its own row": lambda x: x.index_put((torch.arange(len(x)), x.argmax(1)), torch.tensor(1.0)),
+    "as another's type": lambda x: x.type_as(x[:, :1, None].expand(-1, 2, 2)),
     "zeros put beside": lambda x: torch.cat([x[:, 1:], torch.zeros(len(x), 1)], 1),
     "noise": lambda x: x + torch.randn_like(x),
     "dropped": lambda x: F.dropout(x, 0.3),
@@ -123,7 +171,25 @@ def test_what_leaves_samples_in_order_is_proven_to(name: str) -> None:
     assert last(KEEPING[name]) == (BatchLayout.SHARDED_BY_SAMPLE, BatchLayout.SHARDED_BY_SAMPLE)
 
 
+@pytest.mark.parametrize("descending", [False, True])
+def test_products_by_group_are_of_sorted_keys(descending: bool) -> None:
+    """Torch computes them in no float64, so that they are proven alone; counts say nothing of keys that descend."""
+    model = Own(lambda x: grouped(x, descending))
+    proven = proven_orders(capture(model, models.classify, models.vectors(6, 0)))
+    assert proven.get("head/linear") == (None if descending else BatchLayout.SHARDED_BY_SAMPLE)
+
+
 def test_nothing_is_proven_beyond_a_fixed_number_of_samples() -> None:
     model = nn.Sequential(nn.Linear(16, 8), nn.Unflatten(0, (2, 3)), nn.Flatten(0, 1), nn.Linear(8, 4)).to("meta")
     graph = capture(model, models.classify, models.vectors(6, 0))
     assert proven_orders(graph) == {"0/linear": BatchLayout.SHARDED_BY_SAMPLE}
+
+
+def test_all_leaves_of_a_batch_have_equally_many_samples() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, mask = batch
+        return (model(x) * mask.view(len(x), -1)).square().sum(1).mean()  # as transformers' masks are viewed
+
+    x = models.vectors(6, 0)[0]
+    graph = capture(nn.Linear(16, 4), loss, (x, x[:, :4] > 0))
+    assert derive_composition(graph).is_proven

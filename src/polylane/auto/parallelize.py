@@ -109,5 +109,9 @@ def _alone(spec: Spec | Plan, samples: int) -> Spec:
     # Budgets are of stages: what one of them can keep within, the whole model may not.
     recompute = without_budgets(spec.recompute)
     return Spec(
-        microbatches=microbatches, precision=spec.precision, recompute=recompute, per_sample=tuple(spec.per_sample)
+        microbatches=microbatches,
+        precision=spec.precision,
+        recompute=recompute,
+        per_sample=tuple(spec.per_sample),
+        compile=spec.compile,
     )

@@ -176,11 +176,16 @@ def build_model(recipe: Recipe, seed: int) -> nn.Module:
     """
     import torch
 
+    from polylane.compile.unusable_modules import refuse_unusable_modules
+    from polylane.graph.python_state.compiler import without_compiler
+
     torch.manual_seed(seed)
     model = recipe.model()
     if not isinstance(model, torch.nn.Module):
         raise RecipeError(f"model() must return a torch.nn.Module, not a {type(model).__name__}")
-    return model
+    plain: nn.Module = without_compiler(model)
+    refuse_unusable_modules(plain)
+    return plain
 
 
 def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
@@ -189,8 +194,7 @@ def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
     Raises:
         PolylaneError: one of them raised, the scheduler is not one, or there is nothing to train.
     """
-    from polylane.compile.objectives import named_parameters, refuse_untrainable
-    from polylane.runtime.parameters.optimizer import build_scheduler
+    from polylane.compile.objectives import build_scheduler, named_parameters, refuse_untrainable
 
     parameters = named_parameters(model, [recipe.loss])
     try:
@@ -242,10 +246,13 @@ def open_data(recipe: Recipe, split: str) -> Any:
 
     with blamed_on(recipe, f"data({split!r})"):
         dataset = recipe.data(split)
+        if split != "train" and isinstance(dataset, Iterator):  # of a function that yields: empty where it returns
+            first = list(itertools.islice(dataset, 1))
+            dataset = itertools.chain(first, dataset) if first else None
     refuse_data_loader(dataset, f"data({split!r})")
     if split != "train" and (dataset is None or (hasattr(dataset, "__len__") and len(dataset) == 0)):
         return None
-    if not is_mapped(dataset) and not isinstance(dataset, Iterable):
+    if isinstance(dataset, str) or (not is_mapped(dataset) and not isinstance(dataset, Iterable)):
         raise PolylaneError(
             f"data({split!r}) must return a dataset, map-style or iterable, or a list of samples, not a "
             f"{type(dataset).__name__}" + ("" if split == "train" else "; or None, where there is nothing to test on")

@@ -62,11 +62,15 @@ def _plan_line(plan: Spec | Plan) -> str:
 
 
 def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
-    recipe = inputs.open_recipe(request)
     from polylane.runtime.workers.fork import limit_to_one_thread
+    from polylane.runtime.workers.world import hide_accelerators
 
+    # Before the recipe runs: what is proven is the plan, in float64 on forked workers of the CPU.
+    hide_accelerators()
     limit_to_one_thread()
+    recipe = inputs.open_recipe(request)
     from polylane.compile.objectives import Objective
+    from polylane.graph.python_state.compiler import describe_left_out
     from polylane.verify.verify import verify
 
     seed = request.seed
@@ -77,7 +81,8 @@ def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
     where = f"on one worker and on {plan.processes} ({_plan_line(plan)})"
     note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, {where}"
     # With --json stdout is for the JSON object alone.
-    print(note, file=sys.stderr if request.json else sys.stdout, flush=True)
+    for line in (note, *describe_left_out(model, objective.loss)):
+        print(line, file=sys.stderr if request.json else sys.stdout, flush=True)
     return verify(model, objective, batches, plan, clip_norm=request.clip_norm, seed=seed, init=recipe.init)
 
 

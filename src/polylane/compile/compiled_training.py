@@ -14,21 +14,23 @@ from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_gr
 from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.objectives import Objective, named_parameters
 from polylane.compile.optimizer_probe import find_whole_parameters
+from polylane.compile.plan_checks import check_optimizers, check_sync
 from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
 from polylane.compile.sample_shares import compute_shares
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
 from polylane.graph.capture.export import Loss, python_kept
+from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition
+from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import has_budget
 from polylane.plan.spec import TURNS, Spec, parse
 from polylane.planner.find_order import find_measured_order
 from polylane.profiling.time_operators import measure, measure_both
-from polylane.program.server_assignment import assign_parameters
 from polylane.samples.batch_division import loss_couples_samples
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.counts import capture_with_counts
@@ -40,7 +42,6 @@ from polylane.samples.microbatch_limit import (
     min_samples_for,
     requested_microbatches,
 )
-from polylane.samples.running_norms import find_running_norms
 from polylane.sharding.stage_layouts import StageLayouts, layouts_like
 
 
@@ -117,7 +118,14 @@ class CompiledTraining:
         """Return the number of microbatches of a batch in training: fewer for a short one, if the model needs it."""
         return count_parts(samples, self.plan.microbatches, self.min_samples.samples)
 
-    def recapture(self, objective: str, batch: Any, training: bool, which: str = "the example batch") -> Partition:
+    def recapture(
+        self,
+        objective: str,
+        batch: Any,
+        training: bool,
+        which: str = "the example batch",
+        opening: Opening | None = None,
+    ) -> Partition:
         """Capture an objective in another mode or for another form of batch, and cut the graph where its first one is.
 
         Args:
@@ -125,6 +133,7 @@ class CompiledTraining:
             batch: a few samples in the form of the batches to come.
             training: whether in training mode; else in evaluation mode, forward only.
             which: names the batch in error messages.
+            opening: sizes other than the number of samples that are to be left open; default: none.
         """
         main, loss = self.graphs[objective].partition, self.objectives[objective].loss
         # Parameters that were frozen since the first capture get no gradient.
@@ -139,6 +148,7 @@ class CompiledTraining:
             in_float64=self.in_float64,
             which=which,
             effects=main.graph.code.effects,
+            opening=opening,
         )
         return align_partition(main, graph)
 
@@ -217,7 +227,8 @@ def compile_training(
         for partition in partitions.values():
             refuse_effects(partition, chosen)
         fit.check_recompute(chosen, partitions.values())
-        _check_sync(chosen, partitions, couples)
+        check_sync(chosen, partitions, couples)
+        check_optimizers(problem, partitions, chosen)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
         compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
         _check_budgets(chosen, compiled.values(), problem)
@@ -267,8 +278,10 @@ def _choose_microbatches(
         PolylaneError: too few samples in a microbatch, or a model with side effects in each of several passes.
     """
     # Python state allows one call a step: a number of microbatches that the user did not ask for is lowered to 1.
-    if spec.microbatches is None and keeps_python_state(graphs):
-        requested = 1
+    # So it is where samples meet in the loss: the batch then stays whole.
+    if spec.microbatches is None and requested > 1:
+        meeting = not all(derive_composition(graph, spec.per_sample).is_proven for graph in graphs)
+        requested = 1 if meeting or keeps_python_state(graphs) else requested
     microbatches = limit_microbatches(requested, total, fewest, fewer or spec.microbatches is None)
     for graph in graphs:
         refuse_repeated_effects(graph, spec, microbatches)
@@ -311,55 +324,14 @@ def _check_budgets(plan: Plan, graphs: Iterable[CompiledGraph], problem: Trainin
             find_dropped_tensors(graph.partition, plan, graph.layouts, problem.samples, in_float64=problem.in_float64)
 
 
-def _check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples: bool) -> None:
-    """Refuse a plan's gradient synchronization that the training does not fit, before any worker starts.
-
-    Raises:
-        PolylaneError: the loss couples samples, or there are more servers than parameters.
-    """
-    # With coupled samples replicas shard the operators of one batch: no replica has a gradient of its own that could be
-    # compressed, averaged later, or sent to a server.
-    if couples_samples and plan.data > 1 and not plan.sync.is_plain_sum:
-        raise PolylaneError(
-            f"{plan.title}: sync ({','.join(plan.sync.to_words())}) is for losses that are means over samples, and in "
-            "this one samples meet: leave sync out, or split by pipeline or tensor alone"
-        )
-    for partition in partitions.values() if plan.takes_turns else ():
-        names = {n.name for s in range(plan.pipeline) if plan.degree("data", s) > 1 for n in partition.nodes(s)}
-        find_running_norms(partition.graph.code.fx, names)  # for its errors alone
-    if couples_samples and plan.takes_turns and plan.data > 1:
-        raise PolylaneError(
-            f"{plan.title}: replicas: {plan.replicas} is for losses that are means over samples, and in this one "
-            "samples meet: leave replicas out, or split by pipeline or tensor alone"
-        )
-    if plan.sync.has_servers:
-        assign_parameters(partitions, plan)  # for its errors alone
-    if plan.is_asynchronous:
-        _check_asynchronous(plan, partitions)
-
-
-def _check_asynchronous(plan: Plan, partitions: Mapping[str, Partition]) -> None:
-    """Refuse a training that a pipeline cannot run without being emptied between steps.
-
-    Raises:
-        PolylaneError: there are several losses, the loss is no mean over samples, or stages share a weight.
-    """
-    if len(partitions) > 1:
-        raise PolylaneError(
-            f"{plan.title}: schedule: {plan.schedule} trains with one loss, and here are {len(partitions)}: take a "
-            "schedule that waits"
-        )
-    (partition,) = partitions.values()
-    fit.check_asynchronous(plan, partition)
-
-
 def _shard_operators(
     problem: TrainingProblem, partitions: Mapping[str, Partition], plan: Plan, microbatches: int, couples_samples: bool
 ) -> dict[str, StageLayouts]:
     """Return how the operators of every objective's graph are sharded, by name; no stage has a layout where none is."""
     if not plan.axes and not couples_samples:
         return dict.fromkeys(partitions, StageLayouts((None,) * plan.pipeline))
-    whole = find_whole_parameters(problem.parameters, [o.optimizer for o in problem.objectives.values()])
+    sparse = {name for each in partitions.values() for name in find_sparse_gradients(each.graph)}
+    whole = find_whole_parameters(problem.parameters, [o.optimizer for o in problem.objectives.values()], sparse)
     warn_of_untried(whole, plan)
     sampled = sampled_leaves(problem.flat_example[0]) if couples_samples else ()
     return split_operators(partitions, plan, -(-problem.samples // microbatches), whole, sampled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
+from polylane.graph.python_state.compiler import without_compiler
 
 # Fills the tensors that a module itself owns, for a model that was built on the meta device.
 Init = Callable[[nn.Module], None]
@@ -41,6 +43,9 @@ class Objective:
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss", without_compiler(self.loss))
+
 
 def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
     """Return all parameters by the model's own names, each once; those of a loss module under "loss."."""
@@ -67,10 +72,7 @@ def optimized_names(parameters: Parameters, factory: OptimizerFactory) -> set[st
         raise PolylaneError(
             f"optimizer(parameters) must return a torch.optim.Optimizer, not a {type(optimizer).__name__}"
         )
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise PolylaneError(
-            "torch.optim.LBFGS evaluates the loss several times a step, which no plan can do: take another optimizer"
-        )
+    _refuse_closure(optimizer)
     taken = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in taken):
         raise PolylaneError("optimizer(parameters) must optimize the parameters it is given, not copies of them")
@@ -79,6 +81,68 @@ def optimized_names(parameters: Parameters, factory: OptimizerFactory) -> set[st
     if not found:
         raise PolylaneError("the optimizer takes no parameter that requires a gradient, so that it would train nothing")
     return found
+
+
+def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that evaluates the loss itself, or that cannot step outside of another loss.
+
+    Raises:
+        PolylaneError: its ``step`` needs a closure, or a group has ``differentiable=True``.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise PolylaneError(
+            "torch.optim.LBFGS evaluates the loss several times a step, which no plan can do: take another optimizer"
+        )
+    # An instance's own step may be a wrapper of torch's schedulers: the class has the signature.
+    required = [p for p in inspect.signature(type(optimizer).step).parameters.values() if _is_required(p)]
+    if len(required) > 1:
+        raise PolylaneError(
+            f"{name}.step({required[1].name}) needs a closure that evaluates the loss, which no plan can do within the "
+            "optimizer: take an optimizer whose step() uses the gradients that are there"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise PolylaneError(
+            f"{name}(differentiable=True) steps inside of another loss, on tensors that are no leaves: leave it out"
+        )
+
+
+def build_scheduler(factory: SchedulerFactory | None, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the user's learning-rate scheduler for an optimizer; None without a factory, or if that returns None.
+
+    Raises:
+        PolylaneError: the factory returns something without a ``step()``, or the scheduler of another optimizer.
+    """
+    if factory is None:
+        return None
+    scheduler = factory(optimizer)
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise PolylaneError(
+            f"scheduler(optimizer) must return a learning-rate scheduler, with a step(), not a "
+            f"{type(scheduler).__name__}: torch.optim.lr_scheduler.LambdaLR makes one of a function of the step"
+        )
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise PolylaneError(
+            f"scheduler(optimizer) must return a scheduler of the optimizer that it is given, and this "
+            f"{type(scheduler).__name__} sets the rates of another one"
+        )
+    return scheduler
+
+
+def needs_metric(scheduler: Any) -> bool:
+    """Return whether a scheduler's ``step`` takes a metric, as that of ReduceLROnPlateau: it gets the step's loss."""
+    if scheduler is None:
+        return False
+    try:
+        parameters = inspect.signature(scheduler.step).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    return any(_is_required(parameter) for parameter in parameters)
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    return positional and parameter.default is parameter.empty
 
 
 def refuse_untrainable(parameters: Parameters) -> None:

@@ -6,13 +6,15 @@ declares that, so each is run on small tensors, whole and in halves, and the res
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 
 from polylane.compile.objectives import OptimizerFactory
 from polylane.errors import PolylaneError
+from polylane.graph.python_state.gradient_hooks import hooked_names
+from polylane.graph.sparse_gradients import densify
 from polylane.optim.trust import set_sum_over_holders
 
 SIZE = 4  # length of every dimension of the parameters that an optimizer is tried on
@@ -21,6 +23,7 @@ MOST_SAID = 200  # characters of an error message that are quoted
 
 
 LOOKS = "its optimizer looks at all of it at once"
+HOOKED = "a hook on its gradient looks at all of it at once"
 
 
 class UntriedOptimizer(str):
@@ -30,7 +33,7 @@ class UntriedOptimizer(str):
 
 
 def find_whole_parameters(
-    parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[OptimizerFactory]
+    parameters: Sequence[tuple[str, nn.Parameter]], optimizers: Iterable[OptimizerFactory], sparse: Collection[str] = ()
 ) -> dict[str, str]:
     """Find the parameters whose update is not elementwise, and those for which that is not known.
 
@@ -43,36 +46,41 @@ def find_whole_parameters(
     Args:
         parameters: all parameters of the model, by canonical name.
         optimizers: the user's factories, one for each objective.
+        sparse: names of the parameters whose gradients are sparse.
 
     Returns:
         Name -> why it must stay whole; an :class:`UntriedOptimizer` where the optimizer does not run on small
-        parameters.
+        parameters. The user's hooks on gradients see whole ones, too.
     """
-    found: dict[str, str] = {}
+    found = dict.fromkeys(hooked_names(parameters), HOOKED)
     for factory in optimizers:
         try:
-            found |= dict.fromkeys(_find_non_elementwise(parameters, factory), LOOKS)
+            found = dict.fromkeys(_find_non_elementwise(parameters, factory, sparse), LOOKS) | found
         except Exception as error:  # the user's code on tensors that it was not written for: whatever it raises
-            why = UntriedOptimizer(f"its optimizer does not run on small parameters ({_describe_error(error)})")
-            found |= {n: why for n, p in parameters if p.dim() > 0}
+            why = UntriedOptimizer(f"its optimizer does not run on small parameters ({describe_error(error)})")
+            found = {n: why for n, p in parameters if p.dim() > 0} | found
     return found
 
 
-def _describe_error(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
+    """Return what was raised, on one line and shortened."""
     said = " ".join(str(error).split()) or "no message"
     said = said if len(said) <= MOST_SAID else f"{said[:MOST_SAID]}…"
     return said if isinstance(error, PolylaneError) else f"{type(error).__name__}: {said}"
 
 
 def draw_trial(
-    parameters: Sequence[tuple[str, nn.Parameter]],
+    parameters: Sequence[tuple[str, nn.Parameter]], sparse: Collection[str] = ()
 ) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """Return small values for parameters of these names and numbers of dimensions, and gradients of two steps."""
+    """Return small values for parameters of these names and numbers of dimensions, and gradients of two steps.
+
+    The gradients of parameters named in ``sparse`` are sparse tensors.
+    """
     # Two steps, so that states (moments, momentum) take part; float64, so that only the algorithm makes a difference.
     random = torch.Generator().manual_seed(0)
     values = {n: torch.randn([SIZE] * p.dim(), generator=random, dtype=torch.float64) for n, p in parameters}
     steps = [{n: torch.randn(v.shape, generator=random, dtype=torch.float64) for n, v in values.items()} for _ in "12"]
-    return values, steps
+    return values, [{n: g.to_sparse(1) if n in sparse else g for n, g in step.items()} for step in steps]
 
 
 def small_parameters(values: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
@@ -96,8 +104,10 @@ def build_on_trial(
     return own, optimizer
 
 
-def _find_non_elementwise(parameters: Sequence[tuple[str, nn.Parameter]], factory: OptimizerFactory) -> set[str]:
-    values, steps = draw_trial([(n, p) for n, p in parameters if p.dim() > 0])
+def _find_non_elementwise(
+    parameters: Sequence[tuple[str, nn.Parameter]], factory: OptimizerFactory, sparse: Collection[str]
+) -> set[str]:
+    values, steps = draw_trial([(n, p) for n, p in parameters if p.dim() > 0], sparse)
     different = set[str]()
     with torch.random.fork_rng(devices=[]):
         whole = _train_values(factory, values, steps)
@@ -163,7 +173,11 @@ def _train_in_halves(
 
 def _take_half(values: dict[str, torch.Tensor], dim: int, part: slice) -> dict[str, torch.Tensor]:
     """Slice tensors along a dimension, or along the last one of tensors that have fewer."""
-    return {n: v[(slice(None),) * min(dim, v.dim() - 1) + (part,)] for n, v in values.items()}
+    halves = {}
+    for n, v in values.items():
+        half = densify(v)[(slice(None),) * min(dim, v.dim() - 1) + (part,)]
+        halves[n] = half.to_sparse(1) if v.is_sparse else half
+    return halves
 
 
 def _train_values(

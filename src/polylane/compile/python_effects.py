@@ -13,7 +13,7 @@ from polylane.graph.capture.assign_keys import PythonOnSlice
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.graph.precision import unwrap_settings
-from polylane.graph.python_state.side_effects import SideEffect
+from polylane.graph.python_state.run_watch import SideEffect
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 

@@ -22,15 +22,16 @@ A value split by sample (6 samples) from data=2, ranks 0 and 1, to data=3, ranks
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from polylane.compile.sample_shares import compute_shares
+from polylane.graph.open_sizes import SizeFunction
 from polylane.graph.partition import Partition
-from polylane.graph.symbolic_sizes import size_function
+from polylane.graph.symbolic_sizes import open_size_function, size_function
 from polylane.placement.placement import Shard
 from polylane.plan.plan import Plan
 from polylane.program.boxes import BoxTransfer, IndexBox, box_volume, cut_box, plan_reshard, relative_box, whole_box
@@ -46,21 +47,30 @@ class ValueSpec:
     Attributes:
         name: name of the node that computes the value.
         dtype: dtype in which it is computed and sent.
-        sizes: for each dimension of the whole value, its size as a function of the number of samples.
+        sizes: for each dimension of the whole value, its size as a function of the number of samples and of the
+            batch's open sizes.
         layout: how this worker's stage shards its operators; None where it does not.
         coordinates: this worker's index on each axis of its mesh.
+        open_sizes: the sizes of the batch that the graph leaves open.
     """
 
     name: str
     dtype: torch.dtype
-    sizes: tuple[Callable[[int], int], ...]
+    sizes: tuple[SizeFunction, ...]
     layout: Layout | None = None
     coordinates: Mapping[str, int] = field(default_factory=dict)
+    open_sizes: tuple[int, ...] = ()
+
+    def whole_shape(self, samples: int) -> tuple[int, ...]:
+        """Return the shape of the whole value, for that number of samples."""
+        return tuple(size(samples, *self.open_sizes) for size in self.sizes)
 
     def shape(self, samples: int) -> tuple[int, ...]:
         """Return the shape of this worker's shard, for that number of samples."""
-        whole = tuple(size(samples) for size in self.sizes)
-        return whole if self.layout is None else self.layout.local_shape(self.name, whole, samples, self.coordinates)
+        whole = self.whole_shape(samples)
+        if self.layout is None:
+            return whole
+        return self.layout.local_shape(self.name, whole, samples, self.coordinates, self.open_sizes)
 
 
 def value_specs(
@@ -70,16 +80,18 @@ def value_specs(
     coordinates: Mapping[str, int] | None = None,
 ) -> dict[str, ValueSpec]:
     """Describe every crossing value, by name; ``dtypes`` overrides those of the capture (autocast changes them)."""
-    values = {n.meta["name"]: n.meta["val"] for n in partition.graph.code.fx.nodes if n.op == "call_function"}
+    code, crossing = partition.graph.code, {c.value for c in partition.crossings}
+    nodes = [n for n in code.fx.nodes if n.op == "call_function" and n.meta["name"] in crossing]
+    values = {n.meta["name"]: n.meta.get("open", n.meta["val"]) for n in nodes}
+
+    def sizes_of(value: Tensor) -> tuple[SizeFunction, ...]:
+        if code.open is None:
+            return tuple(size_function(size) for size in value.shape)
+        return tuple(open_size_function(size, code.open_symbols) for size in value.shape)
+
     return {
-        c.value: ValueSpec(
-            c.value,
-            dtypes.get(c.value, values[c.value].dtype),
-            tuple(size_function(size) for size in values[c.value].shape),
-            layout,
-            coordinates or {},
-        )
-        for c in partition.crossings
+        name: ValueSpec(name, dtypes.get(name, val.dtype), sizes_of(val), layout, coordinates or {}, code.nominal_sizes)
+        for name, val in values.items()
     }
 
 
@@ -109,6 +121,13 @@ class Resharder:
         default_factory=dict
     )
     _boxes: dict[tuple[str, int, int], IndexBox] = field(default_factory=dict)
+
+    def at_sizes(self, open_sizes: tuple[int, ...]) -> Resharder:
+        """Return the resharder for batches of which the sizes that the graph leaves open are these."""
+        if not open_sizes:
+            return self
+        specs = {name: replace(spec, open_sizes=open_sizes) for name, spec in self.value_specs.items()}
+        return replace(self, value_specs=specs, _known_transfers={}, _boxes={})
 
     def box_to_send(self, value: str, peer: int, samples: int, gradient: bool) -> IndexBox | None:
         """Return the box that this worker sends to a peer, by positions in its own shard; None: nothing.
@@ -226,11 +245,12 @@ class Resharder:
     def _find_box(self, value: str, rank: int, samples: int) -> IndexBox:
         # The rank's shard of its own samples first, by the placements of its stage, with its first sample at index 0.
         start, stop, _ = self._sample_range(rank, samples)
-        box = whole_box(size(stop - start) for size in self.value_specs[value].sizes)
+        spec = self.value_specs[value]
+        box = whole_box(spec.whole_shape(stop - start))
         layout = self.layouts[self.plan.stage_and_replica(rank)[0]]
         if layout is not None:
             at = self.plan.indices(rank)
-            for axis, placement in zip(layout.splits, layout.state(value, stop - start), strict=True):
+            for axis, placement in zip(layout.splits, layout.state(value, stop - start, spec.open_sizes), strict=True):
                 if isinstance(placement, Shard):
                     box = cut_box(box, placement.dim, placement.ranges(at[axis]))
         graph = self.partition.graph
@@ -239,7 +259,7 @@ class Resharder:
             return box
         # Then moved along the batch dimension to where its samples are in the microbatch. A value may have several rows
         # for each sample.
-        before = start * (self.value_specs[value].sizes[dim](samples) // samples)
+        before = start * (spec.whole_shape(samples)[dim] // samples)
         moved = tuple((first + before, last + before) for first, last in box[dim])
         return (*box[:dim], moved, *box[dim + 1 :])
 

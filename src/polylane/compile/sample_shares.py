@@ -125,6 +125,7 @@ class Batch:
         split: for each leaf, whether it is split with the samples; None: those with as many rows as the first.
         shortest: samples of the shortest batch of the same epoch; 0: those of this one, the only one known.
         form: how its leaves make up a batch; None: as those of the example batch do.
+        is_collated: whether a function of the user's own collated this worker's samples, and may have padded them.
     """
 
     samples: int
@@ -133,6 +134,7 @@ class Batch:
     split: Sequence[bool] | None = None
     shortest: int = 0
     form: BatchForm | None = None
+    is_collated: bool = False
 
     def __post_init__(self) -> None:
         self.shortest = self.shortest or self.samples
@@ -170,7 +172,8 @@ class Batch:
             t for t, is_split in zip(tensors, sampled, strict=True) if is_split
         )
         own = sampled if known else self.sampled
-        return Batch(self.samples, to_device(self.leaves, device), self.offsets, own, self.shortest, self.form)
+        moved = to_device(self.leaves, device)
+        return Batch(self.samples, moved, self.offsets, own, self.shortest, self.form, self.is_collated)
 
     def __len__(self) -> int:
         return self.samples

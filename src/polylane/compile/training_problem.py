@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,9 +10,14 @@ from torch import nn
 
 from polylane.compile.objectives import Init, Objective, Parameters, named_parameters, optimized_names
 from polylane.compile.optimizer_probe import find_whole_parameters
-from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count, take_first_samples
+from polylane.compile.unusable_modules import refuse_unusable_modules
+from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count
+from polylane.graph.batch_checks import refuse_undividable
 from polylane.graph.capture.export import Loss
+from polylane.graph.capture.self_check import take_what_runs
 from polylane.graph.graph import Graph
+from polylane.graph.python_state.compiler import describe_left_out, without_compiler
+from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.planner.problem import CapturedProblem
 from polylane.samples.counts import capture_with_counts
 
@@ -22,7 +27,7 @@ class TrainingProblem:
     """What is to be trained.
 
     Attributes:
-        model: the user's module; on the meta device where only predictions are wanted.
+        model: the user's module, without torch.compile's; on the meta device where only predictions are wanted.
         objectives: the losses with their optimizers, by name: one in most trainings, two for a GAN.
         example: a batch as the user's data gives it, for its form and its size.
         batch_size: samples of a step, over all workers; None: as many as the example has.
@@ -37,6 +42,11 @@ class TrainingProblem:
     batch_size: int | None = None
     init: Init | None = None
     in_float64: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", without_compiler(self.model))
+        refuse_unusable_modules(self.model)
+        refuse_undividable(self.example)
 
     @property
     def objective(self) -> Objective:
@@ -64,9 +74,9 @@ class TrainingProblem:
         return named_parameters(self.model, self.losses)
 
     def take_batch(self, samples: int) -> Any:
-        """Return a copy of the example's first samples: that many, or all where there are fewer."""
+        """Return a copy of the example's first samples, or of all of it where there are fewer or a part is no batch."""
         leaves, rebuild = self.flat_example
-        return rebuild(clone_leaves(take_first_samples(leaves, min(samples, sample_count(leaves)))))
+        return rebuild(clone_leaves(take_what_runs(self.model, self.objective.loss, rebuild, leaves, samples)))
 
     def capture(self, samples: int | None = None, objective: Objective | None = None) -> Graph:
         """The graph of one loss.
@@ -81,7 +91,10 @@ class TrainingProblem:
         objective = objective or self.objective
         batch = self.example if samples is None else self.take_batch(samples)
         trainable = optimized_names(self.parameters, objective.optimizer)
-        return capture_with_counts(self.model, objective.loss, batch, trainable=trainable, in_float64=self.in_float64)
+        graph = capture_with_counts(self.model, objective.loss, batch, trainable=trainable, in_float64=self.in_float64)
+        effects = graph.code.effects
+        left_out = describe_left_out(self.model, objective.loss, effects.functions_run if effects else ())
+        return replace(graph, notes=(*graph.notes, *left_out))
 
     def captured(self, graph: Graph, **known: Any) -> CapturedProblem:
         """What costs depend on, of one of its graphs.
@@ -90,5 +103,6 @@ class TrainingProblem:
             graph: one that :meth:`capture` returned, of any number of samples.
             known: ``pins`` and ``profile`` of :class:`polylane.planner.problem.CapturedProblem`.
         """
-        whole = find_whole_parameters(self.parameters, [self.objective.optimizer])
+        sparse = find_sparse_gradients(graph)
+        whole = find_whole_parameters(self.parameters, [self.objective.optimizer], sparse)
         return CapturedProblem(graph, self.objective.optimizer, {n: str(why) for n, why in whole.items()}, **known)

@@ -27,6 +27,7 @@ from polylane.cost.stage_cost import PassCosts, StageCosts, add_recomputation, s
 from polylane.cost.state_sharding import StateSharding
 from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
+from polylane.graph.sparse_gradients import gradient_sizes
 from polylane.plan.lanes import lanes_of, stage_graph_of
 from polylane.plan.local_samples import local_samples
 from polylane.plan.plan import Plan
@@ -321,24 +322,22 @@ class PlanCost:
         """
         graph, sheet = self.partition.graph, self.sharded_graph(stages[0])
         held = dict.fromkeys(name for stage in stages for name in self.partition.parameters(stage))
-        # Sizes in the model's own dtype: shard_trained_bytes converts them to that of the passes.
         names = [name for name in held if graph.parameters[name].trainable]
         shapes = {name: sheet.busiest_shape(f"parameter:{name}") for name in names}
         item = {name: graph.parameters[name].bytes // max(1, math.prod(graph.parameters[name].shape)) for name in names}
-        sizes = {name: math.prod(shapes[name]) * item[name] for name in names}
-        # Frozen parameters and buffers are split by operator axes like others, but never shared out over replicas.
-        frozen = [n for n in held if n not in sizes]
-        fixed = sum(sheet.busiest_bytes_of("parameter", n, graph.parameters[n].bytes) for n in frozen)
-        buffers = {n for s in stages for n in self.partition.buffers(s)}
-        fixed += sum(sheet.busiest_bytes_of("buffer", n, graph.buffers[n].bytes) for n in buffers)
+        sizes = {name: math.prod(shapes[name]) * item[name] for name in names}  # in the model's own dtype
+        # Frozen ones and buffers are split by operator axes like others, but never shared out over replicas.
+        fixed = sum(sheet.busiest_bytes_of("parameter", n, graph.parameters[n].bytes) for n in held if n not in sizes)
+        for n in {n for s in stages for n in self.partition.buffers(s)}:
+            fixed += sheet.busiest_bytes_of("buffer", n, graph.buffers[n].bytes)
         fixed += sum(constant.nbytes for constant in graph.code.constants.values())
         trained = sum(sizes.values())
-        shared = self.plan.degree("data", stages[0]) > 1
+        replicas = self.plan.degree("data", stages[0])
+        sparse = gradient_sizes(graph, self.batch / replicas, sizes)
         # Tensors larger than a bucket are reduced in place; smaller ones are copied into a flat buffer.
-        copied = sum(size for size in sizes.values() if size <= BUCKET_BYTES) if shared else 0
-        blocks = (each for stage in stages for each in self._block_parameters(stage))
-        block = max((sum(sizes[name] for name in each) for each in blocks), default=0)
-        kept = sum(self.basis.optimizer.bytes(name, shapes[name]) for name in names)
+        copied = sum(size for n, size in sizes.items() if size <= BUCKET_BYTES and n not in sparse and replicas > 1)
+        block = max((sum(sizes[n] for n in each) for s in stages for each in self._block_parameters(s)), default=0)
+        kept = sum(self.basis.optimizer.bytes(n, shapes[n]) for n in names)
         return peak.TrainedBytes(
             fixed + trained * (1 + self._stashed_versions(stages[0])),
             trained,
@@ -346,6 +345,7 @@ class PlanCost:
             self.basis.optimizer.step_bytes(list(sizes.values())),
             copied,
             block,
+            sum(sizes[name] - size for name, size in sparse.items()),
         )
 
     def _stashed_versions(self, stage: int) -> int:

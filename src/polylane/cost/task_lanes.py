@@ -82,7 +82,12 @@ class TaskBuilder:
     def _compressed(self, program: Program, bucket: GradientBucket) -> CompressedReduction | None:
         """Return the price of a bucket that replicas sum compressed; None for one that is summed as it is."""
         scene, sync = self._scene, self._plan.sync
-        if not codec_of(sync) or set(bucket.ranks) != set(program.replicas) or len(bucket.ranks) == 1:
+        if (
+            not codec_of(sync)
+            or bucket.is_sparse
+            or set(bucket.ranks) != set(program.replicas)
+            or len(bucket.ranks) == 1
+        ):
             return None
         key = (program.stage, bucket.name, bucket.ranks)
         if key not in self._codecs:
@@ -191,7 +196,10 @@ class TaskBuilder:
         key = (program.stage, bucket.name, bucket.ranks)
         if key not in self._sums:
             packed, overlap = self._compressed(program, bucket), self._scene.basis.method.overlap
-            seconds, bytes_ = (packed.seconds, packed.bytes) if packed else self._gradient_collective(bucket)
+            if bucket.is_sparse:
+                seconds, bytes_ = self._sparse_exchange(program, bucket)
+            else:
+                seconds, bytes_ = (packed.seconds, packed.bytes) if packed else self._gradient_collective(bucket)
             fraction = self._ready_fraction(last.stage, bucket, last.kind) if overlap else 1.0
             transfer = TransferTime(seconds, cpu=self._transfer_cores(bucket.ranks))
             self._sums[key] = (int(bytes_), transfer, fraction) if seconds or bytes_ else None
@@ -209,6 +217,19 @@ class TaskBuilder:
             overlapped=self._scene.basis.method.overlap,
         )
         return [task]
+
+    def _sparse_exchange(self, program: Program, bucket: GradientBucket) -> tuple[float, float]:
+        """Return seconds and bytes of the exchange of a sparse gradient's rows: their number, indices, and values."""
+        (table,), cluster = bucket_tensors(self._scene, program, bucket), self._scene.basis.cluster
+        if table.ranks == 1:
+            return 0.0, 0.0
+        rows = table.sparse_rows or 0
+        messages = (8, 8 * rows, table.nbytes // max(1, table.shape[0]) * rows)
+        seconds = sum(
+            network.collective_seconds(cluster, "all_gather", size * table.ranks, bucket.ranks, None)
+            for size in messages
+        )
+        return seconds, table.gradient_sum_bytes
 
     def _gradient_collective(self, bucket: GradientBucket) -> tuple[float, float]:
         """Return the seconds of a bucket's gradient reduction, and the bytes that a rank sends in it.

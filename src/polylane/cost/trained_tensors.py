@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from polylane.cost.network.sync_volume import TrainedTensor
 from polylane.cost.plan_cost import PlanCost
+from polylane.graph.sparse_gradients import count_exchanged_rows
 from polylane.program.program import GradientBucket, Program
 
 
@@ -23,7 +24,9 @@ def bucket_tensors(scene: PlanCost, program: Program, bucket: GradientBucket) ->
     for name in bucket.parameters:
         info, shape = graph.parameters[name], sheet.busiest_shape(f"parameter:{name}")
         item = info.bytes // max(1, math.prod(info.shape))
-        found.append(TrainedTensor(shape, item, len(bucket.ranks), alike))
+        samples = scene.batch / len(program.replicas)
+        rows = count_exchanged_rows(graph, name, samples) if bucket.is_sparse else None
+        found.append(TrainedTensor(shape, item, len(bucket.ranks), alike, sparse_rows=rows))
     return found
 
 

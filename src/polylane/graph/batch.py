@@ -19,7 +19,8 @@ Rebuild = Callable[[Sequence[Any]], Any]
 def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
     """Return the leaves of a batch in order, and a function that puts leaves back into its structure.
 
-    Mappings (Hugging Face's BatchEncoding too), sequences, named tuples and dataclasses are nested; all else is a leaf.
+    Mappings (Hugging Face's BatchEncoding too), sequences, named tuples, dataclasses and records (torch_geometric's
+    Data, see :func:`_is_record`) are nested; all else is a leaf.
     """
     children = _children(batch)
     if children is None:
@@ -43,8 +44,24 @@ def batch_structure(batch: Any) -> Any:
     children = _children(batch)
     if children is None:
         return None
-    names = tuple(batch) if isinstance(batch, Mapping) else len(children[0])
+    names: Any = tuple(batch) if isinstance(batch, Mapping) else len(children[0])
+    if _is_record(batch):
+        hidden = [(name, repr(value)) for _, name, value in _hidden_fields(batch) if _is_plain(value)]
+        names = tuple(batch.to_dict()), tuple(sorted(hidden))
     return type(batch).__qualname__, names, tuple(batch_structure(value) for value in children[0])
+
+
+def leaf_names(structure: Any) -> list[str]:
+    """Return how a user writes each leaf of a batch nested like this: batch["labels"], batch[0]."""
+
+    def name(inner: Any, path: str) -> list[str]:
+        if inner is None:
+            return [path]
+        _, names, children = inner
+        keys = names if isinstance(names, tuple) else range(names)
+        return [leaf for key, child in zip(keys, children, strict=True) for leaf in name(child, f"{path}[{key!r}]")]
+
+    return name(structure, "batch")
 
 
 def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
@@ -59,6 +76,9 @@ def _children(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return [getattr(value, name) for name in names], lambda parts: _with_fields(value, names, parts)
+    if _is_record(value):
+        names = list(value.to_dict())
+        return [value[name] for name in names], lambda parts: _with_items(value, names, parts)
     return None
 
 
@@ -68,6 +88,44 @@ def _with_fields(original: Any, names: list[str], parts: list[Any]) -> Any:
         # A frozen dataclass refuses setattr.
         object.__setattr__(clone, name, part)
     return clone
+
+
+def _is_record(value: Any) -> bool:
+    """Return whether an object has named items and is no mapping: ``record[name]`` and ``to_dict()``."""
+    methods = ("to_dict", "__getitem__", "__setitem__")
+    return (
+        not isinstance(value, (Mapping, type))
+        and hasattr(value, "__dict__")
+        and all(callable(getattr(value, name, None)) for name in methods)
+    )
+
+
+def _hidden_fields(record: Any) -> list[tuple[Any, str, Any]]:
+    """Return what a record has besides its items, such as the number of graphs in a batch, each with its owner."""
+    owners = [record, *(inner for inner in vars(record).values() if hasattr(inner, "__dict__"))]
+    return [
+        (owner, name, value) for owner in owners if not isinstance(owner, type) for name, value in vars(owner).items()
+    ]
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _with_items(original: Any, names: list[str], parts: list[Any]) -> Any:
+    clone, items = copy.copy(original), set(names)
+    # Hidden tensors would stay those of the example: a loss must not find them.
+    for owner, name, value in _hidden_fields(clone):
+        if not (isinstance(value, Mapping) and set(value) == items) and _holds_tensors(value):
+            del vars(owner)[name]
+    for name, part in zip(names, parts, strict=True):
+        clone[name] = part
+    return clone
+
+
+def _holds_tensors(value: Any) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return isinstance(value, Tensor) or any(map(_holds_tensors, inner))
 
 
 def sample_count(leaves: Sequence[Any]) -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from polylane.graph.python_state.side_effects import SideEffects
+    from polylane.graph.open_sizes import OpenSizes
+
+from polylane.graph.python_state.side_effects import SideEffects
 
 
 @dataclass(frozen=True)
@@ -141,3 +143,10 @@ class Code:
     random: bool
     has_batch_statistics: bool
     effects: SideEffects | None = None  # what the dry run did besides computing, and what it read
+    open: OpenSizes | None = None  # the sizes beside the samples' number that it leaves open; None: it leaves none
+    open_symbols: tuple[Any, ...] = ()  # their symbols in ``meta["open"]``, see open_sizes.py
+
+    @property
+    def nominal_sizes(self) -> tuple[int, ...]:
+        """The open sizes at which ``meta["val"]`` shows the code."""
+        return () if self.open is None else self.open.nominal

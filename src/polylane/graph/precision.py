@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from polylane.graph.batch import cast_tensor
 from polylane.graph.capture.functionalize import cast_value
@@ -18,6 +19,7 @@ from polylane.graph.capture.inline import op_name
 from polylane.graph.flops import shape_of
 from polylane.graph.graph import Graph
 from polylane.graph.interpreter import GraphInterpreter
+from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.sample_slice import SampleSlice
 
 # What each lower dtype becomes for verification; integers and double precision are unchanged.
@@ -80,12 +82,55 @@ class Promoted(TorchFunctionMode):
         if func in self._CASTS:
             return Tensor.double(*args)
         args, kwargs = _promote_value(args), _promote_value(kwargs or {})
-        result = func(*args, **kwargs)
+        with default_float64():
+            result = _call_promoted(func, args, kwargs)
         # A new tensor without a tensor among its arguments has the default dtype.
         if not isinstance(result, Tensor) or result.dtype not in LOWER or any(isinstance(a, Tensor) for a in args):
             return result
         wide = PROMOTED[result.dtype]
         return func(*args, **{**kwargs, "dtype": wide}) if func in FROM_NUMBERS else result.to(wide)
+
+
+def _call_promoted(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function, in float64 also on tensors of a lower dtype, such as plain attributes of a module."""
+    lower = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and value.dtype in LOWER]
+    if not lower:
+        return func(*args, **kwargs)
+    before = generator_states()
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError:  # operands of two dtypes
+        result = None
+    memory = {value.untyped_storage().data_ptr() for value in lower}
+    made = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+    # What is written, or looked at from elsewhere, stays the tensor that it is.
+    if result is not None and (
+        not any(value.dtype in LOWER for value in made)
+        or any(value.untyped_storage().data_ptr() in memory for value in made)
+    ):
+        return result
+    restore_generators(before)
+    wide = tree_map(lambda v: v.to(PROMOTED[v.dtype]) if isinstance(v, Tensor) and v.dtype in LOWER else v, args)
+    return func(*wide, **kwargs)
+
+
+@contextmanager
+def default_float64() -> Iterator[None]:
+    """Context manager: inside, float64 is what integers become where a function makes floats of them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class FromIntegers(UnderSetting):
+    """An operator that makes floats of integers: in float64."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with default_float64():
+            return self.target(*args, **kwargs)
 
 
 class LiteralRecorder(TorchFunctionMode):
@@ -150,7 +195,10 @@ def promote_to_float64(graph: fx.Graph, constants: dict[str, Tensor], literals: 
                 node.target = InFloat64(node.target)
             elif _makes_lower(node):
                 node.kwargs = {**node.kwargs, "dtype": PROMOTED[node.meta["val"].dtype]}
-        node.meta["val"] = _to_double(node.meta.get("val"))
+            elif _makes_floats_of_integers(node):
+                node.meta.setdefault("op", op_name(node))
+                node.target = FromIntegers(node.target)
+        node.meta |= {key: _to_double(node.meta[key]) for key in ("val", "open") if key in node.meta}
     for name, value in constants.items():
         if value.dtype in LOWER:
             constants[name] = _exact_literal(value, literals) if name in written else value.to(PROMOTED[value.dtype])
@@ -178,6 +226,17 @@ def _makes_lower(node: fx.Node) -> bool:
     made = isinstance(val, Tensor) and val.dtype in LOWER and not reads_tensor
     schema = getattr(node.target, "_schema", None)
     return made and schema is not None and any(argument.name == "dtype" for argument in schema.arguments)
+
+
+def _makes_floats_of_integers(node: fx.Node) -> bool:
+    """Return whether an operator makes floats, of the default dtype, of tensors that have none: ``integers * 0.5``."""
+    val, read = node.meta.get("val"), [n.meta.get("val") for n in node.all_input_nodes]
+    tensors = [each for each in read if isinstance(each, Tensor)]
+    if not isinstance(val, Tensor) or not val.dtype.is_floating_point or not isinstance(node.target, OpOverload):
+        return False
+    says_dtype = any(isinstance(value, torch.dtype) for value in tree_leaves((node.args, node.kwargs)))
+    floats = any(each.is_floating_point() or each.is_complex() for each in tensors)
+    return bool(tensors) and not says_dtype and not floats
 
 
 def _to_double(val: Any) -> Any:
@@ -232,7 +291,7 @@ def dtypes_under_autocast(graph: Graph, device_type: str, dtype: torch.dtype) ->
         device_type: torch's name of the device that autocast is for, "cpu" or "cuda".
         dtype: the lower-precision dtype of the autocast region.
     """
-    part = SampleSlice(graph.samples, batch=graph.samples)
+    part = SampleSlice(graph.samples, batch=graph.samples, open_sizes=graph.code.nominal_sizes)
 
     def bind(node: fx.Node) -> Any:
         return part if node.meta["role"][0] == "part" else _without_data(node.meta["val"])

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from polylane.graph.sparse_gradients import densify
+
 # Limit on the difference between two devices' results, in units of one device's own rounding noise in a few tries.
 # Measured on transformers, convolutions and LSTMs: at most 6 times. Gradients that are not zero were more than 1e14
 # times the noise, those that are zero in exact arithmetic 4 times at most.
@@ -35,8 +37,8 @@ def max_difference(expected: Tensor, got: Tensor) -> float:
 
 
 def to_double(tensor: Tensor) -> Tensor:
-    """Return a tensor in double precision, on the CPU."""
-    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
+    """Return a tensor in double precision, on the CPU; a sparse one as an ordinary tensor."""
+    return densify(tensor).detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def max_magnitude(tensor: Tensor) -> float:

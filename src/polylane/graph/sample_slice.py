@@ -55,6 +55,8 @@ class SampleSlice:
         loss_samples: number of samples over which the loss is a mean; 0: all of the batch.
         whole: returns a statistic over all those samples, from its node's name and the local value; None where the
             local samples are all.
+        open_sizes: the batch's sizes that the graph leaves open, such as the length of its texts; empty where it was
+            captured for one form of batches.
     """
 
     samples: int
@@ -69,6 +71,7 @@ class SampleSlice:
     region: TensorRegion | None = None
     loss_samples: int = 0
     whole: Callable[[str, Any], Any] | None = None
+    open_sizes: tuple[int, ...] = ()
 
     @property
     def count_loss_samples(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from polylane.graph.graph import Graph
 from polylane.graph.interpreter import map_nested
 from polylane.graph.operators.whole_batch_counts import WholeSize
 from polylane.graph.precision import unwrap_settings
-from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize
+from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize, bind_symbols, is_data_dependent
 from polylane.placement.placement import Cuts
 from polylane.placement.strategy import OperatorCall, Place, TensorValue
 
@@ -141,21 +141,40 @@ class ViewSizes(ConcreteSizes):
         samples: number of samples per worker that shapes are for.
         ragged: as in :class:`ConcreteSizes`, whether data-dependent sizes get a number.
         batch: number of samples of the whole batch; default: ``samples``.
+        symbols: symbols of the graph's open sizes.
+        open_sizes: their values; empty: those at which the graph was captured.
     """
 
-    def __init__(self, samples: int, ragged: bool = False, batch: int | None = None) -> None:
-        super().__init__(samples, ragged)
-        self.batch = samples if batch is None else batch
+    def __init__(
+        self,
+        samples: int,
+        ragged: bool = False,
+        batch: int | None = None,
+        symbols: Sequence[Any] = (),
+        open_sizes: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(samples, ragged, bind_symbols(symbols, open_sizes) if symbols and open_sizes else {})
+        self.batch, self.open_sizes = samples if batch is None else batch, open_sizes
+
+    def value_of(self, node: fx.Node) -> Any:
+        """Return a node's value, a tensor or several without data, with symbols for the sizes that are looked at."""
+        val = node.meta.get("val")
+        return node.meta.get("open", val) if self.open_sizes else val
 
     def shape(self, val: Tensor) -> tuple[int, ...]:
         # Data-dependent sizes are those of the example unless ``ragged``; see ConcreteSizes.
         return tuple(self(size) for size in val.shape)
 
+    def unknown_dims(self, val: Tensor) -> tuple[int, ...]:
+        """Return the dimensions whose sizes are only the example's: they depend on data."""
+        return () if self.ragged else tuple(i for i, n in enumerate(val.shape) if is_data_dependent(n))
+
     def number(self, node: fx.Node) -> Any:
         """Return the value of a node that is a size."""
         target: Any = node.target
         # Counts over the whole batch are the same on every replica; other sizes follow from the local samples.
-        return target.convert(target.of(self.batch if isinstance(target, WholeSize) else self.samples))
+        samples = self.batch if isinstance(target, WholeSize) else self.samples
+        return target.at(samples, self.open_sizes or target.nominal)
 
     def data_dependent_number(self, node: fx.Node) -> Any:
         """Return the number that stands for a data-dependent size if ``ragged``; otherwise the node itself."""
@@ -164,7 +183,13 @@ class ViewSizes(ConcreteSizes):
 
 
 def view_operators(
-    graph: Graph, samples: int, degree: int, *, ragged: bool = False, batch: int | None = None
+    graph: Graph,
+    samples: int,
+    degree: int,
+    *,
+    ragged: bool = False,
+    batch: int | None = None,
+    open_sizes: tuple[int, ...] = (),
 ) -> OperatorView:
     """Return ``graph`` at a number of samples, for an axis of ``degree`` ranks.
 
@@ -174,11 +199,12 @@ def view_operators(
         degree: number of ranks along the axis.
         ragged: let data-dependent sizes be as many rows as samples.
         batch: number of samples of the whole batch, where ``samples`` are a part of it.
+        open_sizes: the sizes that the graph leaves open; empty: those at which it was captured.
 
     Raises:
         PolylaneError: the model has another number of samples written into it.
     """
-    sizes, code = ViewSizes(samples, ragged, batch), graph.code.fx
+    sizes, code = ViewSizes(samples, ragged, batch, graph.code.open_symbols, open_sizes), graph.code.fx
     described = {node.id: node for node in graph.nodes}
     sources, steps = dict[TensorKey, GraphInput](), list[OperatorNode]()
     # Nodes that share memory which some operator writes in place.
@@ -193,7 +219,7 @@ def view_operators(
 
     for node in code.nodes:
         if node.op == "placeholder":
-            val = node.meta.get("val")
+            val = sizes.value_of(node)
             if isinstance(val, Tensor):
                 value = TensorValue(sizes.shape(val), val.dtype, flows(node), 0, "out")
                 sources[tensor_key(node)] = GraphInput(tensor_key(node), node.meta["role"], value)
@@ -284,22 +310,30 @@ def make_call(
         if isinstance(value, fx.Node):
             if isinstance(value.target, SymbolicSize):
                 return sizes.number(value)
-            val = value.meta.get("val")
+            val = sizes.value_of(value)
             if not isinstance(val, Tensor):
                 return sizes.data_dependent_number(value)
             grad = has_gradient(value) and (val.is_floating_point() or val.is_complex())
-            inputs.append(TensorValue(sizes.shape(val), val.dtype, grad, len(inputs)))
+            unknown = sizes.unknown_dims(val)
+            inputs.append(TensorValue(sizes.shape(val), val.dtype, grad, len(inputs), ragged=unknown))
             reads.append(tensor_key(value))
             nodes.append(value)
             return inputs[-1]
         return value
 
     settled = map_nested(settle, arguments)
-    val = node.meta.get("val")
+    val = sizes.value_of(node)
     vals = list(val) if isinstance(val, (list, tuple)) else [val]
     flows = has_gradient(node)
     outputs = tuple(
-        TensorValue(sizes.shape(v), v.dtype, flows and (v.is_floating_point() or v.is_complex()), i, "out")
+        TensorValue(
+            sizes.shape(v),
+            v.dtype,
+            flows and (v.is_floating_point() or v.is_complex()),
+            i,
+            "out",
+            sizes.unknown_dims(v),
+        )
         for i, v in enumerate(vals)
         if isinstance(v, Tensor)
     )

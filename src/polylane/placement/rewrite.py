@@ -210,6 +210,7 @@ def rewrite(
     aliases: Mapping[str, TensorKey] | None = None,
     leaving: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] | None = None,
+    open_sizes: tuple[int, ...] = (),
 ) -> fx.Graph:
     """Return the graph that one rank runs.
 
@@ -223,14 +224,15 @@ def rewrite(
         leaving: names of results that keep the placement in which they are made, because they go to another stage; all
             others are replicated.
         dtypes: dtype of each node's value under autocast, by node name.
-        dtypes: of what nodes give under autocast, by name.
+        open_sizes: the batch's sizes that the code leaves open; empty: those at which it was captured.
 
     Returns:
         The rank's graph. Its first placeholders have the roles ("axis", name), the others are those of ``code``. Every
         node has the meta entries "turn", the index of the node of ``code`` that it is written for, and "writes",
         whether that node writes in place: both are equal on all ranks.
     """
-    writer = _RankWriter(splits, coordinates, calls, ViewSizes(samples), aliases or {}, dtypes or {})
+    sizes = ViewSizes(samples, open_sizes=open_sizes)
+    writer = _RankWriter(splits, coordinates, calls, sizes, aliases or {}, dtypes or {})
     for name in splits:
         writer.axes[name] = axis = writer.graph.placeholder(f"axis_{name}")
         # Turn -1: axes are ready before all operators, see overlap.py.

@@ -36,6 +36,7 @@ class TensorValue:
         gradient: whether a gradient flows back through the tensor.
         index: position among the call's inputs, or outputs; the same tensor read twice is two inputs.
         side: "in" for an input of the call, "out" for an output.
+        ragged: dimensions whose sizes depend on data, of which the shape has those of the example.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class TensorValue:
     gradient: bool
     index: int
     side: str = "in"
+    ragged: tuple[int, ...] = ()
 
     @property
     def dim(self) -> int:

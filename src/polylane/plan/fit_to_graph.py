@@ -61,6 +61,7 @@ def plan_from_partition(partition: Partition, spec: Spec, microbatches: int) -> 
         slow=dict(spec.slow),
         per_sample=spec.per_sample,
         recompute=spec.recompute,  # type: ignore[arg-type]
+        compile=spec.compile,
     )
 
 

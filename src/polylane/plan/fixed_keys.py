@@ -9,14 +9,14 @@ from typing import Any, Literal
 from polylane.errors import PolylaneError
 from polylane.plan import spec as specs
 from polylane.plan.recompute import MODES
-from polylane.plan.schedule_checks import check_accumulation, check_plain_sum
+from polylane.plan.schedule_checks import check_accumulation, check_plain_sum, check_sharded_passes
 from polylane.plan.spec import AUTO, DEGREES, PRECISIONS, REPLICAS, TURNS, Degrees, Spec
 from polylane.plan.sync import KEYS, SUM, SyncOptions, parse_sync
 from polylane.schedule.schedules import ASYNCHRONOUS, DEFAULT_CHUNKS, FOUND, RUNNABLE
 from polylane.settings import split_pairs
 
 # Keys of a plan that a search can be told; what else a plan can say, it finds or leaves at its default.
-_KNOWN = (*DEGREES, "microbatches", "schedule", "chunks", "replicas", "precision", "recompute", *KEYS)
+_KNOWN = (*DEGREES, "microbatches", "schedule", "chunks", "replicas", "precision", "recompute", "compile", *KEYS)
 
 # A schedule, and the stages of every worker.
 ScheduleOption = tuple[str, int]
@@ -49,6 +49,7 @@ class FixedKeys:
         recompute: mode of recomputation; None: as much as is needed for memory.
         replicas: whether replicas "split" every microbatch, or compute whole ones in turn ("round-robin"); None: the
             search compares both.
+        compile: whether stages are compiled; None: nothing was said, and they are not.
 
     Raises:
         PolylaneError: replicas in turn that do anything but sum gradients, or that have no microbatch each; fewer
@@ -63,6 +64,7 @@ class FixedKeys:
     chunks: int | None = None
     recompute: str | None = None
     replicas: str | None = None
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         data, pipeline, microbatches = (self.counts.get(key) for key in ("data", "pipeline", "microbatches"))
@@ -105,7 +107,7 @@ class FixedKeys:
             return ()
         if self.replicas == TURNS:
             return ()  # nor do replicas in turn
-        return ("optimizer", "gradients", "parameters")
+        return ("optimizer", "gradients") if self.compile else ("optimizer", "gradients", "parameters")
 
     @property
     def degrees(self) -> Mapping[str, int]:
@@ -154,6 +156,7 @@ class FixedKeys:
         words += [f"replicas={self.replicas}"] if self.replicas else []
         words += [f"precision={self.precision}"] if self.precision else []
         words += [f"recompute={self.recompute}"] if self.recompute else []
+        words += ["compile=yes"] if self.compile else []
         return ",".join([*words, *self.sync.to_words()])
 
 
@@ -196,7 +199,10 @@ def _parse(text: str) -> FixedKeys:
             f"recompute={recompute}: a search can be told one of {', '.join(MODES)}, and finds budgets by itself"
         )
     keys = {key: given[key] for key in KEYS if key in given}
-    return FixedKeys(counts, parse_sync(keys), frozenset(keys), precision, schedule, chunks, recompute, replicas)
+    compiled = specs.parse_switch("compile", given["compile"]) if "compile" in given else None
+    if (sync := parse_sync(keys)).shard == "parameters":
+        check_sharded_passes("plan", None, bool(compiled))
+    return FixedKeys(counts, sync, frozenset(keys), precision, schedule, chunks, recompute, replicas, compiled)
 
 
 def _check_schedule(schedule: str | None, chunks: int | None, pipeline: int | None) -> None:

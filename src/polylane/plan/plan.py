@@ -10,10 +10,10 @@ from typing import Literal
 import pydantic
 
 from polylane.errors import PolylaneError
+from polylane.plan import schedule_checks as checks
 from polylane.plan.order import check_order, has_halves
 from polylane.plan.pinned_placements import check_axes
 from polylane.plan.recompute import NONE, Recompute, RecomputeRule, format_recompute
-from polylane.plan.schedule_checks import check_accumulation, check_asynchronous, check_chunks, check_turns
 from polylane.plan.spec import TURNS, Degrees, check_workers, format_degrees
 from polylane.plan.stage import MESH, Fingerprint, Stage, StageIndex, check_devices, index_stages
 from polylane.plan.straggler import Slowness, straggler_words
@@ -44,6 +44,7 @@ class Plan(StrictMapping):
         slow: by rank, how it is made a straggler, to see the effect on the others.
         per_sample: modules that run the user's own Python and, by the user's word, treat each sample by itself; "model"
             is all of it.
+        compile: whether the operators of every stage are compiled by torch.compile's inductor.
     """
 
     polylane: Literal[1] = 1
@@ -61,6 +62,7 @@ class Plan(StrictMapping):
     recompute: Recompute = NONE
     slow: Slowness = pydantic.Field(default={})
     per_sample: tuple[str, ...] = ()
+    compile: bool = False
     _file: str = pydantic.PrivateAttr("")
     # Computed once for the stages: plans may have a million ranks.
     _found: StageIndex | None = pydantic.PrivateAttr(None)
@@ -326,7 +328,7 @@ class Plan(StrictMapping):
         words = [*format_degrees(self.group_meshes), *([f"replicas={self.replicas}"] if self.takes_turns else [])]
         words += [f"schedule={self.schedule}", f"microbatches={self.microbatches}"]
         words += [f"chunks={self.most_chunks}"] if self.most_chunks > 1 else []
-        words += ["vertical_sync=yes"] if self.vertical_sync else []
+        words += [f"{key}=yes" for key in ("vertical_sync", "compile") if getattr(self, key)]
         words += [] if self.precision == "float32" else [f"precision={self.precision}"]
         words += [] if self.recompute == NONE else [f"recompute={format_recompute(self.recompute)}"]
         words += [*self.sync.to_words(), *straggler_words(self.slow)]
@@ -346,10 +348,12 @@ def check(plan: Plan) -> None:
     _check_sync(plan)
     replicas = [degrees.data for degrees in plan.meshes]
     if plan.takes_turns:
-        check_turns(plan.title, replicas, plan.schedule, plan.microbatches, plan.sync)
-    check_asynchronous(plan.title, plan.schedule, plan.vertical_sync, plan.sync)
+        checks.check_turns(plan.title, replicas, plan.schedule, plan.microbatches, plan.sync)
+    checks.check_asynchronous(plan.title, plan.schedule, plan.vertical_sync, plan.sync)
+    if plan.sync.shard == "parameters":
+        checks.check_sharded_passes(plan.title, plan.schedule if plan.splits_backward else None, plan.compile)
     if plan.schedule == "pipedream-2bw":
-        check_accumulation(plan.title, plan.pipeline, plan.microbatches, plan.most_turns)
+        checks.check_accumulation(plan.title, plan.pipeline, plan.microbatches, plan.most_turns)
 
 
 def _check_meshes(plan: Plan) -> None:
@@ -373,7 +377,7 @@ def _check_chunks(plan: Plan) -> None:
         except PolylaneError as error:
             raise PolylaneError(f"{plan.title}: {error}") from None
         return
-    check_chunks(plan.title, plan.schedule, plan.stage_groups, plan.first_chunks)
+    checks.check_chunks(plan.title, plan.schedule, plan.stage_groups, plan.first_chunks)
 
 
 def _check_sync(plan: Plan) -> None:
@@ -389,11 +393,6 @@ def _check_sync(plan: Plan) -> None:
                 f"{plan.title}: sync.within: {plan.degree('data', stage)} replicas of stage {stage} cannot be divided "
                 f"into groups of {sync.within}"
             )
-    if plan.splits_backward and sync.shard == "parameters":
-        raise PolylaneError(
-            f"{plan.title}: schedule: {plan.schedule} and shard: parameters exclude each other, since weights are "
-            "released between the two halves of a backward pass: take shard: gradients, or another schedule"
-        )
     for rank in plan.slow:
         if not 0 <= rank < plan.workers:
             raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {plan.workers} workers")

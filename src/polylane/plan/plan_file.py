@@ -20,7 +20,7 @@ def dump(plan: Plan) -> str:
     """Format a plan as YAML."""
     # Keys at their defaults are left out where most plans have no use for them; sync always shows its kind.
     data = plan.model_dump(mode="json", exclude={"slow"} | ({"graph"} if plan.graph is None else set()))
-    for key in ("per_sample", "vertical_sync", "order"):
+    for key in ("per_sample", "vertical_sync", "order", "compile"):
         if not data[key]:
             del data[key]
     if plan.slow:

@@ -125,3 +125,26 @@ def check_accumulation(title: str, stages: int, microbatches: int, turns: int) -
             f"{title}: microbatches: {microbatches}: schedule: pipedream-2bw of {stages} stages needs at least "
             f"{least}, so that an update is there when the next batch but one begins"
         )
+
+
+def check_sharded_passes(title: str, halved_by: str | None, compiled: bool) -> None:
+    """Refuse sharded parameters, which come and go in a pass, beside passes that need them longer.
+
+    Args:
+        title: what errors call the plan.
+        halved_by: the schedule, if it has backward passes in two halves; else None.
+        compiled: whether the plan compiles its stages.
+
+    Raises:
+        PolylaneError: backward passes are halved, or stages compiled.
+    """
+    if halved_by is not None:
+        raise PolylaneError(
+            f"{title}: schedule: {halved_by} and shard: parameters exclude each other, since weights are "
+            "released between the two halves of a backward pass: take shard: gradients, or another schedule"
+        )
+    if compiled:
+        raise PolylaneError(
+            f"{title}: compile and shard: parameters exclude each other, since compiled code keeps the parameters that "
+            "its backward pass reads: take shard: gradients, or leave compile out"
+        )

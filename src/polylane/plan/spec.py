@@ -23,7 +23,18 @@ PRECISIONS = ("float32", "bfloat16")
 SPLIT, TURNS = REPLICAS = ("split", "round-robin")
 DEGREES = ("data", "pipeline", "sequence", "tensor")
 _COUNTS = (*DEGREES, "microbatches", "chunks")
-_KEYS = (*_COUNTS, "schedule", "replicas", "vertical_sync", "precision", "recompute", *syncs.KEYS, "slow", "per_sample")
+_KEYS = (
+    *_COUNTS,
+    "schedule",
+    "replicas",
+    "vertical_sync",
+    "precision",
+    "recompute",
+    *syncs.KEYS,
+    "slow",
+    "per_sample",
+    "compile",
+)
 
 # Most workers that a plan may have, and most microbatches: ten times the largest machines.
 MOST = 2**20
@@ -75,6 +86,7 @@ class Spec:
         vertical_sync: whether under ``pipedream`` all stages compute a batch on the same version of the weights.
         replicas: "split", each replica of a stage computes a part of every microbatch; or "round-robin", they compute
             whole microbatches in turn.
+        compile: whether the operators of every stage are compiled by torch.compile's inductor.
 
     Raises:
         PolylaneError: degrees are given beside stages that have others, there are too many workers, or the schedule
@@ -96,6 +108,7 @@ class Spec:
     chunks: int = 1
     vertical_sync: bool = False
     replicas: str = SPLIT
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.stages:
@@ -255,7 +268,7 @@ def _parse_line(text: str) -> Spec:
         chunks=chunks,
         schedule=schedule,
         replicas=replicas,
-        vertical_sync=_parse_switch("vertical_sync", given.get("vertical_sync", "no")),
+        vertical_sync=parse_switch("vertical_sync", given.get("vertical_sync", "no")),
         microbatches=microbatches,
         precision=precision,
         stages=tuple(stages),
@@ -263,6 +276,7 @@ def _parse_line(text: str) -> Spec:
         slow=slow,
         per_sample=per_sample,
         recompute=parse_recompute(given.get("recompute", NONE)),
+        compile=parse_switch("compile", given.get("compile", "no")),
     )
 
 
@@ -271,7 +285,12 @@ def says_schedule(text: str) -> bool:
     return any(piece.partition("=")[0].strip() == "schedule" for piece in text.rpartition("]")[2].split(","))
 
 
-def _parse_switch(key: str, text: str) -> bool:
+def parse_switch(key: str, text: str) -> bool:
+    """Parse yes or no.
+
+    Raises:
+        PolylaneError: it is neither.
+    """
     if text not in ("yes", "no"):
         raise PolylaneError(f"{key}={_shorten(text)} must be yes or no")
     return text == "yes"

@@ -114,7 +114,7 @@ def check_batch(graph: Graph, batch: int) -> MinSamples:
 
 def keep_options(method: TrainingOptions, fixed: FixedKeys) -> TrainingOptions:
     """Return the training options with the precision and the recomputation that a search must keep."""
-    changes = {"dtype": fixed.precision, "recompute": fixed.recompute}
+    changes = {"dtype": fixed.precision, "recompute": fixed.recompute, "compiled": fixed.compile}
     return replace(method, **{key: value for key, value in changes.items() if value is not None})  # type: ignore[arg-type]
 
 

@@ -118,6 +118,7 @@ def make_plan(partition: Partition, candidate: RatedPlan, method: TrainingOption
         precision=precision,
         stages=candidate.meshes,
         sync=candidate.sync,
+        compile=method.compiled,
     )
     return fit.plan_from_partition(partition, spec, candidate.microbatches)
 

@@ -16,7 +16,8 @@ from polylane.placement.placement import PARTIAL, REPLICATE, Placement, Shard, e
 from polylane.placement.redistribute import redistribute
 from polylane.probe.stopwatch import run_small_operators
 from polylane.profiling.time_operators import wait_for
-from polylane.runtime.tensor_parallel import CollectiveWaits, TransportAxis
+from polylane.runtime.span_clock import CollectiveWaits
+from polylane.runtime.tensor_parallel import TransportAxis
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.workers.world import World

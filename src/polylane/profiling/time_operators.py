@@ -71,7 +71,12 @@ def _measured(graph: Graph, whole: ModelWithLoss, leaves: Sequence[Any], only: s
     own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     table = tensors_by_role(whole, graph.code.constants, own)
     # A single replica's sum over replicas is its own value.
-    part = SampleSlice(samples, batch=samples, sum_replicas=(lambda tensor: tensor) if only else None)
+    part = SampleSlice(
+        samples,
+        batch=samples,
+        sum_replicas=(lambda tensor: tensor) if only else None,
+        open_sizes=graph.code.nominal_sizes,
+    )
     wait = wait_for(next((p.device for p in whole.parameters()), torch.device("cpu")))
     # Values are freed after their last reader, so that timing needs no more memory than a forward pass.
     last_use = {used: node for node in graph.code.fx.nodes for used in node.all_input_nodes}

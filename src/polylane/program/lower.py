@@ -9,6 +9,7 @@ from dataclasses import replace
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, TensorInfo
 from polylane.graph.partition import Partition, StageCrossing
+from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan.lanes import replica_lanes_of, stage_graph_of
 from polylane.plan.order import check_order_runs
 from polylane.plan.plan import Plan
@@ -279,7 +280,7 @@ def build_buckets(
         wanted: ranks whose programs are wanted; groups without any of them are left out.
     """
     graph = partition.graph
-    trained = differentiable_parameters(graph)
+    trained, sparse = differentiable_parameters(graph), frozenset(find_sparse_gradients(graph))
     held = [set(partition.parameters(stage)) for stage in range(plan.pipeline)]
     workers = plan.first_chunks
     order = {name: i for i, name in reversed(list(enumerate(p for node in graph.nodes for p in node.parameters)))}
@@ -300,9 +301,9 @@ def build_buckets(
     for holders, axes, alone in sorted(alike, key=lambda key: (len(key[0]), key[0], [-s for s in key[2]], key[1])):
         label = f"stage{'-'.join(map(str, alone))}" if alone else "tied" + "-".join(map(str, holders))
         groups, silent = _reduction_groups(plan, holders, axes, wanted)
-        for number, names in enumerate(_fill_buckets(graph.parameters, alike[holders, axes, alone])):
+        for number, names in enumerate(_fill_buckets(graph.parameters, alike[holders, axes, alone], sparse)):
             name = ".".join([label, *dict.fromkeys(a for each in axes for a in each), str(number)])
-            found += [GradientBucket(name, ranks, names, silent) for ranks in groups]
+            found += [GradientBucket(name, ranks, names, silent, names[0] in sparse) for ranks in groups]
     return tuple(found)
 
 
@@ -357,16 +358,20 @@ def differentiable_parameters(graph: Graph) -> set[str]:
     return {name for name in parameters if graph.parameters[name].trainable}
 
 
-def _fill_buckets(parameters: Mapping[str, TensorInfo], names: Sequence[str]) -> list[tuple[str, ...]]:
-    """Fill buckets with names in order: each of one dtype, and at most :data:`BUCKET_BYTES` unless it has one name."""
+def _fill_buckets(
+    parameters: Mapping[str, TensorInfo], names: Sequence[str], sparse: Collection[str]
+) -> list[tuple[str, ...]]:
+    """Fill buckets with names in order: each of one dtype, and at most :data:`BUCKET_BYTES` unless it has one name.
+
+    A sparse gradient has a bucket of its own.
+    """
     groups: list[list[str]] = []
-    size, dtype = 0, ""
+    size, kind = 0, ""
     for name in names:
-        info = parameters[name]
-        nbytes, kind = info.bytes, info.dtype
-        if not groups or size + nbytes > BUCKET_BYTES or kind != dtype:
+        nbytes, own = parameters[name].bytes, name if name in sparse else parameters[name].dtype
+        if not groups or size + nbytes > BUCKET_BYTES or own != kind:
             groups.append([])
             size = 0
         groups[-1].append(name)
-        size, dtype = size + nbytes, kind
+        size, kind = size + nbytes, own
     return [tuple(group) for group in groups]

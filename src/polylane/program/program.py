@@ -21,12 +21,14 @@ class GradientBucket:
             the ranks along those operator axes on which the gradients are partial sums.
         parameters: canonical names, in the order in which a backward pass finishes them.
         zero_contributors: ranks whose gradients another rank of the group has as well; they contribute zeros.
+        is_sparse: whether it is the sparse gradient of one table of embeddings, of which ranks exchange rows.
     """
 
     name: str
     ranks: tuple[int, ...]
     parameters: tuple[str, ...]
     zero_contributors: frozenset[int] = frozenset()
+    is_sparse: bool = False
 
 
 @dataclass(frozen=True)

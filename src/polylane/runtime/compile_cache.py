@@ -9,11 +9,16 @@ for, run it if nothing differs, else recompile. The least recently used forms ar
     objective, mode, structure, sizes, settings   compiled graph          capture, compile   FORMS_KEPT
     + replica_local                               programs of all ranks   lower
     + number of microbatches                      bound program           bind
-    + number of samples                           fitted program          fit_to_samples     SIZES_KEPT
+    + number of samples, open sizes               fitted program          fit_to_samples     SIZES_KEPT
+
+A size that differs from the example's is left open in the capture that it causes (:mod:`polylane.graph.open_sizes`), as
+``torch.compile`` does: the graph then serves other sizes too, so far as its guards admit them. A batch that no graph
+admits is captured for its own sizes.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -25,17 +30,19 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters, optimized_names
 from polylane.compile.sample_shares import Batch, BatchForm
 from polylane.errors import PolylaneError
-from polylane.graph.batch import batch_signature, take_first_samples
+from polylane.graph.batch import batch_signature
+from polylane.graph.capture.open_dimensions import NotOpened, Opening
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.captured_settings import CapturedSettings
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.program.program import Program
+from polylane.runtime.batch_forms import BatchForms, take_few, without_sizes
 from polylane.runtime.program_binder import BoundProgram, CacheKey, ProgramBinder
 
 FORMS_KEPT = 32  # compiled graphs kept at once, least recently used evicted; those compiled ahead do not count
-SIZES_KEPT = 64  # batch sizes for which one graph's programs are kept at once
+SIZES_KEPT = 64  # sizes of batches for which one graph's programs are kept at once
+PLACED_KEPT = 4096  # forms for which it is known which graph with open sizes admits them
 SETTINGS_KEPT = 8  # versions of the settings kept at once, for each objective and mode
-MANY_FORMS = 8  # further forms of batches after which the user is warned
 MANY_SETTINGS = 4  # captures with other settings after which the user is warned
 
 
@@ -47,14 +54,14 @@ class _Entry:
         graph: the graph as it was captured and compiled.
         programs: programs of all workers, by whether the step is replica-local.
         bound: programs bound to this worker, by (microbatches, whether the step is replica-local).
-        fitted: bound programs for one size of batch, by (samples, whether the step is replica-local); in the order in
-            which they were made, for eviction.
+        fitted: bound programs for one size of batch, by (samples, open sizes, whether the step is replica-local); in
+            the order in which they were made, for eviction.
     """
 
     graph: CompiledGraph
     programs: dict[bool, tuple[Program, ...]] = field(default_factory=dict)
     bound: dict[tuple[int, bool], BoundProgram] = field(default_factory=dict)
-    fitted: OrderedDict[tuple[int, bool], BoundProgram] = field(default_factory=OrderedDict)
+    fitted: OrderedDict[tuple[int, tuple[int, ...], bool], BoundProgram] = field(default_factory=OrderedDict)
 
 
 class CompileCache:
@@ -76,7 +83,10 @@ class CompileCache:
         self._example_key = self._example.structure, batch_signature(whole.leaves, self.sampled)
         self._entries: OrderedDict[CacheKey, _Entry] = OrderedDict()
         self._versions: dict[tuple[str, bool], SettingsVersions] = {}
-        self._further: set[tuple[Any, ...]] = set()  # other forms than the example's, counted for one warning
+        self._forms = BatchForms(*self._example_key, whole)
+        # By form, the key of the graph with open sizes that admits it, and the sizes.
+        self._placed: dict[CacheKey, tuple[CacheKey, tuple[int, ...]]] = {}
+        self._opened = 0  # graphs with open sizes so far, which number their keys
         # What was compiled ahead has settings number 0. An objective whose evaluation was not compiled ahead has no
         # entry, but still a list of versions, which begins with its first capture here.
         ahead = ((True, training.graphs), (False, training.evaluations))
@@ -109,13 +119,34 @@ class CompileCache:
         # Settings first: they are read from the model as it is now, and may evict graphs of old versions.
         number = self._versions[objective, training].current(self._forget)
         structure = (batch.form or self._example).structure
-        key = CacheKey(objective, training, structure, batch_signature(batch.leaves, batch.sampled), number)
+        form = CacheKey(objective, training, structure, batch_signature(batch.leaves, batch.sampled), number)
+        key, sizes = self._place(form, batch)
         entry = self._entries.get(key)
-        fitted = None if entry is None else entry.fitted.get((batch.samples, replica_local))
+        fitted = None if entry is None else entry.fitted.get((batch.samples, sizes, replica_local))
         if fitted is None:
-            fitted = self._compile(key, batch, replica_local)
+            if entry is None:
+                key, sizes = self._capture(form, batch)
+            fitted = self._fit(key, batch.samples, sizes, replica_local)
         self._entries.move_to_end(key)
         return fitted
+
+    def _place(self, form: CacheKey, batch: Batch) -> tuple[CacheKey, tuple[int, ...]]:
+        """Return the key of the graph that holds for a batch, which may have none yet, and the batch's open sizes."""
+        if form in self._entries:
+            return form, ()
+        if form in self._placed:
+            return self._placed[form]
+        family = without_sizes(form.signature)
+        for key, entry in self._entries.items():
+            opened = entry.graph.partition.graph.code.open
+            if opened is None or key.signature[0] != family or key._replace(signature=form.signature) != form:
+                continue
+            if (sizes := opened.find(batch.leaves)) is not None:
+                if len(self._placed) == PLACED_KEPT:
+                    self._placed.clear()
+                self._placed[form] = key, sizes
+                return key, sizes
+        return form, ()
 
     def bind_ahead(self, replica_local: Sequence[bool]) -> None:
         """Bind what was compiled ahead for training, so that its errors are raised before the first step.
@@ -131,39 +162,52 @@ class CompileCache:
         """Return the number of graphs in the cache."""
         return len(self._entries)
 
-    def _compile(self, key: CacheKey, batch: Batch, replica_local: bool) -> BoundProgram:
-        """Compile what is missing for a batch; graph, programs and bindings that exist already are used again."""
-        if key not in self._entries:
-            graph = self._captured(key, batch)
-            self._versions[key.objective, key.training].add(key.settings, graph.partition)
-            self._entries[key] = _Entry(graph)
-            self._make_room()
+    def _fit(self, key: CacheKey, samples: int, sizes: tuple[int, ...], replica_local: bool) -> BoundProgram:
+        """Compile what is missing for a batch; programs and bindings that exist already are used again."""
         entry = self._entries[key]
         # A short batch may have fewer microbatches (BatchNorm needs several samples in each), so binding comes after.
-        microbatches = self._training.microbatches_of(batch.samples)
-        bound = self._bound(key, entry, microbatches, replica_local)
-        fitted = entry.fitted[batch.samples, replica_local] = self._compiler.fit_to_samples(bound, batch.samples)
+        bound = self._bound(key, entry, self._training.microbatches_of(samples), replica_local)
+        fitted = entry.fitted[samples, sizes, replica_local] = self._compiler.fit_to_samples(bound, samples, sizes)
         if len(entry.fitted) > SIZES_KEPT:
             entry.fitted.popitem(last=False)
         return fitted
 
-    def _captured(self, key: CacheKey, batch: Batch) -> CompiledGraph:
+    def _capture(self, form: CacheKey, batch: Batch) -> tuple[CacheKey, tuple[int, ...]]:
+        """Capture a graph for a batch, with the sizes open that vary where this is possible; return its key, sizes."""
+        self._forms.record(form.structure, form.signature, batch)
+        what = form.objective, form.training, form.settings
+        opening = self._forms.find_opening(what, form.structure, form.signature, batch)
+        if opening is not None:
+            try:
+                graph = self._captured(form, batch, opening)
+            except NotOpened as error:
+                self._forms.fail(what, form.structure, form.signature, error)
+            else:
+                opened = graph.partition.graph.code.open
+                sizes = None if opened is None else opened.find(batch.leaves)
+                assert sizes is not None, "a graph admits the batch from which it was captured"
+                self._opened += 1
+                key = form._replace(signature=(without_sizes(form.signature), self._opened))
+                self._store(key, graph)
+                self._placed[form] = key, sizes
+                return key, sizes
+        start = time.perf_counter()
+        self._store(form, self._captured(form, batch))
+        self._forms.count_single(form.structure, form.signature, time.perf_counter() - start)
+        return form, ()
+
+    def _captured(self, key: CacheKey, batch: Batch, opening: Opening | None = None) -> CompiledGraph:
         of_example = (key.structure, key.signature) == self._example_key
         which = "a batch like the example" if of_example else "a batch of another form than the example's"
         which += "" if key.training else " in evaluation mode"
         # A few samples are enough: the captured graph holds for any number of them.
-        example = (batch.form or self._example).rebuild(take_first_samples(batch.leaves, 4, batch.sampled))
-        graph = self._compiler.capture(key.objective, key.training, example, which)
-        if not of_example and len(self._further) < MANY_FORMS:  # warn once: recompilations are the user's slow steps
-            self._further.add((key.structure, key.signature))
-            if len(self._further) == MANY_FORMS:
-                warnings.warn(
-                    f"batches of {MANY_FORMS} other forms than the example's have come: for each form (sizes of "
-                    "tensors other than the number of samples, dtypes, nesting) the model is captured anew, which "
-                    f"takes time, and only the last {FORMS_KEPT} are kept; pad batches to a few sizes",
-                    stacklevel=5,
-                )
-        return graph
+        example = (batch.form or self._example).rebuild(take_few(batch))
+        return self._compiler.capture(key.objective, key.training, example, which, opening)
+
+    def _store(self, key: CacheKey, graph: CompiledGraph) -> None:
+        self._versions[key.objective, key.training].add(key.settings, graph.partition)
+        self._entries[key] = _Entry(graph)
+        self._make_room()
 
     def _bound(self, key: CacheKey, entry: _Entry, microbatches: int, replica_local: bool) -> BoundProgram:
         if replica_local not in entry.programs:
@@ -179,13 +223,17 @@ class CompileCache:
         """Evict the least recently used graph if there are too many; those compiled ahead stay."""
         further = [key for key in self._entries if key not in self._ahead]
         if len(further) > FORMS_KEPT:
-            del self._entries[further[0]]
+            self._evict(further[0])
+
+    def _evict(self, key: CacheKey) -> None:
+        del self._entries[key]
+        self._placed = {form: placed for form, placed in self._placed.items() if placed[0] != key}
 
     def _forget(self, objective: str, training: bool, settings: int) -> None:
         """Evict all graphs that were captured with one version of the settings, which was evicted itself."""
         for key in [*self._entries]:
             if (key.objective, key.training, key.settings) == (objective, training, settings):
-                del self._entries[key]
+                self._evict(key)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from polylane.compile.python_effects import collect_effects, refuse_effects
 from polylane.compile.sample_shares import count_replica_samples
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import python_kept
+from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.partition import Partition
 from polylane.plan.lanes import stage_graph_of
 from polylane.program.program import Program
@@ -25,7 +26,7 @@ from polylane.runtime.pipeline.bind_program import bind_program, lower_programs
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
-from polylane.samples.batch_division import refuse_coupled_samples
+from polylane.samples.batch_division import check_open_sizes, refuse_coupled_samples
 from polylane.samples.batch_layout import hash_crossing_layouts
 from polylane.schedule.action import ActionKind
 from polylane.schedule.asynchronous import steps_in_flight, weight_delays
@@ -109,14 +110,24 @@ class ProgramBinder:
         versions = WeightVersions(trainer.full_parameters, delays[self._local_model.stage])
         return AsynchronousPipeline(versions, steps_in_flight(graph, plan.most_turns))
 
-    def capture(self, objective: str, training: bool, batch: Any, which: str) -> CompiledGraph:
+    def capture(
+        self, objective: str, training: bool, batch: Any, which: str, opening: Opening | None = None
+    ) -> CompiledGraph:
+        """Capture an objective for another form of batch, or with sizes left open, and compile it like the first one.
+
+        Raises:
+            NotOpened: the sizes of ``opening`` cannot be left open.
+            PolylaneError: the plan cannot run such batches.
+        """
         prepared = self._prepared
         # Capture runs the user's model: it needs parameters of full shape, and must leave Python state as it was.
         with (
             FullTensors(self._local_model).installed_in_model(),
             python_kept(prepared.model, *prepared.losses),
         ):
-            partition = prepared.recapture(objective, batch, training, which)
+            partition = prepared.recapture(objective, batch, training, which, opening)
+        if opening is not None and not prepared.batch_is_sharded and max(self._plan.data, self._plan.microbatches) > 1:
+            check_open_sizes(partition.graph, self._plan.per_sample, opening.others)
         self._refuse(partition, training)
         return prepared.compile_further(partition)
 
@@ -141,7 +152,7 @@ class ProgramBinder:
             )
         return self.bind_graph(graph, programs, replica_local, codec)
 
-    def fit_to_samples(self, bound: BoundProgram, samples: int) -> BoundProgram:
+    def fit_to_samples(self, bound: BoundProgram, samples: int, open_sizes: tuple[int, ...] = ()) -> BoundProgram:
         plan, parts = self._plan, bound.executor.microbatches
         if isinstance(bound.executor, AsynchronousExecutor) and plan.takes_turns and samples < plan.data:
             raise PolylaneError(
@@ -150,7 +161,9 @@ class ProgramBinder:
                 "batches()"
             )
         own = tuple(count_replica_samples(samples, parts, plan.data)) if plan.sync.is_replica_local else ()
-        return replace(bound, executor=bound.executor.fit_to_samples(samples), passes=min(parts, samples), counted=own)
+        return replace(
+            bound, executor=bound.executor.fit_to_samples(samples, open_sizes), passes=min(parts, samples), counted=own
+        )
 
     def bind_graph(
         self,

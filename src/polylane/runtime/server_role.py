@@ -30,6 +30,7 @@ from polylane.runtime.data import loader as data
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
 from polylane.runtime.pipeline.step_result import StepResult, align_clocks
+from polylane.runtime.span_clock import KnownSpan
 from polylane.runtime.stale_weights import track_server_weights
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.host import open_server_host
@@ -152,4 +153,4 @@ class ServingRole:
 
     def spans(self, steps: int) -> list[Span]:
         """Return the latest updates of its server, however many steps are asked for, in seconds on rank 0's clock."""
-        return align_clocks([self._server.spans], self._host.clock_offset)
+        return align_clocks([[KnownSpan(span) for span in self._server.spans]], self._host.clock_offset)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polylane.placement.redistribute import Axis
+from polylane.runtime.span_clock import CollectiveWaits
 from polylane.runtime.transport.protocol import Transport
 
 T = TypeVar("T")
@@ -32,25 +32,12 @@ class WorkerMesh:
 
     axes: Mapping[str, Axis] = field(default_factory=dict)
     coordinates: Mapping[str, int] = field(default_factory=dict)
-    waits: CollectiveWaits = field(default_factory=lambda: CollectiveWaits())
+    waits: CollectiveWaits = field(default_factory=CollectiveWaits)
 
     @property
     def is_first(self) -> bool:
         """Whether this worker reports what all ranks of the mesh compute alike, such as the loss."""
         return not any(self.coordinates.values())
-
-
-@dataclass
-class CollectiveWaits:
-    """What one action spends on communication; the executor resets it before each action.
-
-    Attributes:
-        seconds: seconds spent waiting for collectives inside the action, which are not computation.
-        bytes: bytes handed to the transport, or received from it.
-    """
-
-    seconds: float = 0.0
-    bytes: int = 0
 
 
 class TransportAxis:
@@ -82,10 +69,8 @@ class TransportAxis:
 
     def _timed(self, wait: Callable[[], T]) -> Callable[[], T]:
         def finish() -> T:
-            start = time.perf_counter()
-            result = wait()
-            self._waits.seconds += time.perf_counter() - start
-            return result
+            with self._waits.timing():
+                return wait()
 
         return finish
 

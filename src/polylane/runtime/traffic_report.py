@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from polylane.cost.network import sync_volume as agreement
 from polylane.cost.network.sync_volume import TrainedTensor
+from polylane.graph.sparse_gradients import count_exchanged_rows
 from polylane.plan.sync import PowerSGDOptions
-from polylane.program.program import Program
+from polylane.program.program import GradientBucket, Program
 from polylane.program.server_assignment import assign_parameters, server_rank
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.shards import ShardSpec
@@ -78,8 +79,19 @@ def _trained_tensors(holding: LocalModel, program: Program, hosts: Mapping[str, 
             # own process do not leave it.
             leaves = hosts.get(name) != holding.world.rank and pieces.speaks_for(name)
             alike = set(bucket.ranks) == replicas
-            found.append(TrainedTensor(shape, parameters[name].itemsize, len(bucket.ranks), alike, leaves))
+            item, ranks = parameters[name].itemsize, len(bucket.ranks)
+            found.append(TrainedTensor(shape, item, ranks, alike, leaves, _sparse_rows(holding, program, bucket)))
     return found
+
+
+def _sparse_rows(holding: LocalModel, program: Program, bucket: GradientBucket) -> int | None:
+    """Return how many rows of a sparse gradient a worker sends at most in a step; None for an ordinary gradient."""
+    if not bucket.is_sparse:
+        return None
+    # Where samples meet, an operator that cannot be split looks up all of them on every worker.
+    replicas = 1 if holding.prepared.batch_is_sharded else len(program.replicas)
+    samples = -(-holding.prepared.samples // replicas)
+    return count_exchanged_rows(program.partition.graph, bucket.parameters[0], samples)
 
 
 def _server_answer_bytes(holding: LocalModel, programs: Sequence[Program], hosts: Mapping[str, int]) -> float:

@@ -18,6 +18,8 @@ from torch import Tensor
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
+from polylane.graph.batch import batch_signature
+from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.observe.timeline import Span
 from polylane.plan.plan import Plan
 from polylane.program.program import Program
@@ -32,6 +34,7 @@ from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
 from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.program_binder import BoundProgram, ProgramBinder
+from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.stale_weights import allow_own_calls, track_stale_weights
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
 from polylane.runtime.sync.local_sgd import LocalSgd
@@ -40,7 +43,7 @@ from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.traffic_report import count_traffic
 from polylane.runtime.transport import clock
-from polylane.runtime.transport.protocol import TransportCounters
+from polylane.runtime.transport.protocol import PendingTransfer, TransportCounters
 from polylane.runtime.workers import allocator
 from polylane.runtime.workers.world import World
 
@@ -82,6 +85,8 @@ class TrainingRole:
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
         self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
+        whole = {n: i.shape for p in prepared.partitions.values() for n, i in p.graph.parameters.items()}
+        self._hooks = GradientHooks(self._holding.tensors.parameters(), whole)
         _refuse_whole_norms(self.plan, clip_norm)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
@@ -91,7 +96,7 @@ class TrainingRole:
         self._rule = self._choose_sync(everyone, clip_norm)
         self._stale = track_stale_weights(self._holding)
         # Results whose all-reduce may be under way, and the spans of the last steps.
-        self._in_flight, self._spans = deque[StepResult](), deque[tuple[Span, ...]](maxlen=STEPS_KEPT)
+        self._in_flight, self._spans = deque[StepResult](), deque[tuple[TimedSpan, ...]](maxlen=STEPS_KEPT)
         self._traffic = count_traffic(self._connections, self._rule, self._holding, self._programs)
 
     def _choose_sync(self, everyone: World, clip_norm: float | None) -> GradientSync:
@@ -123,7 +128,7 @@ class TrainingRole:
     def empty_pipeline(self) -> None:
         """Finish the batches that are under way in an asynchronous pipeline; collective, and nothing elsewhere."""
         if self._binding.pipeline is not None:
-            with allow_own_calls():
+            with allow_own_calls(), self._hooks.taken_off():
                 self._binding.pipeline.empty()
 
     # ---- training ----------------------------------------------------------------------------------------------------
@@ -132,7 +137,8 @@ class TrainingRole:
         trainer = self._trainers[name]
         own = self._own(batch)
         self._refuse_short(own)
-        with allow_own_calls(), self._rule.blame_local_server():
+        self._refuse_unequal_sizes(own)
+        with allow_own_calls(), self._rule.blame_local_server(), self._hooks.taken_off():
             lane = self._cache.compiled_for(name, own, replica_local=self._rule.is_replica_local(name))
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
             self._limit_in_flight(self._rule.max_steps_in_flight)
@@ -149,6 +155,8 @@ class TrainingRole:
             result = gather_result(
                 self._step, lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.loss_ranks
             )
+        if trainer.needs_loss:
+            trainer.step_on(result.loss)
         self._stale.record_step(self._rule.weights_differ)
         self._in_flight.append(result)
         self._spans.append(tuple(state.spans))
@@ -184,6 +192,27 @@ class TrainingRole:
                 "own samples, or let job.batches(dataset, batch_size) load only those"
             )
 
+    def _refuse_unequal_sizes(self, batch: Batch) -> None:
+        """Refuse samples that workers padded differently, where these must agree on sizes; collective there.
+
+        Each worker collates the samples that it has loaded. Stages with other numbers of replicas exchange values of
+        the sizes that they know; and where weights or operators are split, a form that is new is captured by all
+        workers together, or they would wait for each other.
+        """
+        if not batch.is_collated:
+            return
+        plan = self.plan
+        together = plan.resplits_batch or plan.sync.shard == "parameters" or bool(plan.axes)
+        if plan.data == 1 or not together:
+            return
+        own = repr(batch_signature(batch.leaves, batch.sampled))
+        if any(other != own for other in self._transport.all_gather_object(own)):
+            raise PolylaneError(
+                f"{plan.title}: workers collated their samples of a batch to different sizes, and by this plan they "
+                "must be the same: pad samples to a size that does not depend on the worker, or give step() whole "
+                "batches"
+            )
+
     def _refuse_short(self, batch: Batch) -> None:
         """Refuse a batch if it, or a later one of its epoch, has fewer samples than the model can be trained on."""
         fewest = self._prepared.min_samples
@@ -200,10 +229,14 @@ class TrainingRole:
             together = (
                 replica_ranks(self.plan, self.world.rank) if lane.executor.is_replica_local else range(self.world.size)
             )
-            count = self._summed(state, together)[1]
-            if count:
-                trainer.scale_gradients(state.samples_in_mean / count)
+            count = self._start_sum(state, together).wait()[1]
+            # On an accelerator nobody waits for the count: where it is 0, the gradients are left as they are.
+            if self.world.device.type != "cpu":
+                trainer.scale_gradients(torch.where(count == 0, 1.0, state.samples_in_mean / count))
+            elif count:
+                trainer.scale_gradients(state.samples_in_mean / float(count))
         samples = bool(state.tables.shares) or not lane.executor.is_replica_local
+        self._hooks.run(trainer.local_parameters, self._seed, self._step)
         self._rule.update_weights(name, trainer, samples)
         self._rule.after_step(name, lane.counted)
 
@@ -212,6 +245,7 @@ class TrainingRole:
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
         self.empty_pipeline()
         own = self._own(batch)
+        self._refuse_unequal_sizes(own)
         with allow_own_calls():
             lane = self._cache.compiled_for(name, own, training=False)
         self._holding.buffers.receive_updates(lane.buffers)
@@ -229,9 +263,11 @@ class TrainingRole:
 
     def _summed(self, state: StepState, ranks: Sequence[int]) -> tuple[float, float]:
         """Sum the loss over some workers, as (total, count); collective among them."""
-        sums = torch.tensor(state.sums(), dtype=torch.float64, device=self.world.device)
-        total, count = self._transport.all_reduce(sums, ranks).wait().tolist()
+        total, count = self._start_sum(state, ranks).wait().tolist()
         return total, count
+
+    def _start_sum(self, state: StepState, ranks: Sequence[int]) -> PendingTransfer:
+        return self._transport.all_reduce(state.sums(self.world.device), ranks)
 
     # ---- data and weights --------------------------------------------------------------------------------------------
 

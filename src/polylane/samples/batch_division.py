@@ -7,12 +7,16 @@ the samples are coupled (replicas then shard the operators of the whole batch); 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import format_line
+from polylane.graph.capture.open_dimensions import NotOpened, bind_sizes, sizes_to_try
 from polylane.graph.graph import Graph, is_inside
 from polylane.samples.batch_layout import describe_divided_buffer, describe_place
+from polylane.samples.counts import find_coupling
 from polylane.samples.derivation import Derivation, derive_composition
 
 
@@ -45,6 +49,10 @@ def loss_couples_samples(
         told = seen()
         if told is not None:
             raise PolylaneError(f"per_sample={'+'.join(per_sample)} does not hold: {told}")
+    if derived.culprit is not None and not derived.explanation and not derived.culprit.is_own_python:
+        # The first operator without a proof may be a mean that counts would mend: name what they do not.
+        beyond = find_coupling(graph)
+        derived = derived if beyond.culprit is None else replace(derived, culprit=beyond.culprit)
     reason = None if derived.is_proven else explain_coupling(derived)
     if reason is not None and microbatches > 1:
         parts = f"microbatches={microbatches}"
@@ -80,6 +88,33 @@ def refuse_coupled_samples(graph: Graph, microbatches: int, replicas: int, per_s
     _refuse_counters(derived, microbatches)
 
 
+def check_open_sizes(graph: Graph, per_sample: Collection[str], others: Sequence[Sequence[Any]]) -> None:
+    """Check that what is proven of a graph at the sizes from which it was captured is proven at all that it admits.
+
+    Sizes are tried: those that have come, and some small and large ones.
+
+    Args:
+        graph: a graph with open sizes.
+        per_sample: modules with the user's own Python that, as the user declares, treat samples independently.
+        others: flat leaves of batches of other sizes that have come.
+
+    Raises:
+        NotOpened: how the parts of a batch make up its values depends on these sizes.
+    """
+    opened = graph.code.open
+    assert opened is not None
+    came = [sizes for each in others if (sizes := opened.find(each)) is not None]
+    first = _summarize(derive_composition(graph, per_sample))
+    for sizes in sizes_to_try(opened, [opened.nominal, *came]):
+        if sizes != opened.nominal and _summarize(derive_composition(bind_sizes(graph, sizes), per_sample)) != first:
+            raise NotOpened("how the samples make up the loss depends on these sizes")
+
+
+def _summarize(derived: Derivation) -> tuple[Any, ...]:
+    """Return what is proven, without the nodes of the graph that it is proven of."""
+    return derived.is_proven, dict(derived.batch_layouts), [name for name, _ in derived.counters], derived.explanation
+
+
 def _refuse_counters(derived: Derivation, microbatches: int) -> None:
     if microbatches > 1 and derived.counters:
         name, node = derived.counters[0]
@@ -110,7 +145,8 @@ def explain_coupling(derived: Derivation) -> str:
     node = derived.culprit
     where = describe_place(node)
     if node.is_own_python:
-        return f"{node.name} {where} runs your own Python, and nothing shows that it treats each sample by itself"
+        also = f" (it {derived.effects})" if derived.effects else ""
+        return f"{node.name} {where} runs your own Python{also}, and nothing shows that it treats each sample by itself"
     if derived.explanation == "fixed":
         return f"the model holds for one number of samples alone: {node.name} {where}"
     if derived.explanation == "writes in place":

@@ -76,6 +76,13 @@ def count_whole_batch(graph: Graph) -> Graph:
     return made if proven.is_proven and not proven.statistics and not proven.rescaled_operands else graph
 
 
+def find_coupling(graph: Graph) -> Derivation:
+    """Derive why a batch cannot be divided even with all counts of the whole batch: what these mend is not at fault."""
+    draft = _CodeEditor.of(graph)
+    draft.split_means()
+    return derive_composition(draft.build_graph(), ALL, counting=True)
+
+
 @dataclass
 class _CodeEditor:
     """Editor of a copy of a graph's code, to which operators are added.
@@ -188,7 +195,7 @@ class _CodeEditor:
         with self.code.inserting_after(node):
             quotient = self.code.call_function(aten.div.Tensor, (node, counts))
         node.replace_all_uses_with(quotient, delete_user_cb=lambda user: user is not quotient)
-        self._label_node(quotient, node, val)
+        self._label_node(quotient, node, val, open_value(node))
 
     # ---- statistics and shares ----
 
@@ -209,13 +216,15 @@ class _CodeEditor:
         if statistic.combine is None:
             size: Any = value.target
             with self.code.inserting_after(value):
-                made = self.code.call_function(WholeSize(size.of, value.meta["val"]), (self.slice_placeholder,))
-            self._label_node(made, value, value.meta["val"])
+                whole = WholeSize(size.function, value.meta["val"], size.nominal)
+                made = self.code.call_function(whole, (self.slice_placeholder,))
+            self._label_node(made, value, value.meta["val"], open_value(value))
             return made
         counted = WholeBatchStatistic(statistic.combine)
         with self.code.inserting_after(value):
             made = self.code.call_function(counted, (self.slice_placeholder, value))
-        self._label_node(made, statistic.user if value.op == "placeholder" else value, value.meta["val"])
+        like = statistic.user if value.op == "placeholder" else value
+        self._label_node(made, like, value.meta["val"], open_value(value))
         counted.key = made.meta["name"]
         return made
 
@@ -227,7 +236,7 @@ class _CodeEditor:
         self._label_node(share, value, 1.0)
         val = value.meta["val"]
         with val.fake_mode:
-            self._label_node(made, value, val * 1.0)
+            self._label_node(made, value, val * 1.0, open_value(value) * 1.0)
         rescale.user.replace_input_with(value, made)
 
     # ---- bookkeeping ----
@@ -239,13 +248,16 @@ class _CodeEditor:
         mode = node.meta["val"].fake_mode
         with mode:
             val = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        self._label_node(made, node, val)
+            opened = target(*fx.map_arg(args, open_value)) if self.source.code.open is not None else val
+        self._label_node(made, node, val, opened)
         return made
 
-    def _label_node(self, made: fx.Node, like: fx.Node, val: Any) -> None:
+    def _label_node(self, made: fx.Node, like: fx.Node, val: Any, opened: Any = None) -> None:
         """Set a new operator's metadata and a unique name, after the module of another operator."""
         made.meta = {key: like.meta[key] for key in ("stack_trace", "nn_module_stack", "module") if key in like.meta}
         made.meta |= {"val": val, "op": op_name(made)}
+        if self.source.code.open is not None and opened is not None:
+            made.meta["open"] = opened
         base = name_without_number(made)
         numbers = (base if n == 1 else f"{base}#{n}" for n in range(1, len(self.names) + 2))
         made.meta["name"] = next(name for name in numbers if name not in self.names)
@@ -276,6 +288,11 @@ class _CodeEditor:
             code=replace(source.code, fx=self.code),
             outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),  # type: ignore[union-attr]
         )
+
+
+def open_value(node: fx.Node) -> Any:
+    """Return a node's value with symbols for open sizes, where it has any."""
+    return node.meta.get("open", node.meta["val"])
 
 
 def _replace_argument(node: fx.Node, name: str, value: Any) -> None:

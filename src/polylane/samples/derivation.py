@@ -42,6 +42,7 @@ class Derivation:
         statistics, rescaled_operands: additions to the graph on which the proof depends.
         culprit: first operator at which the proof fails for the loss; None if it is proven.
         explanation: keyword for the message: "fixed", "writes in place" or "".
+        effects: what the culprit does besides computing, if it runs the user's own Python.
         buffer: a buffer that would differ between replicas, with the operator that writes it; or None.
         counters: buffers written once per part by anything but batch normalization, each with the operator.
         unproven: nodes that run the user's own Python on samples, of which nothing can be proven.
@@ -52,6 +53,7 @@ class Derivation:
     rescaled_operands: tuple[RescaledOperand, ...] = ()
     culprit: Node | None = None
     explanation: str = ""
+    effects: str = ""
     buffer: tuple[str, Node] | None = None
     counters: tuple[tuple[str, Node], ...] = ()
     unproven: tuple[Node, ...] = ()
@@ -109,10 +111,17 @@ def _build_derivation(walk: AbstractInterpreter) -> Derivation:
         statistics=tuple(walk.statistics.values()),
         rescaled_operands=tuple(walk.rescaled.values()),
         culprit=culprit,
+        effects="" if culprit is None else _describe_effects(walk.graph, culprit),
         buffer=None if buffer is None else (buffer[0], walk.described[buffer[1]]),
         counters=tuple(_find_counters(walk, results)),
         unproven=tuple(walk.unproven),
     )
+
+
+def _describe_effects(graph: Graph, node: Node) -> str:
+    """Return what a node of the user's own Python does besides computing, for messages; "" for nothing."""
+    call = unwrap_settings(next(each.target for each in graph.code.fx.nodes if each.name == node.id))
+    return "; ".join(effect.describe for effect in getattr(getattr(call, "own", call), "effects", ()))
 
 
 def _batch_layouts(walk: AbstractInterpreter) -> dict[str, BatchLayout]:
@@ -142,18 +151,49 @@ def _find_first_unknown(walk: AbstractInterpreter, result: fx.Node) -> Node:
     return walk.described[str(order[-1].meta["name"])] if order else walk.graph.nodes[-1]
 
 
+def _follows_weights(walk: AbstractInterpreter, memory: fx.Node, differentiated: Collection[fx.Node]) -> bool:
+    """Return whether floating-point memory is moved by the model's weights, and by nothing of the batch.
+
+    Autograd must not keep it for a backward pass: the next microbatch may move it before.
+
+    Args:
+        walk: the finished interpretation of the graph.
+        memory: placeholder of a buffer or parameter that is written.
+        differentiated: operators that gradients of the loss flow back through.
+    """
+    views = [node for node, of in walk.memory.items() if of is memory]
+    reads = {n.meta["role"][0] for n in find_ancestors(views) if n.op == "placeholder" and n is not memory}
+    if not memory.meta["val"].is_floating_point() or "parameter" not in reads or reads & {"input", "part"}:
+        return False
+    return not any(user in differentiated and base_name(user) != "clone" for view in views for user in view.users)
+
+
+def _find_differentiated(results: Sequence[fx.Node]) -> set[fx.Node]:
+    found, pending = set[fx.Node](), list(results)
+    while pending:
+        node = pending.pop()
+        if node not in found and not (node.op == "call_function" and base_name(node) == "detach"):
+            found.add(node)
+            pending += node.all_input_nodes
+    return found
+
+
 def _find_counters(walk: AbstractInterpreter, results: Sequence[fx.Node]) -> Iterator[tuple[str, Node]]:
     """Yield buffers that are written once for each part, unlike on one device.
 
-    Exempt are the pass counters of batch normalizations, whose running averages move per microbatch anyhow.
+    Exempt are the pass counters of batch normalizations, whose running averages move per microbatch anyhow; and, alike,
+    what follows the weights, whatever the samples: the power iterations of a spectral norm, a moving average.
     """
     needed = find_ancestors(results)
     nodes = walk.graph.code.fx.nodes
+    passed = _find_differentiated(results)
     normalizing = {str(n.meta["module"]) for n in nodes if unwrap_settings(n.target) is batch_norm}
     for node in nodes:
         for written in written_arguments(node) if base_name(node) else ():
             memory = walk.memory[written]
-            if memory.op != "placeholder" or memory.meta["role"][0] != "buffer":
+            if memory.op != "placeholder" or memory.meta["role"][0] not in ("buffer", "parameter"):
+                continue
+            if _follows_weights(walk, memory, passed):
                 continue
             matters = any(n in needed for n, of in walk.memory.items() if of is memory)
             owner = str(memory.meta["role"][1]).rpartition(".")[0]

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from polylane.errors import PolylaneError
+from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.precision import unwrap_settings
+from polylane.placement.operator_view import base_name
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ def find_running_norms(code: fx.Graph, names: Collection[str]) -> tuple[list[Run
         The normalizations in the order of their calls; by buffer, what each pass adds to a counter.
 
     Raises:
-        PolylaneError: the user's own Python normalizes, whose calls cannot be told ahead.
+        PolylaneError: the user's own Python normalizes, whose calls cannot be told ahead; or something else than a
+            normalization moves a buffer in each microbatch.
     """
     norms, counters = list[RunningNorm](), Counter[str]()
     for node in code.nodes:
@@ -59,6 +62,11 @@ def find_running_norms(code: fx.Graph, names: Collection[str]) -> tuple[list[Run
             by = node.args[1]
             assert isinstance(by, int), "batch normalization counts its passes one by one"
             counters[counted] += by
+        elif base_name(node) and any(n.op == "placeholder" for n in written_arguments(node)):
+            raise PolylaneError(
+                f"replicas=round-robin: {node.meta['name']} moves what the model keeps in each microbatch, and "
+                "replicas in turn would each move their own: use replicas=split"
+            )
     return norms, counters
 
 

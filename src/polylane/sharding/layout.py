@@ -59,29 +59,42 @@ class Layout:
         self._views = views or {axis: view_operators(graph, samples, split.degree) for axis, split in splits.items()}
         self._chosen = _calls_by_axes(self._views), self.splits
         # Carried-over splits by number of samples: programs and the simulator ask for the same few numbers many times.
-        self._carried: dict[int, tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]] = {}
+        self._carried: dict[
+            tuple[int, tuple[int, ...]], tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]
+        ] = {}
 
     @property
     def view(self) -> OperatorView:
         """The graph's operators at the number of samples that the splits were chosen for."""
         return next(iter(self._views.values()))
 
-    def at(self, samples: int) -> tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]:
-        """Return every operator as a call, and the splits by axis, for a number of samples per worker."""
-        if samples == self.samples:
+    def at(
+        self, samples: int, open_sizes: tuple[int, ...] = ()
+    ) -> tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]:
+        """Return every operator as a call, and the splits by axis.
+
+        Args:
+            samples: number of samples per worker.
+            open_sizes: the batch's sizes that the graph leaves open; empty: those at which it was captured.
+        """
+        sizes = open_sizes or self.graph.code.nominal_sizes
+        if samples == self.samples and sizes == self.graph.code.nominal_sizes:
             return self._chosen
-        if samples not in self._carried:
-            views = {axis: view_operators(self.graph, samples, split.degree) for axis, split in self.splits.items()}
+        if (samples, sizes) not in self._carried:
+            views = {
+                axis: view_operators(self.graph, samples, split.degree, open_sizes=sizes)
+                for axis, split in self.splits.items()
+            }
             splits = {}
             for axis, split in self.splits.items():
                 sampled = _sampled_leaves(self, split, self.graph) if axis == "data" else ()
                 choice = _axis_options(views[axis], split.degree, axis, sampled, self.never_partial)
                 splits[axis] = carry_over_split(split, self._views[axis], views[axis], choice)
-            self._carried[samples] = _calls_by_axes(views), splits
+            self._carried[samples, sizes] = _calls_by_axes(views), splits
             # Dictionaries keep insertion order: drop the oldest entry.
             if len(self._carried) > _CARRIED:
                 del self._carried[next(iter(self._carried))]
-        return self._carried[samples]
+        return self._carried[samples, sizes]
 
     @cached_property
     def placement_hash(self) -> str:
@@ -100,16 +113,21 @@ class Layout:
             axis: split.source_placements.get((f"{kind}:{name}", 0), REPLICATE) for axis, split in self.splits.items()
         }
 
-    def state(self, value: str, samples: int) -> State:
-        """Return the placements, one per axis, in which a node's value is made."""
+    def state(self, value: str, samples: int, open_sizes: tuple[int, ...] = ()) -> State:
+        """Return the placements, one per axis, in which a node's value is made; see :meth:`at` for the sizes."""
         key = self.view.aliases.get(value, (value, 0))
-        return tuple(split.placement(key) for split in self.at(samples)[1].values())
+        return tuple(split.placement(key) for split in self.at(samples, open_sizes)[1].values())
 
     def local_shape(
-        self, value: str, shape: tuple[int, ...], samples: int, coordinates: Mapping[str, int]
+        self,
+        value: str,
+        shape: tuple[int, ...],
+        samples: int,
+        coordinates: Mapping[str, int],
+        open_sizes: tuple[int, ...] = (),
     ) -> tuple[int, ...]:
         """Return the shape of a node's value on the worker at ``coordinates``."""
-        for axis, placement in zip(self.splits, self.state(value, samples), strict=True):
+        for axis, placement in zip(self.splits, self.state(value, samples, open_sizes), strict=True):
             shape = local_shape(shape, placement, coordinates[axis])
         return shape
 

@@ -62,7 +62,8 @@ def find_first_difference(training: ComparedTraining, wrong: StepDifference) -> 
         wrong: the differences that were seen after the step.
     """
     # Synchronization has no part in a single pass. Without it the trace needs no servers and no sharded weights.
-    prepared = training.prepared
+    prepared = training.compiled_for(wrong.step)
+    training = replace(training, prepared=prepared)
     if not prepared.plan.sync.is_plain_sum:
         prepared = replace(prepared, plan=prepared.plan.model_copy(update={"sync": SUM}))
         training = replace(training, prepared=prepared)

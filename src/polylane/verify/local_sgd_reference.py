@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from polylane.graph.python_state.gradient_hooks import copy_hooks
 from polylane.plan.sync import OuterOptimizer, SyncOptions
 from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
 from polylane.verify.reference import ReferenceModel
@@ -31,6 +32,7 @@ class ReferenceReplica(ReferenceModel):
         prepared = training.prepared
         objective = next(iter(prepared.objectives.values()))
         self.model, loss = copy.deepcopy((prepared.model, objective.loss))
+        copy_hooks(prepared.model, self.model)
         own = replace(prepared, model=self.model, objectives={objective.name: replace(objective, loss=loss)})
         super().__init__(replace(training, prepared=own), number, count)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
+from polylane.graph.batch import batch_signature, batch_structure, flatten
 from polylane.graph.capture.export import snapshot_model
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.verify.rounding_floor import RoundingFloors
@@ -38,6 +40,25 @@ class ComparedTraining:
     clip_norm: float | None = None
     seed: int = 0
     tolerance: float = TOLERANCE
+    _by_form: dict[Any, CompiledTraining] = field(default_factory=dict, repr=False, compare=False)
+
+    def compiled_for(self, step: int) -> CompiledTraining:
+        """Return the training with graphs for the form of a step's batch, captured for its sizes alone.
+
+        The graph of the example serves no text of another length. The plan's workers may have one for all lengths; what
+        they are compared with does not.
+        """
+        example, batch = (batch_form(self.batches[i]) for i in (0, step))
+        if batch == example:
+            return self.prepared
+        if batch not in self._by_form:
+            prepared, (name, *_) = self.prepared, self.prepared.objectives
+            partition = prepared.recapture(
+                name, self.batches[step], training=True, which=f"the batch of step {step + 1}"
+            )
+            graphs = {**prepared.graphs, name: prepared.compile_further(partition)}
+            self._by_form[batch] = replace(prepared, graphs=MappingProxyType(graphs))
+        return self._by_form[batch]
 
     @cached_property
     def parameters(self) -> set[str]:
@@ -54,6 +75,11 @@ class ComparedTraining:
         model, losses = self.prepared.model, self.prepared.losses
         modules = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
         return snapshot_model(nn.ModuleList(modules), *losses)
+
+
+def batch_form(batch: Any) -> tuple[Any, ...]:
+    """Return all of a batch that a captured graph depends on: its nesting, dtypes and sizes but the samples' number."""
+    return batch_structure(batch), batch_signature(flatten(batch)[0])
 
 
 @dataclass(frozen=True)

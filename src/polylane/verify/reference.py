@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.objectives import named_parameters
+from polylane.compile.objectives import build_scheduler, named_parameters, needs_metric
 from polylane.errors import PolylaneError
 from polylane.graph.batch import (
     clone_leaves,
@@ -22,9 +22,11 @@ from polylane.graph.batch import (
 )
 from polylane.graph.capture.export import Loss, ModelWithLoss, snapshot_model
 from polylane.graph.precision import Promoted
+from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.rounding_noise import TRIES, nudge_values
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
+from polylane.runtime.parameters.optimizer import step_optimizer, step_scheduler
 from polylane.samples.batch_statistics import needs_batch_counts
 from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
 from polylane.verify.rounding_floor import TRIES_MORE, MeasuredPass, RoundingFloors, measure_floors
@@ -39,7 +41,7 @@ def train_reference(training: ComparedTraining) -> ReferenceRun:
     before = one.copy_state()
     for number in range(len(training.batches)):
         (total, count), gradients, floors = one.run_passes(number)
-        one.update_weights()
+        one.update_weights(loss=total / count)
         steps.append((ReferenceStep(total / count, before, one.copy_state(), gradients, floors),))
         before = steps[-1][0].after
     state = {name: value.detach().clone() for name, value in training.prepared.model.state_dict().items()}
@@ -80,7 +82,7 @@ class ReferenceModel:
         objective = next(iter(prepared.objectives.values()))
         named = named_parameters(prepared.model, [objective.loss])
         self.optimizer = objective.optimizer(list(named))
-        self.scheduler = objective.scheduler(self.optimizer) if objective.scheduler else None
+        self.scheduler = build_scheduler(objective.scheduler, self.optimizer)
         # The user's optimizer may leave parameters out, which are then neither clipped nor compared.
         taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         self.trained_parameters = {name: p for name, p in named if id(p) in taken}
@@ -115,13 +117,17 @@ class ReferenceModel:
         total, count = loop.backward(step)
         once = self._build_pass(total, count, loop)
 
-        def again(attempt: int, permuted: bool) -> MeasuredPass:
+        def again(attempt: int, permuted: bool) -> MeasuredPass | None:
             # A perturbed pass starts where the step did; afterwards the model is again as the true pass left it.
             after = snapshot_model(loop.modules, loop.loss)
             restore()
             nudge_values(loop.modules.parameters(), attempt)
             try:
                 return self._build_pass(*loop.backward(step, attempt if permuted else None), loop)
+            except PolylaneError:
+                if not permuted:
+                    raise
+                return None  # the order of the samples means something: the nodes of a graph, where a text begins
             finally:
                 after()
 
@@ -134,12 +140,11 @@ class ReferenceModel:
         buffers = {name: buffer.detach().clone() for name, buffer in self.loop.tensors.buffers().items()}
         return MeasuredPass(total / count if count else 0.0, gradients, buffers)
 
-    def update_weights(self, samples: bool = True) -> None:
-        """Step the optimizer, where there were samples, and the scheduler."""
+    def update_weights(self, samples: bool = True, loss: float | None = None) -> None:
+        """Step the optimizer, where there were samples, and the scheduler, with the loss if it needs one."""
         if samples:
-            self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+            step_optimizer(self.optimizer)
+        step_scheduler(self.scheduler, loss if needs_metric(self.scheduler) else None)
 
 
 Run = Callable[[Sequence[Any], SampleSlice], tuple[Tensor, ...]]
@@ -168,6 +173,7 @@ class ReferenceLoop:
         self._training, self._replica, self._replicas = training, replica, replicas
         prepared, example = training.prepared, training.batches[0]
         self._graph, self._microbatches = prepared.main_partition.graph, prepared.plan.microbatches
+        self._running = self._graph  # that of the form of the batch that is computed on
         self._min_samples = prepared.min_samples.samples
         self._optimized = optimized
         self._sampled = sampled_leaves(flatten(example)[0])
@@ -183,7 +189,7 @@ class ReferenceLoop:
         whole = ModelWithLoss(model, loss, rebuild)
 
         def by_graph(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
-            return run_graph(self._graph.code, self.tensors, leaves, part)
+            return run_graph(self._running.code, self.tensors, leaves, part)
 
         def by_model(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
             with Promoted():
@@ -212,7 +218,10 @@ class ReferenceLoop:
             permuted: seed of a permutation of the samples within their microbatch; None: as they are.
         """
         self.modules.zero_grad()
-        sums = self._accumulate_gradients(step, permuted)
+        hooks = GradientHooks(self._optimized)
+        with hooks.taken_off():
+            sums = self._accumulate_gradients(step, permuted)
+            hooks.run(self._optimized, self._training.seed, step)
         if self._training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(self._optimized.values()), self._training.clip_norm)
         return sums
@@ -246,7 +255,9 @@ class ReferenceLoop:
             SampleSlice(stop - start, start, samples, i, step, self._training.seed, loss_samples=own)
             for i, start, stop in shares
         ]
-        parts = add_batch_counts(self._graph.code, self.tensors, parts, each, sampled)
+        if not self.is_eager:
+            self._running = self._training.compiled_for(step).main_partition.graph
+        parts = add_batch_counts(self._running.code, self.tensors, parts, each, sampled)
         for (microbatch, start, stop), part, given in zip(shares, parts, each, strict=True):
             try:
                 result = self._compute_loss(given, part)

@@ -101,8 +101,9 @@ def _merge_larger(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, f
     return {name: max(a.get(name, 0.0), b.get(name, 0.0)) for name in a.keys() | b.keys()}
 
 
-# Computes a pass again from the same state; takes the number of the try, and whether samples are permuted.
-Again = Callable[[int, bool], MeasuredPass]
+# Computes a pass again from the same state; takes the number of the try, and whether samples are permuted. None: the
+# model does not run with its samples permuted.
+Again = Callable[[int, bool], MeasuredPass | None]
 
 
 def measure_floors(
@@ -125,8 +126,9 @@ def measure_floors(
         other = again(attempt, permutes)
         # A loss may depend on the order of its samples (position-dependent targets): its floors are then measured
         # without permutations, or they would hide errors.
-        if permutes and not _same_function(once, other, tolerance):
+        if permutes and (other is None or not _same_function(once, other, tolerance)):
             permutes, other = False, again(attempt, False)
+        assert other is not None
         floors = floors.elementwise_max(_floors_between(once, other))
     return floors
 

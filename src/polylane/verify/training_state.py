@@ -104,7 +104,7 @@ def write_tensors(expected: Mapping[str, Tensor], held: Mapping[str, Tensor], cu
         for name, tensor in held.items():
             own = cut(name, expected[name])
             if own is not None:
-                tensor.copy_(own.view(tensor.shape))
+                tensor.copy_(own if own.is_sparse else own.view(tensor.shape))
 
 
 def tensor_differences(
@@ -114,7 +114,8 @@ def tensor_differences(
     for name, tensor in held.items():
         own = cut(name, expected[name])
         if own is not None:
-            yield name, max_difference(own.view(tensor.shape) if own.numel() == tensor.numel() else own, tensor)
+            fits = own.numel() == tensor.numel() and not own.is_sparse
+            yield name, max_difference(own.view(tensor.shape) if fits else own, tensor)
 
 
 def write_memory(

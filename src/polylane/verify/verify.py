@@ -11,7 +11,6 @@ Both sides run in forked processes, so that the caller's model stays as it is. T
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,10 +22,13 @@ from torch import nn
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import Init, Objective
 from polylane.compile.training_problem import TrainingProblem
+from polylane.compile.unusable_modules import refuse_unusable_modules
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cast_leaves, clone_leaves, flatten, sample_count
 from polylane.graph.capture.export import model_restored
+from polylane.graph.module_copies import copy_module
 from polylane.graph.precision import to_float64
+from polylane.graph.python_state.compiler import without_compiler
 from polylane.graph.rounding_noise import nudge_values
 from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.plan import Plan
@@ -84,6 +86,8 @@ def verify(
     """
     if not batches:
         raise PolylaneError("there is no batch to verify with")
+    model = without_compiler(model)  # before it is copied, which a compiled one cannot be
+    refuse_unusable_modules(model)
     model, objective = copied_module(model), objective_in_float64(objective)
     if is_on_meta(model):  # the reference trains all weights in one process
         materialize(model, init, seed, torch.device("cpu"), lambda name, whole: whole)
@@ -345,13 +349,10 @@ def copied_module(module: nn.Module) -> nn.Module:
         PolylaneError: copy.deepcopy failed; the message says what to do.
     """
     try:
-        return copy.deepcopy(module)
+        return copy_module(module)
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise PolylaneError(
-            f"the model cannot be copied for a proof, copy.deepcopy says: {reason} (torch.nn.utils.weight_norm does "
-            "this; torch.nn.utils.parametrizations.weight_norm does not)"
-        ) from error
+        raise PolylaneError(f"the model cannot be copied for a proof, copy.deepcopy says: {reason}") from error
 
 
 def batch_in_float64(batch: Any) -> Any:

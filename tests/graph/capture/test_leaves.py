@@ -198,8 +198,8 @@ class Around(nn.Module):
 LEAVES: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
     "data-dependent": (lambda: between(Whichever()), ["1"], "depends on the data"),
     "reassigned buffer": (lambda: between(Reassigned()), ["1"], ""),
-    "module hook": (lambda: between(Scaled()), ["1"], "gradient of 0.weight came out different"),
-    "tensor hook": (lambda: between(Hooked()), ["1"], "gradient of 0.weight came out different"),
+    "module hook": (lambda: between(Scaled()), ["1"], "has a hook on its backward pass"),
+    "tensor hook": (lambda: between(Hooked()), ["1"], "registers a hook on a gradient"),
     "many or few": (lambda: between(BySize()), ["1"], "depends on the number of samples"),
     "one or more": (lambda: between(OnlyOne()), ["1"], "depends on the number of samples"),
     "very many": (lambda: between(BySize(40)), ["1"], "depends on the number of samples"),

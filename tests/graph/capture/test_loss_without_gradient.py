@@ -90,9 +90,23 @@ def penalty(model: nn.Module, batch: Any) -> Tensor:
     return gradient.square().sum(1).mean()
 
 
-def test_a_loss_that_takes_gradients_is_refused_for_what_it_does() -> None:
-    with pytest.raises(PolylaneError, match=r"takes gradients inside itself .*test_loss_without_gradient.py:\d+\)"):
-        capture(mlp(6, 8, 4), penalty, BATCH)
+def test_a_loss_that_takes_gradients_is_one_leaf_that_needs_no_gradients_around_it() -> None:
+    model = mlp(6, 8, 4)
+    graph = capture(model, penalty, BATCH)
+    assert graph.is_opaque and "takes gradients inside itself" in graph.notes[0]
+    # In evaluation nothing around it wants gradients.
+    job = polylane.parallelize(model, penalty, sgd, example=BATCH)
+    assert job.evaluate(BATCH) == pytest.approx(penalty(model, BATCH).item())
+
+
+def test_a_loss_that_calls_backward_is_refused() -> None:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        value = classify(model, batch)
+        value.backward(retain_graph=True)
+        return value
+
+    with pytest.raises(PolylaneError, match=r"calls backward\(\) itself, .*test_loss_without_gradient.py:\d+\)"):
+        capture(mlp(6, 8, 4), loss, BATCH)
 
 
 def test_gradients_that_need_no_autograd_around_them_are_none_of_its_business() -> None:

@@ -25,6 +25,15 @@ class Kept:
         self.first, self.second, self.third, self.fourth = 1, [2], {"three": 3}, torch.zeros(2)
 
 
+class Frozen(collections.OrderedDict[str, Any]):
+    """A configuration of a library, which refuses to be changed by its users."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("frozen")
+
+    clear = setdefault = update  # type: ignore[assignment]
+
+
 class Mode(enum.Enum):
     """An enumeration refuses every assignment to a member, of the same value too."""
 
@@ -45,6 +54,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "an attribute that is new": (Kept, lambda kept: setattr(kept, "fifth", 5)),
     "a list in a dictionary": (lambda: {"a": [1]}, lambda kept: kept["a"].append(2)),
     "the end of a long list": (lambda: list(range(5_000)), lambda kept: kept.__setitem__(-1, 0)),
+    "a frozen mapping": (lambda: Frozen(one=[1], two=2), lambda kept: kept["one"].append(3)),
     "a queue": (lambda: collections.deque([1, 2], maxlen=2), lambda kept: kept.append(3)),
     "bytes": (lambda: bytearray(b"ab"), lambda kept: kept.extend(b"c")),
     "a set": (lambda: {1, 2}, lambda kept: kept.add(3)),

@@ -16,7 +16,9 @@ from polylane.compile.objectives import Objective, build_objectives, optimized_n
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh, build_optimizer
-from training import Tied, adamw, assert_same, batch_of, classify, mlp, plainly, sgd, trained, workers
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
+from training import Tied, adamw, assert_same, assert_state, batch_of, classify, mlp, plainly, sgd, trained, workers
 
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
 CPU = torch.device("cpu")
@@ -140,25 +142,92 @@ def test_what_others_hold_leaves_the_groups() -> None:
 
 # Schedulers
 
+S = torch.optim.lr_scheduler
+STEPS = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5, 8, 6, 8))]
+
+
+def in_turn(optimizer: torch.optim.Optimizer) -> Any:
+    parts = [S.LinearLR(optimizer, 0.1, total_iters=2), S.ExponentialLR(optimizer, 0.5)]
+    return S.SequentialLR(optimizer, parts, milestones=[2])
+
+
+# All of torch's, at settings that move the rates within a few steps.
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
-    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5),
-    "Cosine": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 3),
-    "OneCycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=4),
-    "Lambda by group": lambda o: torch.optim.lr_scheduler.LambdaLR(o, [lambda s: 1 / (s + 1)] * len(o.param_groups)),
-    "Sequential": lambda o: torch.optim.lr_scheduler.SequentialLR(
-        o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=2), torch.optim.lr_scheduler.ExponentialLR(o, 0.5)],
-        milestones=[2],
-    ),
+    "LambdaLR": lambda o: S.LambdaLR(o, [lambda step: 1 / (step + 1)] * len(o.param_groups)),
+    "MultiplicativeLR": lambda o: S.MultiplicativeLR(o, lambda step: 0.8),
+    "StepLR": lambda o: S.StepLR(o, 2, gamma=0.5),
+    "MultiStepLR": lambda o: S.MultiStepLR(o, [1, 3], gamma=0.5),
+    "ConstantLR": lambda o: S.ConstantLR(o, 0.5, total_iters=2),
+    "LinearLR": lambda o: S.LinearLR(o, 0.1, total_iters=4),
+    "ExponentialLR": lambda o: S.ExponentialLR(o, 0.7),
+    "PolynomialLR": lambda o: S.PolynomialLR(o, 5, power=2.0),
+    "CosineAnnealingLR": lambda o: S.CosineAnnealingLR(o, 3),
+    "CosineAnnealingWarmRestarts": lambda o: S.CosineAnnealingWarmRestarts(o, 2),
+    "SequentialLR": in_turn,
+    "ChainedScheduler": lambda o: S.ChainedScheduler([S.ConstantLR(o, 0.3, total_iters=3), S.ExponentialLR(o, 0.9)]),
+    "CyclicLR": lambda o: S.CyclicLR(o, 0.01, 0.2, step_size_up=2),  # moves the momentum as well
+    "OneCycleLR": lambda o: S.OneCycleLR(o, max_lr=0.2, total_steps=7),  # and this
+    "ReduceLROnPlateau": lambda o: S.ReduceLROnPlateau(o, patience=0, threshold=0.1),  # gets the step's loss
+    "SWALR": lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=0.01, anneal_epochs=3),
 }
 
 
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str) -> None:
-    options: dict[str, Any] = {"optimizer": by_kind if "group" in name else sgd, "scheduler": SCHEDULERS[name]}
-    reference = plainly(mlp(6, 8, 4), BATCHES, **options)
-    for worker in trained(mlp(6, 8, 4), "pipeline=2,microbatches=2", BATCHES, **options):
-        assert_same(worker, reference)
+def grouped(parameters: Any) -> torch.optim.Optimizer:
+    """Two groups, which a pipeline's stages hold parts of."""
+    every = [p for _, p in parameters]
+    return torch.optim.SGD([{"params": every[::2], "lr": 0.2}, {"params": every[1::2]}], lr=0.1, momentum=0.9)
+
+
+def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group[key]) for group in optimizer.param_groups for key in ("lr", "momentum")]
+
+
+def test_every_scheduler_of_torch_is_here() -> None:
+    every = {n for n, kind in vars(S).items() if isinstance(kind, type) and issubclass(kind, S.LRScheduler)}
+    assert every - {"LRScheduler", "_LRScheduler"} == set(SCHEDULERS) - {"SWALR"}
+
+
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=2", "data=2,shard=optimizer"])
+def test_rates_and_weights_of_every_scheduler_are_those_of_a_plain_loop(plan: str) -> None:
+    prepared = {
+        name: compile_training(mlp(6, 8, 4), build_objectives(classify, grouped, each), STEPS[0], plan, seconds=equally)
+        for name, each in SCHEDULERS.items()
+    }
+
+    def work(_: Any) -> dict[str, Any]:
+        found = {}
+        for name, compiled in prepared.items():
+            with Job(compiled, World.join(), example=STEPS[0]) as job:
+                rates = [(rates_of(job.optimizer), job.step(batch).loss)[0] for batch in STEPS]
+                found[name] = rates, job.state_dict()
+        return found
+
+    results = fork_workers(work, 2)
+    for name, scheduler in SCHEDULERS.items():
+        rates, state = plain_rates(scheduler)
+        assert len(set(map(tuple, rates))) > 1, f"{name} moves nothing"
+        for worker in results:
+            got, weights = worker[name]
+            torch.testing.assert_close(got, rates, rtol=1e-12, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+            assert_state(weights, state)
+
+
+def equally(graph: Any, *_: Any) -> tuple[float, ...]:
+    return (1.0,) * len(graph.nodes)
+
+
+def plain_rates(scheduler: Callable[[torch.optim.Optimizer], Any]) -> tuple[list[list[float]], dict[str, Tensor]]:
+    model = mlp(6, 8, 4)
+    optimizer = grouped(list(model.named_parameters()))
+    schedule, rates = scheduler(optimizer), []
+    for batch in STEPS:
+        rates.append(rates_of(optimizer))
+        optimizer.zero_grad()
+        loss = classify(model, batch)
+        loss.backward()
+        optimizer.step()
+        schedule.step(*([loss.item()] if isinstance(schedule, S.ReduceLROnPlateau) else []))
+    return rates, model.state_dict()
 
 
 def test_without_a_scheduler_the_users_own_loop_may_set_the_rate() -> None:

@@ -83,17 +83,3 @@ def test_gradients_are_of_their_own_version() -> None:
         weight -= 0.5
     versions.end(0)
     assert second.item() == 1.0 and weight.item() == 0.5
-
-
-def test_versions_have_the_hooks_of_their_parameter() -> None:
-    weight, called = nn.Parameter(torch.ones(2)), list[torch.Tensor]()
-    weight.register_hook(lambda gradient: 3 * gradient)
-    weight.register_post_accumulate_grad_hook(called.append)
-    versions = WeightVersions({"w": weight}, 1)
-    for batch in range(2):
-        versions.begin(batch)["w"].sum().backward()
-        versions.load_gradients(batch)
-        assert weight.grad is not None and weight.grad.tolist() == [3, 3]
-        versions.begin_update()
-        versions.end(batch)
-    assert len(called) == 2

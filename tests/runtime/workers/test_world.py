@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pickle
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from polylane.errors import ActionFailed, PolylaneError
+from polylane.runtime.workers import world as world_module
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from polylane.runtime.workers.world import World, backend_of_device, pick_device
 
@@ -116,16 +118,47 @@ class TestAccelerators:
         monkeypatch.setattr(torch.accelerator, "set_device_index", self.current.append)
 
     def test_each_worker_has_its_own(self):
-        assert [pick_device(rank, 2) for rank in range(2)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+        assert [pick_device(rank) for rank in range(2)] == [torch.device("cuda", 0), torch.device("cuda", 1)]
         assert self.current == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
-    def test_fewer_than_workers(self):
-        with pytest.raises(PolylaneError, match=r"3 workers on a host with 2 cuda device\(s\)"):
-            pick_device(2, 3)
+    def test_fewer_than_workers_are_shared_over_gloo(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(world_module, "_started", None)
+        worlds = [World.of_started_worker(None, rank, 3) for rank in range(3)]
+        assert [(each.device.index, each.backend, each.is_staged) for each in worlds] == [
+            (0, "gloo", True),
+            (1, "gloo", True),
+            (0, "gloo", True),
+        ]
+        assert worlds[2].on_host().device == torch.device("cpu") and not worlds[2].on_host().is_staged
+
+    @pytest.mark.parametrize(
+        ("backends", "identities", "chosen"),
+        [
+            (["nccl", "nccl"], ["GPU-1", "GPU-2"], "nccl"),
+            (["nccl", "nccl"], ["GPU-1", "GPU-1"], "gloo"),  # each process sees one device: the same
+            (["nccl", "gloo"], ["GPU-1", "GPU-2"], "gloo"),
+            (["nccl", "gloo"], ["GPU-1", ""], "gloo"),  # one host has no device
+            (["gloo", "gloo"], ["", ""], "gloo"),
+        ],
+    )
+    def test_all_workers_take_one_backend(self, monkeypatch, backends, identities, chosen):
+        monkeypatch.setattr(world_module, "_device_identity", lambda device: identities[device.index])
+        store, found = dist.HashStore(), {}
+
+        def agree(rank: int) -> None:
+            device = torch.device("cuda", rank)
+            found[rank] = world_module.agree_on_backend(store, rank, 2, backends[rank], device)
+
+        threads = [threading.Thread(target=agree, args=(rank,)) for rank in range(2)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert found == {0: chosen, 1: chosen}
 
     def test_one_that_gloo_would_have_to_serve_is_no_choice(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("mps"))
-        assert pick_device(0, 1) == torch.device("cpu")
+        assert pick_device(0) == torch.device("cpu")
 
 
 def test_an_action_failed_survives_pickling():

@@ -17,6 +17,7 @@ from polylane.graph.capture.assign_keys import PythonOnSlice
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.capture.python_operators import FunctionCall
+from polylane.graph.module_copies import copy_module
 from polylane.graph.operators.sync_batch_norm import SyncStatistics, batch_norm
 from polylane.graph.precision import UnderSetting, unwrap_settings
 from polylane.graph.sample_slice import SampleSlice
@@ -97,7 +98,7 @@ def _copy_leaf_call(call: LeafCall) -> LeafCall:
     """Return a call of a copy of the module that shares parameters and buffers: a trial must not change its state."""
     shared: list[Any] = [*call.module.parameters(), *call.module.buffers()]
     shared += [each.tracing for each in call.module.modules() if isinstance(each, ModelWithLoss)]  # of the capture
-    module = copy.deepcopy(call.module, {id(each): each for each in shared})
+    module = copy_module(call.module, {id(each): each for each in shared})
     flags = [flag for _, flag in call.training]
     return dataclasses.replace(call, module=module, training=list(zip(module.modules(), flags, strict=True)))
 

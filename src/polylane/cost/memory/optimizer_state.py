@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.graph.graph import Graph
+from polylane.graph.sparse_gradients import find_sparse_gradients
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -82,13 +83,17 @@ def probe_optimizer_state(graph: Graph, factory: Factory, device: str = "cpu") -
     dtypes = {name: getattr(torch, info.dtype) for name, info in trained.items()}
     try:
         with torch.random.fork_rng(devices=[]):
-            return _run_optimizer(dims, dtypes, factory, device)
+            return _run_optimizer(dims, dtypes, factory, device, find_sparse_gradients(graph))
     except Exception:  # it does not run on small parameters: Adam's states are assumed
         return OptimizerState({n: _adam_states(d, dtypes[n].itemsize) for n, d in dims.items()})
 
 
 def _run_optimizer(
-    dims: Mapping[str, int], dtypes: Mapping[str, torch.dtype], factory: Factory, device: str
+    dims: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype],
+    factory: Factory,
+    device: str,
+    sparse: Collection[str],
 ) -> OptimizerState:
     def made() -> dict[str, nn.Parameter]:
         shapes = {n: [_SIZES[d % len(_SIZES)] for d in range(dim)] for n, dim in dims.items()}
@@ -101,8 +106,9 @@ def _run_optimizer(
     for group in optimizer.param_groups:
         if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True
-    for _, parameter in every:
-        parameter.grad = torch.full_like(parameter, 0.5)
+    for name, parameter in every:
+        gradient = torch.full_like(parameter, 0.5, requires_grad=False)
+        parameter.grad = gradient.to_sparse(1) if name in sparse else gradient
     # The first step creates the states; the second shows the temporaries of every further one.
     optimizer.step()
     known = [t for _, p in every for t in (p, p.grad, *_find_tensors(optimizer.state.get(p, {}))) if t is not None]

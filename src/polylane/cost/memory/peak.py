@@ -75,6 +75,7 @@ class TrainedBytes:
         optimizer_workspace: temporary bytes of the optimizer's step.
         bucket_copies: bytes of gradients copied into flat buckets; 0 without replicas.
         largest_block: bytes of the trained parameters of the largest block, which ZeRO-3 gathers at once.
+        sparse_savings: bytes that sparse gradients have less than their parameters.
     """
 
     parameters: float
@@ -83,6 +84,7 @@ class TrainedBytes:
     optimizer_workspace: float = 0.0
     bucket_copies: float = 0.0
     largest_block: float = 0.0
+    sparse_savings: float = 0.0
 
 
 # Receives are posted this many passes ahead of the pass that needs them.
@@ -224,7 +226,8 @@ def shard_trained_bytes(load: TrainedBytes, method: TrainingOptions, sharding: S
     block while the current one is computed with.
     """
     fixed = load.parameters - load.trained
-    parameters, gradients, states, working = load.trained, load.trained, load.states, load.optimizer_workspace
+    parameters, states, working = load.trained, load.states, load.optimizer_workspace
+    gradients = load.trained - load.sparse_savings
     # All sizes come in the model's own dtype, taken to be float32.
     narrow = method.float_itemsize / 4
     if method.is_half_precision and method.masters:

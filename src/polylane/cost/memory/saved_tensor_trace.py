@@ -88,7 +88,7 @@ class SavedTensorTrace(GraphInterpreter):
         if taken is not None:
             return taken, None
         if isinstance(node.target, SymbolicSize):
-            return node.target(self._part), None
+            return node.target.at(self._setting.samples, node.target.nominal), None
         val = node.meta.get("val")
         if isinstance(val, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
             return val if isinstance(val, (int, float)) else self._number(val), None

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from polylane.graph.sparse_gradients import sparse_gradient_bytes
 from polylane.plan.sync import PowerSGDOptions, SyncOptions, TopKOptions
 
 
@@ -19,6 +20,7 @@ class TrainedTensor:
         itemsize: bytes of one element.
         ranks: number of workers that reduce its gradient; 1 without replicas.
         only_replicas: whether these are exactly the replicas of one stage.
+        sparse_rows: most rows of a sparse gradient that the worker has in a step; None for an ordinary gradient.
         goes_to_server: whether its gradient leaves this worker's process for a parameter server: not if the server runs
             in the same process, or if another worker of the replica sends the same tensor.
     """
@@ -28,6 +30,7 @@ class TrainedTensor:
     ranks: int
     only_replicas: bool = True
     goes_to_server: bool = True
+    sparse_rows: int | None = None
 
     @property
     def elements(self) -> int:
@@ -38,6 +41,14 @@ class TrainedTensor:
     def nbytes(self) -> int:
         """Bytes of all elements."""
         return self.elements * self.itemsize
+
+    @property
+    def gradient_sum_bytes(self) -> float:
+        """Bytes that the worker sends to sum its uncompressed gradient: an all-reduce, or an exchange of rows."""
+        if self.sparse_rows is None:
+            return all_reduce_bytes(self.nbytes, self.ranks)
+        # The number of rows first, then the rows, to each other worker.
+        return (self.ranks - 1) * (8 + sparse_gradient_bytes(self.sparse_rows, self.shape, self.itemsize))
 
 
 def compute_sync_bytes(
@@ -70,18 +81,16 @@ def compute_sync_bytes(
     """
     # ``inner`` are the reductions that are no replica synchronization: over operator axes and tied weights, every step.
     if sync.has_servers:
-        inner = sum(all_reduce_bytes(each.nbytes, each.ranks) for each in held if not each.only_replicas)
+        inner = sum(each.gradient_sum_bytes for each in held if not each.only_replicas)
         return inner + sum(each.nbytes for each in held if each.goes_to_server) + answers
     if sync.every > 1 and step >= sync.warmup:
         due = (step + 1 - sync.warmup) % sync.every == 0
-        inner = sum(all_reduce_bytes(each.nbytes, each.ranks) for each in held if not each.only_replicas)
+        inner = sum(each.gradient_sum_bytes for each in held if not each.only_replicas)
         return inner + (
             sum(all_reduce_bytes(each.nbytes, each.ranks) for each in held if each.only_replicas) if due else 0.0
         )
     return sum(
-        _all_reduce_step_bytes(sync, each, step, microbatches)
-        if each.only_replicas
-        else all_reduce_bytes(each.nbytes, each.ranks)
+        _all_reduce_step_bytes(sync, each, step, microbatches) if each.only_replicas else each.gradient_sum_bytes
         for each in held
     )
 
@@ -101,6 +110,8 @@ def count_top_k_entries(fraction: float, elements: int) -> int:
 
 def _all_reduce_step_bytes(sync: SyncOptions, held: TrainedTensor, step: int, microbatches: int) -> float:
     """Return the bytes that one worker sends for one tensor that replicas reduce in every step."""
+    if held.sparse_rows is not None:
+        return held.gradient_sum_bytes
     if sync.shard != "none":
         return _sharded_step_bytes(sync, held, microbatches)
     if sync.wire != "same":

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,6 +16,7 @@ from polylane.graph.batch import clone_leaves, sample_count, take_first_samples
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture import self_check
 from polylane.graph.capture.aliasing import functionalize_writes
+from polylane.graph.capture.describe_nodes import refuse_function_transforms
 from polylane.graph.capture.export import (
     BadLoss,
     ModelWithLoss,
@@ -37,12 +37,14 @@ from polylane.graph.capture.leaves import (
     opaque_call,
     source_line_of,
 )
+from polylane.graph.capture.open_dimensions import OpenedProgram, find_open_sizes
 from polylane.graph.capture.python_operators import FunctionCall, forget_sites
 from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
 from polylane.graph.capture.self_check import Difference
 from polylane.graph.graph import is_inside
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
 from polylane.graph.python_state.random_generators import generator_states, states_equal
+from polylane.graph.python_state.run_watch import watch_backward
 from polylane.graph.python_state.side_effects import SideEffects, find_side_effects
 from polylane.graph.symbolic_sizes import allowed_sizes, compute_sizes_locally, refused_sizes, symbolic_inputs
 
@@ -58,6 +60,7 @@ class CaptureAttempt:
         refused_sizes: numbers of samples that the code does not hold for, as far as tried.
         is_fixed_size: whether the code holds for the example's number of samples alone.
         is_opaque: whether the code is a single leaf.
+        opened: what it leaves open beside the number of samples; None: nothing.
         notes: one sentence for everything that could not be captured, and why.
     """
 
@@ -67,6 +70,7 @@ class CaptureAttempt:
     refused_sizes: list[int]
     is_fixed_size: bool = False
     is_opaque: bool = False
+    opened: OpenedProgram | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -80,6 +84,7 @@ class DryRun:
         values: least number of values per channel of any batch statistic; None without.
         is_mean: whether the loss returned a scalar, not a ``polylane.Mean``.
         effects: what the run did besides computing.
+        takes_gradients: whether the run differentiated something itself (a gradient penalty, forces of an energy).
     """
 
     results: tuple[Tensor, ...]
@@ -87,13 +92,14 @@ class DryRun:
     values: int | None
     is_mean: bool
     effects: SideEffects = field(default_factory=SideEffects)
+    takes_gradients: bool = False
 
 
 def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
     """Run the loss once, eagerly. A loss that fails by itself is the user's error, not a limit of capture.
 
     Raises:
-        BadLoss: the result is no loss; in training, it has no gradient; or the loss takes gradients inside.
+        BadLoss: the result is no loss; in training, it has no gradient; or the loss calls backward().
         PolylaneError: the run raises any other error.
     """
     before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
@@ -106,17 +112,17 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
 
     with model_restored(whole):
         try:
-            with torch.enable_grad(), NormalizationWatch() as normalizing, _watching_backward() as taken:
+            with torch.enable_grad(), NormalizationWatch() as normalizing, watch_backward() as taken:
                 results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
-            if taken and not self_check.runs_without_gradients(whole, leaves):
+            if any(taken):
                 raise BadLoss(
-                    "loss(model, batch) takes gradients inside itself (torch.autograd.grad, as a gradient penalty "
-                    "does), which cannot be captured: leave them out of the loss"
+                    "loss(model, batch) calls backward() itself, and its result is differentiated once more: leave "
+                    "that out, and return the loss (torch.autograd.grad may be used inside)"
                 )
             if whole.training:
                 _refuse_without_gradient(whole, results[0])
             values = tuple(each.detach() for each in results)
-            return DryRun(values, drawn, normalizing.values, whole.mean, effects)
+            return DryRun(values, drawn, normalizing.values, whole.mean, effects, bool(taken))
         except BadLoss as error:
             raise BadLoss(f"{error}{format_line(source_line_of(whole.loss_function))}") from None
         except PolylaneError:
@@ -133,20 +139,6 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
             raise PolylaneError(
                 f"loss(model, batch) fails {where}: {reason_of(error)}{format_line(fault.line)}"
             ) from error
-
-
-@contextmanager
-def _watching_backward() -> Iterator[list[bool]]:
-    """Context manager: the yielded list is non-empty once autograd has run backward inside."""
-    own: Any = torch.autograd
-    backwards, noted = own._engine_run_backward, list[bool]()
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        noted.append(True)
-        return backwards(*args, **kwargs)
-
-    with patch.object(own, "_engine_run_backward", run):
-        yield noted
 
 
 def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
@@ -168,18 +160,25 @@ def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun
         if abstract:
             raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")
         return _capture_opaque(whole, leaves, dry, f"it {kept['']}")
+    if dry.takes_gradients:  # export would keep what autograd saved as constants
+        why = "it takes gradients inside itself (torch.autograd.grad), which cannot be captured"
+        if abstract:
+            raise PolylaneError(f"the model cannot be captured on the meta device: {why}")
+        return _capture_opaque(whole, leaves, dry, why)
     while True:  # each round makes one more module a leaf, or a larger one; at the latest the whole model
         try:
-            draft = _attempt_capture(whole, leaves, kept)
+            draft = attempt_capture(whole, leaves, kept)
         except NotCaptured as fault:
             path, why = fault.path, f"{fault.reason}{format_line(fault.line)}"
             if abstract:
                 raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
+            if path is None:  # export failed after the forward, for what some module has left behind
+                path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
         else:
             _attach_effects(draft, dry.effects)
-            difference = None if abstract else _run_self_check(whole, draft, leaves)
+            difference = None if abstract else run_self_check(whole, draft, leaves)
             if difference is None:
-                return replace(draft, notes=_describe_leaves(whole, kept))
+                return replace(draft, notes=describe_leaves(whole, kept))
             path, why = _find_faulty_module(whole, draft, leaves, kept, difference)
         while path and path in kept:  # already a leaf and still failing: make its parent the leaf
             path = path.rpartition(".")[0]
@@ -205,29 +204,31 @@ def _attach_effects(draft: CaptureAttempt, effects: SideEffects) -> None:
             node.target.effects = tuple(e for e in effects.found if is_inside(e.path, node.target.path))
 
 
-def _describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
+def describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
     parameters = whole.named_tensors("parameters")
     empty = ", ".join(name for name, tensor in parameters if tensor.requires_grad and not tensor.numel())
     nothing = f"nothing is trained of parameters without elements (a width of 0?): {empty}"
     return (*kept.values(), *([nothing] if empty else []))
 
 
-def _run_self_check(whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any]) -> Difference | None:
+def run_self_check(
+    whole: ModelWithLoss, draft: CaptureAttempt, leaves: Sequence[Any], others: Sequence[Sequence[Any]] = ()
+) -> Difference | None:
     # One sample, and sizes for which export itself says that the code takes another branch.
     sizes = sorted({1, *draft.refused_sizes[:3], *draft.refused_sizes[-1:]})
     noted = _watch_random(draft.graph)  # before settings are around the functions
     wrap_autocast(draft.graph)
     try:
-        return self_check.first_difference(whole, draft.graph, draft.constants, leaves, sizes)
+        opened = None if draft.opened is None else draft.opened.sizes
+        return self_check.first_difference(whole, draft.graph, draft.constants, leaves, sizes, opened, others)
     finally:
         unwrap_autocast(draft.graph)
         for node, target in noted.items():
             node.target = target
 
 
-def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
+def _watch_random(graph: fx.Graph) -> dict[fx.Node, FunctionCall]:
     """Wrap custom functions so that they record, during the self-check, whether they draw random numbers."""
-    noted: dict[fx.Node, Any] = {}
 
     def noting(function: FunctionCall) -> Any:
         def run(part: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -239,34 +240,38 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, Any]:
         run.__module__, run.__name__ = "polylane", function.__name__
         return run
 
-    for node in graph.nodes:
-        if isinstance(node.target, FunctionCall):
-            noted[node] = node.target
-            node.target = noting(node.target)
+    noted = {node: node.target for node in graph.nodes if isinstance(node.target, FunctionCall)}
+    for node, function in noted.items():
+        node.target = noting(function)
     return noted
 
 
-def _attempt_capture(whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str]) -> CaptureAttempt:
+def attempt_capture(
+    whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str], dims: Collection[tuple[int, int]] = ()
+) -> CaptureAttempt:
     with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
         stack.callback(forget_sites)
         stack.enter_context(model_restored(whole))
         if paths:
             modules = {path: whole.model.get_submodule(path) for path in paths}
             stack.enter_context(leaves_kept(modules, _observe_two_sizes(whole, modules, leaves), whole.tracing))
-        program = export(whole, leaves)
+        program = export(whole, leaves, dims)
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_slice_input(graph)
         rewrite.inline_sites(graph, part)
     # The checks that export inserted say for which sizes the code holds; read them before they are dropped.
-    lowest, highest = allowed_sizes(program)
-    refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves))
+    opened = find_open_sizes(program, graph, leaves) if dims else None
+    symbols, nominal = ((), {}) if opened is None else (opened.symbols, opened.nominal)
+    lowest, highest = allowed_sizes(program, symbols)
+    refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves), nominal)
     rewrite.drop_assertions(graph)
-    compute_sizes_locally(graph, part)
+    refuse_function_transforms(graph)
+    compute_sizes_locally(graph, part, symbols, () if opened is None else opened.sizes.nominal)
     rewrite.merge_tied(graph, whole.tied)
     together = functionalize_writes(graph)
     repeat_moves(graph, whole, leaves)
     graph.lint()
-    return CaptureAttempt(graph, constants, together, refused, is_fixed_size=lowest == highest)
+    return CaptureAttempt(graph, constants, together, refused, is_fixed_size=lowest == highest, opened=opened)
 
 
 def _observe_two_sizes(
@@ -285,9 +290,10 @@ def _observe_two_sizes(
 
 
 def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> ObservedCalls:
-    try:
+    try:  # with gradients where it needs them: a tensor without any refuses hooks
+        needed = not self_check.runs_without_gradients(whole, leaves)
         with model_restored(whole):
-            return observe_calls(modules, lambda: whole(*leaves))
+            return observe_calls(modules, lambda: whole(*leaves), needed)
     except Exception as error:
         raise NotCaptured.of(whole, error) from error
 
@@ -317,7 +323,7 @@ def _passes_self_check(whole: ModelWithLoss, leaves: Sequence[Any], paths: Seque
     if not paths:
         return False
     try:
-        return _run_self_check(whole, _attempt_capture(whole, leaves, paths), leaves) is None
+        return run_self_check(whole, attempt_capture(whole, leaves, paths), leaves) is None
     except NotCaptured:
         return False
 
@@ -360,6 +366,7 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, wh
     """Return model and loss as one leaf: the user's Python runs on every worker."""
     call = opaque_call(whole, leaves, dry.results, dry)
     call.source, call.effects = source_line_of(whole.loss_function), dry.effects.found
+    call.takes_gradients = dry.takes_gradients
     graph, inputs, tied, opened = fx.Graph(), list[fx.Node](), whole.tied, symbolic_inputs(leaves)
     part = rewrite.add_slice_input(graph)
 
@@ -376,10 +383,10 @@ def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, wh
         add_input(f"leaves_{i}", ("input", i), opened[i])
     node = graph.call_function(call, (part, inputs))
     node.meta["val"] = [value.detach().to("meta") for value in dry.results]
-    outputs = []
+    outputs = list[fx.Node]()
     for i, value in enumerate(dry.results):
         outputs.append(graph.call_function(operator.getitem, (node, i)))
         outputs[-1].meta["val"] = value.detach().to("meta")
     graph.output(tuple(outputs))
-    note = f"the model is opaque, without a graph: {why}"
-    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True, notes=(note,))
+    notes = (f"the model is opaque, without a graph: {why}",)
+    return CaptureAttempt(graph, {}, functionalize_writes(graph), [], is_opaque=True, notes=notes)

@@ -17,6 +17,8 @@ from polylane.graph.capture.attempt import CaptureAttempt, DryRun, capture_with_
 from polylane.graph.capture.checkpoints import find_checkpoints
 from polylane.graph.capture.describe_nodes import describe_nodes, find_gradient_flow, label_nodes, recomputable_nodes
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
+from polylane.graph.capture.open_capture import capture_opened
+from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.capture.self_check import resize_batch
 from polylane.graph.flops import DTYPE_NAMES
 from polylane.graph.graph import Code, Graph, TensorInfo
@@ -35,6 +37,7 @@ def capture(
     in_float64: bool = False,
     which: str = "the example batch",
     effects: SideEffects | None = None,
+    opening: Opening | None = None,
 ) -> Graph:
     """Capture ``loss(model, batch)`` as one flat graph that holds for any number of samples.
 
@@ -47,8 +50,10 @@ def capture(
         in_float64: let casts to a lower floating type inside keep float64; ``model`` and ``batch`` are float64 already.
         which: name of the batch in error messages.
         effects: effects seen in another mode of the same model: a module that keeps state there is a leaf here, too.
+        opening: sizes other than the number of samples that are to be left open; default: none.
 
     Raises:
+        NotOpened: the sizes of ``opening`` cannot be left open.
         PolylaneError: the loss itself fails, or does not return a loss.
     """
     leaves, rebuild = flatten(batch)
@@ -66,7 +71,10 @@ def capture(
                 dry = dry_run(whole, leaves, abstract, which)
             if effects is not None:
                 dry = replace(dry, effects=dry.effects.merged_with(effects))
-            draft = capture_with_leaves(whole, leaves, dry, abstract)
+            if opening is None:
+                draft = capture_with_leaves(whole, leaves, dry, abstract)
+            else:
+                draft = capture_opened(whole, leaves, dry, abstract, _in_float32(opening) if in_float64 else opening)
         # Names before rewriting: keys and plans refer to the names of the operators that the user wrote.
         rewrite.drop_dead_nodes(draft.graph)
         label_nodes(draft.graph)
@@ -113,10 +121,19 @@ def _finish_graph(
         notes=(*draft.notes, *keyless),
         loss_is_mean=dry.is_mean,
         is_opaque=draft.is_opaque,
-        code=Code(graph, draft.constants, len(leaves), random, statistics, dry.effects),
+        code=_make_code(draft, len(leaves), random, statistics, dry.effects),
         outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),
         checkpoints=find_checkpoints(graph),
     )
+
+
+def _make_code(draft: CaptureAttempt, leaves: int, random: bool, statistics: bool, effects: SideEffects | None) -> Code:
+    sizes, symbols = (None, ()) if draft.opened is None else (draft.opened.sizes, draft.opened.symbols)
+    return Code(draft.graph, draft.constants, leaves, random, statistics, effects, sizes, symbols)
+
+
+def _in_float32(opening: Opening) -> Opening:
+    return replace(opening, others=tuple(cast_leaves(each, torch.float32) for each in opening.others))
 
 
 def _describe_graph(graph: fx.Graph, together: Sequence[Sequence[fx.Node]], trainable: set[str]) -> tuple[Any, Any]:

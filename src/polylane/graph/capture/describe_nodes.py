@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from polylane.graph import flops as work
+from polylane.graph.capture.export import NotCaptured
 from polylane.graph.capture.inline import op_name
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Node
@@ -65,6 +66,19 @@ def label_nodes(graph: fx.Graph) -> None:
         base = name_without_number(node)
         counts[base] += 1
         node.meta["name"] = base if counts[base] == 1 else f"{base}#{counts[base]}"
+
+
+def refuse_function_transforms(graph: fx.Graph) -> None:
+    """Refuse a graph with steps of torch.func's (vmap, jvp, grad), which hold for the run of the export alone.
+
+    Raises:
+        NotCaptured: there is one; it names the module that has to be a leaf.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
+            path = module_of(node)
+            reason = "torch.func transforms a function inside, which no graph can hold"
+            raise NotCaptured("" if path == "loss" else path, source_of(node), reason)
 
 
 def name_without_number(node: fx.Node) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import builtins
 import io
+import itertools
 import logging
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
 from types import FrameType
 from typing import Any
@@ -22,8 +23,12 @@ from torch.fx.experimental import _config
 from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
 from polylane.graph.capture.checkpoints import checkpoints_inlined, name_checkpoint
+from polylane.graph.capture.known_values import KnownValues
 from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python_operators import functions_kept
+from polylane.graph.capture.stray_tensors import references_replaced
+from polylane.graph.python_state.compiler import compiler_off
+from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.python_state.own_objects import is_users
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.python_state.side_effects import python_names_of, torch_object_ids
@@ -52,7 +57,9 @@ class ModelWithLoss(nn.Module):
     def forward(self, *leaves: Any) -> tuple[Tensor, ...]:
         self.tracing.samples = sample_count(leaves)
         self.tracing.calls.clear()
-        result = self.given_loss(self.model, self._rebuild(leaves))
+        _share_sample_count(leaves, self.tracing.sampled)
+        with compiler_off(), self._exporting() if torch.compiler.is_exporting() else nullcontext():
+            result = self.given_loss(self.model, self._rebuild(leaves))
         self.mean = not isinstance(result, Mean)
         if isinstance(result, Mean):
             total, count = result.total, result.count
@@ -68,6 +75,14 @@ class ModelWithLoss(nn.Module):
             raise BadLoss(f"loss(model, batch) must return a scalar tensor or polylane.Mean(total, count), not {form}")
         _refuse_complex(result, "loss(model, batch) must return")
         return (result,)
+
+    @contextmanager
+    def _exporting(self) -> Iterator[None]:
+        """Context manager: what export leaves undone, while it has its own tensors in place of the parameters."""
+        present = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        stand_ins = {id(self.tracing.tensors[name]): tensor for name, tensor in present.items()}
+        with references_replaced(self, stand_ins), KnownValues():
+            yield
 
     @property
     def loss_function(self) -> Any:
@@ -88,6 +103,21 @@ class ModelWithLoss(nn.Module):
         """Return all "parameters" or "buffers" by the user's names; those of a loss module begin with "loss"."""
         every: Callable[..., Any] = getattr(self, f"named_{what}")
         return [(name.removeprefix("model."), tensor) for name, tensor in every(remove_duplicate=False)]
+
+
+def _share_sample_count(leaves: Sequence[Any], sampled: Sequence[int]) -> None:
+    """Tell export that all divided leaves have equally many samples: it names the length of each by itself.
+
+    Without it, what is viewed by the length of one leaf and read with another's ("[batch, -1]" of an attention mask)
+    has a size that is only equal to the number of tokens as long as both lengths are.
+
+    Args:
+        leaves: flat leaves under export, whose lengths are symbolic.
+        sampled: indices of the leaves that are divided with the samples.
+    """
+    for one, other in itertools.pairwise(sampled):
+        # The comparison itself is what export notes; a loss on leaves of other lengths is not this one.
+        assert leaves[one].shape[0] == leaves[other].shape[0]
 
 
 class BadLoss(PolylaneError):
@@ -132,15 +162,27 @@ class NotCaptured(Exception):
         return cls(path, line, reason_of(error))
 
 
-def export(whole: ModelWithLoss, leaves: Sequence[Any]) -> torch.export.ExportedProgram:
+def export(
+    whole: ModelWithLoss, leaves: Sequence[Any], opened: Collection[tuple[int, int]] = ()
+) -> torch.export.ExportedProgram:
     """Capture ``whole`` with the batch dimension left open.
+
+    Args:
+        whole: model and loss as one module.
+        leaves: flat leaves of an example batch.
+        opened: further dimensions to be left open where the model allows it, as (leaf, dimension).
 
     Raises:
         NotCaptured: export fails; names the innermost module at fault.
     """
     samples = sample_count(leaves)
+    whole.tracing.tensors = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     # AUTO: a size that the model fixes becomes a constant instead of an error.
-    dynamic = tuple({0: torch.export.Dim.AUTO} if is_sampled(leaf, samples) else None for leaf in leaves)
+    auto, further = torch.export.Dim.AUTO, [{dim for at, dim in opened if at == i} for i in range(len(leaves))]
+    sampled = [is_sampled(leaf, samples) for leaf in leaves]
+    dims = [{0, *own} if is_divided else own for is_divided, own in zip(sampled, further, strict=True)]
+    dynamic = tuple(dict.fromkeys(own, auto) or None for own in dims)
+    whole.tracing.sampled = tuple(itertools.compress(range(len(leaves)), sampled))
     try:
         # Oblivious sizes: without it a graph would hold for two samples or more, and silently broadcast one.
         with (
@@ -250,6 +292,8 @@ def _quiet() -> Iterator[None]:
 def reason_of(error: BaseException) -> str:
     """Return why something failed, on one line."""
     name = type(error).__name__
+    if "fake tensor in the exported program constant's list" in str(error):
+        return "export cannot follow a tensor that is made inside (by .data or torch.func, say)"
     if name in ("GuardOnDataDependentSymNode", "UserError") and "data-dependent" in str(error):
         return "which way it goes, or how much it computes, depends on the data"
     text = str(error).strip().splitlines() or [""]
@@ -300,10 +344,14 @@ def snapshot_model(model: nn.Module, *losses: Any) -> Callable[[], None]:
 
 @contextmanager
 def model_restored(model: nn.Module, *losses: Any) -> Iterator[Callable[[], None]]:
-    """Context manager: restore afterwards all that :func:`snapshot_model` records; yields the function that does it."""
+    """Context manager: restore afterwards all that :func:`snapshot_model` records; yields the function that does it.
+
+    Inside, no hook on a parameter's gradient is called: it may keep state where nobody can restore it.
+    """
     restore = snapshot_model(model, *losses)
     try:
-        yield restore
+        with GradientHooks(dict(model.named_parameters())).taken_off():
+            yield restore
     finally:
         restore()
 

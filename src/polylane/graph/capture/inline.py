@@ -66,10 +66,33 @@ def _copy_node(
         return
     copied = graph.node_copy(node, lambda n: values[n])
     copied.meta = {**node.meta, **extra}
+    copied = _write_by_copy(graph, copied)
     if name.startswith("aten.randint_like"):  # torch marks it differentiable, but has no derivative for it
         with graph.inserting_before(copied):
             copied.args = (_detached(graph, copied.args[0]), *copied.args[1:])  # type: ignore[arg-type]
     values[node] = copied
+
+
+def _write_by_copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """Replace an operator that writes into ``out=`` by the plain one and a copy, and return the copy.
+
+    Autograd refuses the former, even where the user's code ran it without gradients.
+    """
+    into, target = node.kwargs.get("out"), node.target
+    if not isinstance(target, torch._ops.OpOverload) or not isinstance(into, fx.Node):
+        return node
+    packet, wanted = target.overloadpacket, [a.name for a in target._schema.arguments if a.name != "out"]
+    every = (getattr(packet, name) for name in packet.overloads())
+    plain = next((each for each in every if [a.name for a in each._schema.arguments] == wanted), None)
+    if plain is None:
+        return node
+    rest = {key: value for key, value in node.kwargs.items() if key != "out"}
+    with graph.inserting_before(node):
+        value = graph.call_function(plain, node.args, rest)
+        written = graph.call_function(torch.ops.aten.copy_.default, (into, value))
+    value.meta, written.meta = dict(node.meta), dict(node.meta)
+    graph.erase_node(node)
+    return written
 
 
 def _inline(node: fx.Node, graph: fx.Graph, values: dict[fx.Node, Any], extra: dict[str, Any]) -> Any:

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, flatten, sample_count
 from polylane.graph.capture.python_operators import emit_call, with_tensors
+from polylane.graph.capture.stray_tensors import references_replaced
+from polylane.graph.module_copies import copy_module
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm_arguments
+from polylane.graph.python_state.compiler import compiler_off
 from polylane.graph.python_state.random_generators import generator_states, states_equal
-from polylane.graph.python_state.side_effects import SideEffect
+from polylane.graph.python_state.run_watch import SideEffect
 from polylane.graph.symbolic_sizes import size_function
 
 
@@ -36,9 +41,18 @@ class LeafOutput:
 
 @dataclass
 class CaptureRun:
-    """State of one export: its symbolic batch size, and calls of each leaf so far."""
+    """State of one export: its symbolic batch size, the leaves that have it, and calls of each leaf so far.
+
+    Attributes:
+        samples: the symbolic number of samples.
+        sampled: positions of the batch's leaves that have it as their first size.
+        tensors: the model's own parameters and buffers, by name.
+        calls: calls of each leaf so far.
+    """
 
     samples: Any = None
+    sampled: Sequence[int] = ()
+    tensors: dict[str, Tensor] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
 
 
@@ -63,6 +77,8 @@ class LeafCall:
         source: the user's line where forward is defined, "file:line".
         fewest: number of samples that batch statistics need in training.
         effects: what the module does besides computing.
+        takes_gradients: whether it differentiates something itself: it then runs with gradients also where none are
+            wanted (evaluation), which autograd.grad needs.
     """
 
     module: nn.Module
@@ -81,6 +97,7 @@ class LeafCall:
     source: str
     fewest: int = 1
     effects: tuple[SideEffect, ...] = ()
+    takes_gradients: bool = False
 
     __name__ = "leaf"
     __module__ = "polylane"
@@ -96,7 +113,7 @@ class LeafCall:
 
     def copy_call(self) -> LeafCall:
         """Return the same call of a copy of the module: one module cannot run on two sets of tensors at once."""
-        module = copy.deepcopy(self.module)
+        module = copy_module(self.module)
         flags = [flag for _, flag in self.training]
         return dataclasses.replace(self, module=module, training=list(zip(module.modules(), flags, strict=True)))
 
@@ -108,10 +125,13 @@ class LeafCall:
         for position in self.size_positions:
             flat[position] = flat[position](part.samples)
         args, kwargs = self.rebuild_arguments(flat)
-        with _training_modes(self.training):
+        wanted = torch.is_grad_enabled()
+        needs = wanted or self.takes_gradients
+        with _training_modes(self.training), compiler_off(), torch.set_grad_enabled(needs):
             result = self._run(own, args, kwargs)
         leaves, _ = flatten(result)
-        return [leaves[position] for position in self.output_positions]
+        outputs: list[Tensor] = [leaves[position] for position in self.output_positions]
+        return outputs if wanted or not self.takes_gradients else [output.detach() for output in outputs]
 
     def _run(self, own: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         current = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
@@ -121,7 +141,10 @@ class LeafCall:
             result = self.module(*args, **kwargs)
             named |= {name: self.module.get_buffer(name) for name in self.buffers}
         else:
-            result = torch.func.functional_call(self.module, named, args, kwargs)
+            stand_ins = {id(current[name]): tensor for name, tensor in own.items()}
+            named = _every_name(self.module, stand_ins)
+            with references_replaced(self.module, stand_ins), _parameters_replaced(self.path):
+                result = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
         for name in self.buffers:
             if named[name] is not own[name]:  # self.buffer = new: the old buffer takes the value
                 own[name].copy_(named[name].detach())
@@ -129,6 +152,48 @@ class LeafCall:
                     owner, _, key = name.rpartition(".")
                     self.module.get_submodule(owner)._buffers[key] = own[name]
         return result
+
+
+def _every_name(module: nn.Module, stand_ins: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that take the place of others, by every name of these; a module of two names has one of them.
+
+    torch.func.functional_call would write both names of a module that is there twice, and not put back what was there.
+    """
+    return {
+        f"{path}.{name}" if path else name: stand_ins[id(tensor)]
+        for path, inner in module.named_modules()
+        for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
+        if tensor is not None and id(tensor) in stand_ins
+    }
+
+
+@contextmanager
+def _parameters_replaced(path: str) -> Iterator[None]:
+    """Context manager: refuse what does not work while a module has tensors of the plan in the place of its parameters.
+
+    Raises:
+        PolylaneError: inside, torch.utils.checkpoint is called with use_reentrant=True, whose recomputation would send
+            gradients to the module's own parameters; or a parameter is copied by copy.deepcopy.
+    """
+
+    class Refused:
+        @staticmethod
+        def apply(*_: Any) -> Any:
+            raise PolylaneError(
+                f"{path or 'the model'} calls torch.utils.checkpoint with use_reentrant=True, in what runs as your own "
+                "Python, where gradients would go past the plan: take use_reentrant=False"
+            )
+
+    try:
+        with patch.object(torch.utils.checkpoint, "CheckpointFunction", Refused):
+            yield
+    except RuntimeError as error:
+        if "support the deepcopy protocol" not in str(error):
+            raise
+        raise PolylaneError(
+            f"{path or 'the model'} copies its parameters with copy.deepcopy inside of its forward, in what runs as "
+            "your own Python, where others are in their place: copy what it needs before, in __init__"
+        ) from error
 
 
 @contextmanager
@@ -170,7 +235,7 @@ class NormalizationWatch(TorchFunctionMode):
 ObservedCalls = dict[str, list[ObservedCall]]  # all calls of each module in a dry run, by path
 
 
-def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> ObservedCalls:
+def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any], with_gradients: bool = False) -> ObservedCalls:
     """Run ``run()`` eagerly and return every call of ``modules``, in order, by path."""
     calls: ObservedCalls = {path: [] for path in modules}
 
@@ -187,7 +252,7 @@ def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any]) -> Obse
 
         return noted
 
-    with torch.no_grad(), _calls_replaced(modules, noting):
+    with torch.set_grad_enabled(with_gradients), _calls_replaced(modules, noting):
         run()
     return calls
 

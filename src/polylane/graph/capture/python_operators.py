@@ -15,6 +15,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from polylane.graph.python_state.compiler import compiler_off
+
 # Custom operators take plain numbers only: a running export keeps its callables here until its graph is finished.
 _SITES: dict[int, Any] = {}
 _LIBRARY = torch.library.Library("polylane", "DEF")
@@ -79,7 +81,8 @@ class FunctionCall:
 
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """Return what the function itself returns."""
-        return self.apply(*with_tensors(self.arguments, self.tensor_positions, tensors))
+        with compiler_off():
+            return self.apply(*with_tensors(self.arguments, self.tensor_positions, tensors))
 
     def fake(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         with torch.no_grad():

@@ -8,11 +8,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from polylane.graph.batch import cast_leaves, clone_leaves, is_sampled, sample_count, take_first_samples
+from polylane.graph.batch import (
+    Rebuild,
+    cast_leaves,
+    clone_leaves,
+    is_sampled,
+    sample_count,
+    sampled_leaves,
+    take_first_samples,
+)
 from polylane.graph.capture.export import ModelWithLoss, model_restored
+from polylane.graph.open_sizes import OpenSizes
 from polylane.graph.precision import Promoted, cast_module
 from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.sparse_gradients import densify
 
 # Differences in float64 below this, relative to the largest element, count as rounding.
 ROUNDING = 1e-9
@@ -73,6 +84,8 @@ def first_difference(
     constants: dict[str, Tensor],
     leaves: Sequence[Any],
     sizes: Collection[int] = (),
+    opened: OpenSizes | None = None,
+    others: Sequence[Sequence[Any]] = (),
 ) -> Difference | None:
     """Compare two consecutive steps of the model and of its captured code; return the first difference.
 
@@ -85,6 +98,8 @@ def first_difference(
         constants: tensors that the code closes over, by name.
         leaves: flat leaves of an example batch.
         sizes: further numbers of samples to try; those for which the model itself fails are skipped.
+        opened: the other sizes that the code leaves open; None: it leaves none.
+        others: flat leaves of batches of other open sizes to try.
 
     Returns:
         The first difference, or None if there is none.
@@ -94,7 +109,8 @@ def first_difference(
         first = list(leaves)
     # Two batches in a row: state that the first step leaves (buffers, flags) must act on the second.
     runs = [[first, other_batch(first)], *([resize_batch(leaves, size)] for size in sizes)]
-    captured = _CapturedCode(whole, fx.GraphModule(nn.Module(), graph), graph, constants)
+    runs += [[list(each), other_batch(each)] for each in others]
+    captured = _CapturedCode(whole, fx.GraphModule(nn.Module(), graph), graph, constants, opened)
     differences = (_find_difference(captured, batches, _equal_bits) for batches in runs)
     found = next((difference for difference in differences if difference is not None), None)
     return None if found is None or _differs_by_rounding_only(captured, runs) else found
@@ -109,18 +125,43 @@ class _CapturedCode:
         run: the code as a function of its placeholders' values.
         graph: the graph of the code itself.
         constants: tensors that the code closes over, by name.
+        opened: the sizes that the code leaves open beside the number of samples, or None.
     """
 
     whole: ModelWithLoss
     run: Callable[..., Any]
     graph: fx.Graph
     constants: Mapping[str, Tensor]
+    opened: OpenSizes | None = None
 
     def __call__(self, *batch: Any) -> Any:
         """Run the code on a batch's leaves, with the model's present parameters and buffers."""
         count = sample_count(batch)
         table = tensors_by_role(self.whole, self.constants, batch)
-        return run_code(self.run, self.graph, table, SampleSlice(count, batch=count))
+        sizes = () if self.opened is None else self.opened.find(batch)
+        assert sizes is not None, "the code is checked on batches that it admits"
+        return run_code(self.run, self.graph, table, SampleSlice(count, batch=count, open_sizes=sizes))
+
+
+def take_what_runs(
+    model: nn.Module,
+    loss: Any,
+    rebuild: Rebuild,
+    leaves: Sequence[Any],
+    count: int,
+    sampled: Sequence[bool] | None = None,
+) -> Sequence[Any]:
+    """Return the first ``count`` samples of a batch, or all of it where so few are no batch.
+
+    Nodes of a graph cannot be taken alone: its edges are no samples, and some would have no end. Of a model without
+    data it is not tried.
+    """
+    split = sampled or sampled_leaves(leaves)
+    part = take_first_samples(leaves, min(count, sample_count(leaves)), split)
+    shared = any(isinstance(leaf, Tensor) and leaf.dim() for leaf, own in zip(leaves, split, strict=True) if not own)
+    if not shared or any(parameter.is_meta for parameter in model.parameters()):
+        return part
+    return part if runs_without_gradients(ModelWithLoss(model, loss, rebuild), clone_leaves(part)) else leaves
 
 
 def runs_without_gradients(whole: ModelWithLoss, batch: Sequence[Any]) -> bool:
@@ -180,7 +221,7 @@ def _run_steps(
         seen += [(step, Difference("the loss"), value) for value in values]
         for name, parameter in whole.named_parameters():
             plain = name.removeprefix("model.")
-            grad = None if parameter.grad is None else parameter.grad.clone()
+            grad = None if parameter.grad is None else densify(parameter.grad).clone()
             seen.append((step, Difference(f"the gradient of {plain}"), grad))
         for name, buffer in whole.named_buffers():
             plain = name.removeprefix("model.")
@@ -189,6 +230,8 @@ def _run_steps(
 
 
 def _equal_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):  # a value of the export, without numbers
+        return False
     if a is None or b is None:
         # A parameter that the loss does not reach: eager leaves no gradient, captured code may leave zeros.
         other = a if b is None else b

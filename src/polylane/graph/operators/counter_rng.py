@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _CHUNK = 1 << 16  # elements mixed at a time: fits into a core's cache
+_CHUNK_ELSEWHERE = 1 << 26  # on accelerators, where every operator is a launch
 _HIGH = 0x9E3779B9  # spreads the counter's upper 32 bits over the second key
 
 
@@ -84,15 +85,20 @@ def random_bits(part: Any, salt: int, shape: Sequence[int], batch_dim: int | Non
     return out.movedim(0, batch_dim) if batch_dim else out
 
 
+def _chunk_on(device: torch.device) -> int:
+    return _CHUNK if device.type == "cpu" else _CHUNK_ELSEWHERE
+
+
 def _draw_all(out: Tensor, first: int, keys: tuple[int, int]) -> None:
     """Fill ``out`` with bits for consecutive counters from ``first`` on."""
-    scratch = torch.empty(min(out.numel(), _CHUNK), dtype=torch.int32, device=out.device)
+    chunk = _chunk_on(out.device)
+    scratch = torch.empty(min(out.numel(), chunk), dtype=torch.int32, device=out.device)
     start = 0
     # Counters have 64 bits, the mixer 32: the upper half changes the second key, and a chunk must not straddle the
     # border.
     while start < out.numel():
         high, low = divmod(first + start, 1 << 32)
-        size = min(_CHUNK, out.numel() - start, (1 << 32) - low)
+        size = min(chunk, out.numel() - start, (1 << 32) - low)
         x = out[start : start + size]
         if low + size < 1 << 31:
             torch.arange(low, low + size, out=x)
@@ -119,14 +125,15 @@ def _draw_region(
     An element's counter is the sum of a term of its leading indices and one of its trailing indices, so that no table
     is as large as the value unless one dimension is most of it.
     """
+    chunk = _chunk_on(out.device)
     inner = max(len(sizes) - 1, 0)  # where the trailing dimensions begin
-    while inner and math.prod(out.shape[inner - 1 :]) <= _CHUNK:
+    while inner and math.prod(out.shape[inner - 1 :]) <= chunk:
         inner -= 1
     strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
     rows = _offsets(ranges[:inner], strides[:inner], out.device) + first
     columns = _offsets(ranges[inner:], strides[inner:], out.device)
     table = out.view(len(rows), len(columns))
-    across, down = min(len(columns), _CHUNK), max(1, _CHUNK // max(len(columns), 1))
+    across, down = min(len(columns), chunk), max(1, chunk // max(len(columns), 1))
     scratch = torch.empty(across * min(down, len(rows)), dtype=torch.int32, device=out.device)
     # Only if counters of the value differ in their upper halves must these be computed per element.
     far = first >> 32 != (first + math.prod(sizes) - 1) >> 32

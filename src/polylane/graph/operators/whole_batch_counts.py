@@ -59,7 +59,7 @@ class WholeSize(BatchSize):
     """A size that follows the number of samples of the whole batch."""
 
     def __call__(self, part: SampleSlice) -> Any:
-        return self.convert(self.of(part.count_loss_samples))
+        return self.convert(self.function(part.count_loss_samples, *part.open_sizes))
 
 
 class BatchShare(BatchSize):
@@ -70,7 +70,7 @@ class BatchShare(BatchSize):
     """
 
     def __init__(self, power: int) -> None:
-        super().__init__(lambda samples: 1.0, 1.0)
+        super().__init__(lambda samples, *sizes: 1.0, 1.0)
         self.power = power
 
     def __call__(self, part: SampleSlice) -> Any:

@@ -13,9 +13,7 @@ Effects are then located, line by line: the module whose call contains the line,
 from __future__ import annotations
 
 import dis
-import os
 import sys
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,39 +22,11 @@ from typing import Any
 
 from torch import nn
 
-from polylane.graph.python_state.own_objects import MISSING, is_project_file, is_users, names_in_code
+from polylane.graph.python_state.own_objects import MISSING, is_users, names_in_code
 from polylane.graph.python_state.random_generators import generator_states, generators_drawn_from, restore_generators
+from polylane.graph.python_state.run_watch import CALL, RunWatch, SideEffect, innermost_module, is_stdlib, line_of_frame
 from polylane.graph.python_state.state import PythonName, find_python_names
 from polylane.graph.python_state.state_snapshots import StateDigests
-
-_CLOCKS = {
-    getattr(time, name): f"time.{name}"
-    for name in ("time", "time_ns", "perf_counter", "perf_counter_ns", "monotonic", "monotonic_ns", "process_time")
-}
-_CLOCK_METHODS = ("datetime.now", "datetime.utcnow", "date.today", "datetime.today")
-_ENVIRONMENT = type(os.environ).__getitem__.__code__
-
-
-@dataclass(frozen=True)
-class SideEffect:
-    """Something that a module, or the loss, does besides computing.
-
-    Attributes:
-        path: path of the module that has to be a leaf; "": model and loss together.
-        what: description for the user, such as "writes self.calls".
-        line: "file:line" of the user's code, or "".
-        kind: one of "state", "random" and "clock".
-    """
-
-    path: str
-    what: str
-    line: str
-    kind: str
-
-    @property
-    def describe(self) -> str:
-        """The effect and its line, for messages to the user."""
-        return f"{self.what} ({self.line})" if self.line else self.what
 
 
 @dataclass(frozen=True)
@@ -139,7 +109,7 @@ def find_side_effects(
         again: restores parameters, buffers and random states of GPUs.
     """
     scene = _WatchedRun(model, loss)
-    before, random, watch = scene.digests(), generator_states(), _ClockWatch(scene.paths, model)
+    before, random, watch = scene.digests(), generator_states(), RunWatch(scene.paths, model)
     with watch.profiling():
         result = run()
     drawn = generators_drawn_from(random, generator_states())
@@ -154,7 +124,7 @@ def find_side_effects(
             now = scene.digests()
             changing = [place for place in _changed_names(first, now) if place.key in {other.key for other in changing}]
             first = now
-    found = list(dict.fromkeys(watch.clocks))
+    found = list(dict.fromkeys(watch.found))
     if changing or drawn:
         again()
         restore_generators(random)
@@ -173,99 +143,6 @@ def _changed_names(before: _Table, after: _Table) -> list[PythonName]:
     every = {**before, **after}
     absent = (0, MISSING)
     return [place for key, (place, _) in every.items() if before.get(key, absent)[1] != after.get(key, absent)[1]]
-
-
-# ---- clocks and the environment --------------------------------------------------------------------------------------
-
-
-class _ClockWatch:
-    """Profiler that records clocks read, and environment keys read, by the user's lines or the model's own files.
-
-    Clocks read by anything else (another profiler, a hook of the garbage collector) do not belong to the forward.
-    """
-
-    def __init__(self, paths: Mapping[int, str], model: nn.Module) -> None:
-        self._paths = paths
-        self._files = {type(module).forward.__code__.co_filename for module in model.modules() if _is_written(module)}
-        self.clocks: list[SideEffect] = []
-        self.environment: list[str] = []
-        self.ran: set[types.CodeType] = set()
-
-    @contextmanager
-    def profiling(self) -> Iterator[None]:
-        other = sys.getprofile()
-        sys.setprofile(self._on_event)
-        try:
-            yield
-        finally:
-            if other is None or callable(other):
-                sys.setprofile(other)
-            else:  # cProfile: getprofile returns an object that can only enable itself
-                sys.setprofile(None)
-                other.enable()
-
-    def _on_event(self, frame: types.FrameType, event: str, function: Any) -> None:
-        if event == "c_call":  # clocks are C functions
-            clock = _clock_name(function)
-            if clock and self._is_watched(frame):
-                path, what = innermost_module(frame, self._paths), f"reads the clock, {clock}"
-                self.clocks.append(SideEffect(path, what, _line_of_frame(frame), "clock"))
-        elif event == "call":
-            self.ran.add(frame.f_code)
-            if frame.f_code is _ENVIRONMENT:
-                key = frame.f_locals.get("key")
-                if isinstance(key, str) and self._is_watched(_caller(frame)):
-                    self.environment.append(key)
-
-    def _is_watched(self, frame: types.FrameType) -> bool:
-        file = frame.f_code.co_filename
-        return file in self._files or (is_project_file(file) and not _is_stdlib(frame))
-
-
-def _is_written(module: nn.Module) -> bool:
-    """Return whether a module's forward is Python outside of torch."""
-    code = getattr(type(module).forward, "__code__", None)
-    return code is not None and is_users(code.co_filename)
-
-
-def _clock_name(function: Any) -> str:
-    try:
-        name = _CLOCKS.get(function, "")
-    except TypeError:  # unhashable callables
-        return ""
-    method = getattr(function, "__qualname__", "")
-    return name or (method if method in _CLOCK_METHODS else "")
-
-
-_PYTHONS = (sys.stdlib_module_names | {"numpy"}) - {"__main__"}
-
-
-def _is_stdlib(frame: types.FrameType) -> bool:
-    """Return whether a frame belongs to Python's own library or numpy: then its caller is responsible."""
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0] in _PYTHONS
-
-
-def _caller(frame: types.FrameType) -> types.FrameType:
-    """Return the nearest caller outside of Python's own library."""
-    while frame.f_back is not None and _is_stdlib(frame):
-        frame = frame.f_back
-    return frame
-
-
-def _line_of_frame(frame: types.FrameType) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
-def innermost_module(frame: types.FrameType | None, paths: Mapping[int, str]) -> str:
-    """Return the path of the innermost module of a model whose call a frame belongs to."""
-    while frame is not None:
-        if frame.f_code is _CALL and (path := paths.get(id(frame.f_locals.get("self")))) is not None:
-            return path
-        frame = frame.f_back
-    return ""
-
-
-_CALL = nn.Module._call_impl.__code__
 
 
 # ---- locating effects ------------------------------------------------------------------------------------------------
@@ -329,11 +206,11 @@ class _Tracer:
         self._state = state
 
     def _call(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code is _CALL:
+        if frame.f_code is CALL:
             path = self._paths.get(id(frame.f_locals.get("self")))
             if path is not None:
                 self.called.add(path)
-        if not is_users(frame.f_code.co_filename) or _is_stdlib(frame):
+        if not is_users(frame.f_code.co_filename) or is_stdlib(frame):
             return None
         self._ran.add((frame.f_code, innermost_module(frame, self._paths)))
         return self._line
@@ -341,7 +218,7 @@ class _Tracer:
     def _line(self, frame: types.FrameType, event: str, arg: Any) -> Any:
         self._note_changes()
         if event == "line":
-            self._last = innermost_module(frame, self._paths), _line_of_frame(frame)
+            self._last = innermost_module(frame, self._paths), line_of_frame(frame)
         return self._line
 
     def readers(self, place: PythonName) -> set[str]:

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import random
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -28,6 +28,8 @@ from polylane.graph.python_state.own_objects import (
 )
 from polylane.graph.python_state.state import TORCHS, PythonName
 
+# In this order: an OrderedDict is a dict, whose own methods would not keep its order.
+_CONTAINERS = (OrderedDict, dict, list, deque, set, bytearray)
 _LONG = 2_000  # of longer sequences only the first and last elements, this many in all, are hashed
 
 
@@ -110,11 +112,17 @@ class _Snapshot:
                 self.contents.append(functools.partial(object.__setattr__, value, name, own))
 
     def _contents(self, value: Any) -> None:
-        kept = dict(value) if isinstance(value, dict) else list(value)
+        kept: Any = dict(value) if isinstance(value, dict) else list(value)
+        # The methods of the built-in class itself: one of a library's may refuse what its users must not do.
+        kind: Any = next(each for each in _CONTAINERS if isinstance(value, each))
 
         def put_back() -> None:
-            value.clear()
-            getattr(value, "extend" if isinstance(value, (list, deque, bytearray)) else "update")(kept)
+            kind.clear(value)
+            if issubclass(kind, dict):
+                for key, inner in kept.items():
+                    kind.__setitem__(value, key, inner)
+            else:
+                (kind.update if kind is set else kind.extend)(value, kept)
 
         self.contents.append(put_back)
 

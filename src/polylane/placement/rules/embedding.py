@@ -14,17 +14,19 @@ from polylane.placement.strategy import OperatorCall, RankCall, Strategy
 
 @rule("embedding")
 def embedding(call: OperatorCall) -> Iterator[Strategy]:
-    """Table (v, f), indices (...) -> (..., f); by vocabulary as in Shoeybi et al., Megatron-LM, section 3."""
+    """Table (v, f), indices (...) -> (..., f); by vocabulary as in Shoeybi et al., Megatron-LM, section 3.
+
+    A table with a sparse gradient stays whole: ranks exchange its rows, and an update moves those that were touched.
+    """
     table, indices = call["weight"], call["indices"]
-    if _sparse(call):
-        return
+    sparse = _sparse(call)
     rows = [c for c in ascii_lowercase if c not in "fv"][: indices.dim]
     # scale_grad_by_freq counts an index over all indices, which no rank with a part of them knows.
     counted = call["scale_grad_by_freq"] and table.gradient
     inputs = label_inputs(call, {table.index: [None, "f"], indices.index: rows})
-    skip = "".join(rows) if counted else ""
+    skip = ("".join(rows) if counted else "") + ("f" if sparse else "")
     yield from strategies_by_dimension(call, inputs, [[*rows, "f"]], names={"f": "features"}, skip=skip)
-    if counted:
+    if counted or sparse:
         return
     for cuts in call.common_cuts(table.at(0)):
         shard = Shard(0, cuts)
@@ -33,7 +35,7 @@ def embedding(call: OperatorCall) -> Iterator[Strategy]:
 
 
 def _sparse(call: OperatorCall) -> bool:
-    """Return whether the table's gradient is a sparse tensor, which cannot be sharded or all-reduced like others."""
+    """Return whether the table's gradient is a sparse tensor."""
     return bool(call["sparse"] and call["weight"].gradient)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from polylane.graph.capture.functionalize import find_operator
 from polylane.placement import rules
-from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, is_valid_placement
+from polylane.placement.placement import REPLICATE, REPLICATE_PARTIAL_GRAD, Shard, is_valid_placement
 from polylane.placement.strategy import OperatorCall, Strategy
 
 Rule = Callable[[OperatorCall], Iterable[Strategy]]
@@ -81,13 +81,22 @@ def strategies(call: OperatorCall) -> tuple[Strategy, ...]:
         # A backward pass is linear in the gradient: from partial gradients it makes partial gradients.
         found.append(call.strategy("replicate, with partial gradients", {}, REPLICATE_PARTIAL_GRAD))
     if own is not None:
-        found += own(call)
+        # A size that depends on data is another one in the next step: no cut of the example's would fit it.
+        found += (strategy for strategy in own(call) if not _cuts_unknown_size(call, strategy))
     # Rules may reach the same placements in two ways: keep the first, so that the solver has no duplicates.
     distinct: dict[object, Strategy] = {}
     for strategy in found:
         _check(call, strategy)
         distinct.setdefault((strategy.inputs, strategy.outputs), strategy)
     return tuple(distinct.values())
+
+
+def _cuts_unknown_size(call: OperatorCall, strategy: Strategy) -> bool:
+    """Return whether a strategy cuts a dimension whose size depends on data, or writes such a size into a call."""
+    pairs = [*zip(call.inputs, strategy.inputs, strict=True), *zip(call.outputs, strategy.outputs, strict=True)]
+    if strategy.local is not None and any(value.ragged for value, _ in pairs):
+        return True
+    return any(isinstance(placement, Shard) and placement.dim in value.ragged for value, placement in pairs)
 
 
 def _check(call: OperatorCall, strategy: Strategy) -> None:

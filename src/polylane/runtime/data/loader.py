@@ -52,10 +52,10 @@ def load_batches(
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         sizes = batch_sizes(len(dataset), batch_size, drop_last)
         indices = sample_order(len(dataset), epoch, seed) if shuffle else list(range(len(dataset)))
-        yield from _load_mapped(dataset, indices, sizes, shares, (seed, epoch), collate or default_collate, workers)
+        yield from _load_mapped(dataset, indices, sizes, shares, (seed, epoch), collate, workers)
     elif isinstance(dataset, Iterable):
         stream = SeededStream(seed, epoch)
-        yield from _load_streamed(dataset, batch_size, drop_last, shares, stream, collate or default_collate)
+        yield from _load_streamed(dataset, batch_size, drop_last, shares, stream, collate)
     else:
         raise PolylaneError(
             f"data must be a dataset, map-style or iterable, or a list of samples, not a {type(dataset).__name__}"
@@ -75,7 +75,7 @@ def refuse_data_loader(dataset: Any, what: str) -> None:
     if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         raise PolylaneError(
             f"{what}: a DataLoader makes batches already, and a dataset of samples is wanted: give its dataset "
-            "(loader.dataset), and its collate_fn as collate; how many samples a batch has is said apart"
+            "(loader.dataset), and its collate_fn as collate; --batch, or batch_size, says how many samples a batch has"
         )
 
 
@@ -122,7 +122,7 @@ def _load_mapped(
     sizes: Sequence[int],
     shares: Shares,
     draws: tuple[int, int],
-    collate: Collate,
+    collate: Collate | None,
     workers: int,
 ) -> Iterator[Batch]:
     # The global order is a function of the seed, so every worker finds its own indices without communication. Only
@@ -133,19 +133,29 @@ def _load_mapped(
     loader = DataLoader(
         SeededDataset(dataset, *draws),
         batch_sampler=own,
-        collate_fn=collate,
+        collate_fn=collate or default_collate,
         num_workers=workers,
         generator=torch.Generator(),  # DataLoader draws a base seed: not from the user's default generator
     )
     for batch, local in zip(whole, loader, strict=True):
         leaves, _ = flatten(local)
         yield Batch(
-            len(batch), leaves, share_offsets(shares(len(batch))), shortest=min(sizes), form=BatchForm.of_batch(local)
+            len(batch),
+            leaves,
+            share_offsets(shares(len(batch))),
+            shortest=min(sizes),
+            form=BatchForm.of_batch(local),
+            is_collated=collate is not None,
         )
 
 
 def _load_streamed(
-    dataset: Iterable[Any], size: int, drop_last: bool, shares: Shares, generators: SeededStream, collate: Collate
+    dataset: Iterable[Any],
+    size: int,
+    drop_last: bool,
+    shares: Shares,
+    generators: SeededStream,
+    collate: Collate | None,
 ) -> Iterator[Batch]:
     # A stream has no index: every worker reads all of it, with equal random states, and collates its local samples.
     with generators:
@@ -160,8 +170,9 @@ def _load_streamed(
             break
         first = False
         own = shares(len(samples))
-        local = collate([samples[i] for share in own for i in range(share.start, share.stop)])
+        local = (collate or default_collate)([samples[i] for share in own for i in range(share.start, share.stop)])
         leaves, _ = flatten(local)
-        yield Batch(len(samples), leaves, share_offsets(own), form=BatchForm.of_batch(local))
+        form, padded = BatchForm.of_batch(local), collate is not None
+        yield Batch(len(samples), leaves, share_offsets(own), form=form, is_collated=padded)
     if first:
         raise _no_batches_error(len(samples), size) if samples else PolylaneError("the dataset has no samples")

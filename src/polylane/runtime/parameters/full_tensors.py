@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from polylane.graph.sparse_gradients import densify
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.materialize import whole_shapes_only
@@ -79,7 +80,7 @@ class FullTensors:
             counts = shards.is_counted if name in shards.buffer_of else self._replica == 0
             gradient = shards.local_gradient(name, parameters[name]) if counts else None
             if gradient is not None and holding.stage == min(holding.owning_stages[name]):
-                own[name] = gradient.detach()
+                own[name] = densify(gradient.detach())
         if holding.transport.size == 1:
             return {name: own[name].to("cpu", copy=True) if name in own else None for name in names}
         # Only the union of names is summed: a gradient that is missing everywhere is None, not zeros.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
+from polylane.compile.optimizer_parts import find_unshardable
 from polylane.program.program import Program
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
@@ -17,7 +18,6 @@ from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.parameters.shared_buffers import SharedBuffers
 from polylane.runtime.pipeline.connections import Connections, column_ranks
 from polylane.runtime.sync.zero.flat_shards import Shards, empty_storage, flat_buffer_of
-from polylane.runtime.sync.zero.optimizer_parts import find_unshardable
 from polylane.runtime.sync.zero.units import WHOLE, ShardUnits, build_all_units, shard_group
 from polylane.runtime.workers.world import World
 

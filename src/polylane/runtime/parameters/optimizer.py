@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,9 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.objectives import Objective, SchedulerFactory
+from polylane.compile.objectives import Objective
+from polylane.compile.optimizer_parts import replace_parameters
+from polylane.compile.optimizer_probe import describe_error
 from polylane.errors import PolylaneError
-from polylane.runtime.sync.zero.optimizer_parts import replace_parameters
+from polylane.graph.python_state.own_objects import is_users
+from polylane.runtime.workers.failure import is_peer_loss
+from polylane.runtime.workers.out_of_memory import is_out_of_memory
 
 
 def build_optimizer(
@@ -34,26 +40,44 @@ def build_optimizer(
     return optimizer
 
 
-def build_scheduler(factory: SchedulerFactory | None, optimizer: torch.optim.Optimizer) -> Any:
-    """Return the user's learning-rate scheduler for an optimizer; None without a factory, or if that returns None.
+def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Take one step of the user's optimizer.
 
     Raises:
-        PolylaneError: the factory returns something without a ``step()``, or a scheduler that needs a metric.
+        PolylaneError: it raised, other than for a lost worker or for want of memory.
     """
-    if factory is None:
-        return None
-    scheduler = factory(optimizer)
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise PolylaneError(
-            "scheduler(optimizer): ReduceLROnPlateau steps on a metric, not on steps: leave it out here, make it "
-            "of job.optimizer, and step it after each evaluation"
-        )
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise PolylaneError(
-            f"scheduler(optimizer) must return a learning-rate scheduler, with a step(), not a "
-            f"{type(scheduler).__name__}: torch.optim.lr_scheduler.LambdaLR makes one of a function of the step"
-        )
-    return scheduler
+    with _blamed_on("optimizer.step()"):
+        optimizer.step()
+
+
+def step_scheduler(scheduler: Any, loss: float | None = None) -> None:
+    """Take one step of the user's learning-rate scheduler.
+
+    Args:
+        scheduler: the scheduler; None where there is none.
+        loss: the step's loss, for a scheduler that needs a metric (:func:`needs_metric`).
+
+    Raises:
+        PolylaneError: it raised.
+    """
+    if scheduler is not None:
+        with _blamed_on("scheduler.step()"):
+            scheduler.step() if loss is None else scheduler.step(loss)
+
+
+@contextmanager
+def _blamed_on(call: str) -> Iterator[None]:
+    """Context manager: turn an exception of the user's optimizer or scheduler into one sentence with their line."""
+    try:
+        yield
+    except PolylaneError:
+        raise
+    except Exception as error:
+        if is_peer_loss(error) or is_out_of_memory(error):
+            raise
+        lines = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]
+        where = f" ({lines[-1].filename}:{lines[-1].lineno})" if lines else ""
+        raise PolylaneError(f"{call} raised {describe_error(error)}{where}") from error
 
 
 @dataclass

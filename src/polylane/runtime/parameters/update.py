@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.objectives import named_parameters
+from polylane.compile.objectives import build_scheduler, named_parameters, needs_metric
 from polylane.optim.trust import set_sum_over_holders
 from polylane.program.program import Program
 from polylane.runtime.parameters.local_model import LocalModel
-from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh, build_optimizer, build_scheduler
+from polylane.runtime.parameters.optimizer import (
+    GradientClipper,
+    SumOverMesh,
+    build_optimizer,
+    step_optimizer,
+    step_scheduler,
+)
 from polylane.runtime.pipeline.connections import replica_ranks
 from polylane.runtime.sync.compression.choose import choose_compressor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
@@ -59,15 +66,24 @@ class ObjectiveUpdate:
         if samples:
             if self.clipper is not None:
                 self.clipper.clip_gradients()
-            self.optimizer.step()
+            step_optimizer(self.optimizer)
             # ZeRO-1 and -2: each replica updated its shard, the full parameters need all of them.
             if self.shards.flat_buffers:
                 self.shards.gather_updated(self.full_parameters.keys())
-        if self.scheduler is not None:
-            self.scheduler.step()
+        if not self.needs_loss:
+            step_scheduler(self.scheduler)
 
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients of all local parameters and shards by a factor, in place."""
+    @cached_property
+    def needs_loss(self) -> bool:
+        """Whether the scheduler is stepped with the loss, which is known behind the update: see :meth:`step_on`."""
+        return needs_metric(self.scheduler)
+
+    def step_on(self, loss: float) -> None:
+        """Step a scheduler that needs a metric, with the loss of the whole batch."""
+        step_scheduler(self.scheduler, loss)
+
+    def scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply the gradients of all local parameters and shards by a number, or by a scalar tensor, in place."""
         grads = [p.grad for p in self.local_parameters.values() if p.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor)

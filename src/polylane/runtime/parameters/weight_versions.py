@@ -95,10 +95,5 @@ class WeightVersions:
 
 
 def _leaf_of(parameter: nn.Parameter) -> Tensor:
-    """Return a leaf tensor with a parameter's memory, and with the hooks that the user gave it."""
-    leaf = parameter.data.requires_grad_()
-    for hook in (parameter._backward_hooks or {}).values():
-        leaf.register_hook(hook)
-    for after in (parameter._post_accumulate_grad_hooks or {}).values():
-        leaf.register_post_accumulate_grad_hook(after)
-    return leaf
+    """Return a leaf tensor with a parameter's memory."""
+    return parameter.data.requires_grad_()

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from polylane.compile.sample_shares import Batch
 from polylane.graph.capture.aliasing import find_written_buffers
-from polylane.observe.timeline import Span
 from polylane.program.program import Program
 from polylane.runtime.parameters.weight_versions import WeightVersions
 from polylane.runtime.pipeline.batch_tables import runs
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.pipeline.step_result import StepState
+from polylane.runtime.span_clock import TimedSpan
 from polylane.schedule.action import Action, ActionKind
 
 
@@ -143,7 +143,7 @@ class AsynchronousExecutor(Executor):
         self._begin_versions(pipeline.begun)
         pipeline.batches[pipeline.begun] = _BatchUnderWay(self, batch, state, finish)
         number, pipeline.begun = pipeline.begun, pipeline.begun + 1
-        spans = list[Span]()
+        spans = list[TimedSpan]()
         self.run_step(number, spans)
         super()._check_witnessed_calls()
         self.store_buffers()
@@ -155,7 +155,7 @@ class AsynchronousExecutor(Executor):
     def _check_witnessed_calls(self) -> None:
         """Do nothing at an update, which is of another batch than the calls of the step: they are checked behind it."""
 
-    def run_step(self, number: int, spans: list[Span]) -> None:
+    def run_step(self, number: int, spans: list[TimedSpan]) -> None:
         """Run the actions of a step for the batches that are under way, and append what was measured to ``spans``."""
         posted = 0
         for index, action in enumerate(self.program.actions):

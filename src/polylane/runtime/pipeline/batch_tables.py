@@ -46,6 +46,7 @@ class BatchTables:
         routes: by send or receive action, its message; actions with an empty box are left out.
         shapes: shape of every crossing value, by its name and the number of samples that this worker's operators see.
         last_backwards: by stage of this worker, the position of the action that completes its parameters' gradients.
+        open_sizes: the batch's sizes that the graph leaves open.
     """
 
     samples: int
@@ -55,6 +56,7 @@ class BatchTables:
     routes: Mapping[Action, Route]
     shapes: Mapping[tuple[str, int], tuple[int, ...]]
     last_backwards: Mapping[int, int]
+    open_sizes: tuple[int, ...] = ()
 
 
 def build_tables(
@@ -63,6 +65,7 @@ def build_tables(
     samples: int,
     shares: Mapping[int, SampleShare],
     batch_is_sharded: bool,
+    open_sizes: tuple[int, ...] = (),
 ) -> BatchTables:
     """Compute one worker's tables for batches of one size.
 
@@ -72,6 +75,7 @@ def build_tables(
         samples: samples of a batch, over all replicas.
         shares: by microbatch, the samples that this worker computes on.
         batch_is_sharded: whether replicas shard operators along the batch, so that each sees the whole microbatch.
+        open_sizes: the batch's sizes that the graph leaves open, for which the resharder is.
     """
     ends = split_bounds(samples, program.microbatches)
     whole = {i: ends[i][1] - ends[i][0] for i in shares}
@@ -93,7 +97,7 @@ def build_tables(
     shapes = {
         (name, count): wire.shape(count) for name, wire in relays.value_specs.items() for count in set(held.values())
     }
-    return BatchTables(samples, shares, whole, held, routes, shapes, last_backwards)
+    return BatchTables(samples, shares, whole, held, routes, shapes, last_backwards, open_sizes)
 
 
 def runs(action: Action, tables: BatchTables, sums: bool = True) -> bool:

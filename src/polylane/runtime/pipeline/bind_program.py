@@ -12,12 +12,14 @@ from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.reshard import Resharder, value_specs
+from polylane.errors import PolylaneError
 from polylane.graph.precision import dtypes_under_autocast
 from polylane.graph.repeatable import DroppedTensors
 from polylane.plan.plan import Plan
 from polylane.program.check import check
 from polylane.program.lower import lower, lower_evaluation, unroll, without_replica_sync
 from polylane.program.program import GradientBucket, Program
+from polylane.runtime.compiled_regions import refuse_without_compiler
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.asynchronous import AsynchronousExecutor, AsynchronousPipeline
@@ -163,11 +165,17 @@ class StageBinder:
         partition, layout, local_code = self.program.partition, self.compiled.layouts[stage], None
         in_halves, device = self.holding.prepared.plan.splits_backward, self.holding.tensors.device
         # Code that is rewritten for sharded operators defers gradients of what it was rewritten to.
-        dropped = self.dropped[stage]
-        code = extract_stage(partition, stage, device, hooks, in_halves and layout is None, dropped)
+        dropped, compiles = self.dropped[stage], self._compiles()
+        # Code that is rewritten is compiled once it is.
+        code = extract_stage(
+            partition, stage, device, hooks, in_halves and layout is None, dropped, compiles and layout is None
+        )
         if layout is not None:
             at = self.connections.mesh.coordinates
-            local_code = LocalStageCode(code, partition, layout, at, self.dtypes, hooks, in_halves, dropped)
+            compiled_for = device if compiles else None
+            local_code = LocalStageCode(
+                code, partition, layout, at, self.dtypes, hooks, in_halves, dropped, compiled_for
+            )
         runner = StageRunner(
             code=code,
             tensors=self.arguments,
@@ -178,6 +186,21 @@ class StageBinder:
             hooks=hooks,
         )
         return runner, reducer
+
+    def _compiles(self) -> bool:
+        """Return whether the plan compiles this stage.
+
+        Raises:
+            PolylaneError: nothing can be compiled here, or nothing of the model.
+        """
+        if not self.holding.prepared.plan.compile:
+            return False
+        if self.program.partition.graph.is_opaque:
+            raise PolylaneError(
+                "compile=yes: the model runs as the user's own Python, of which no operator is known: leave it out"
+            )
+        refuse_without_compiler(self.holding.tensors.device)
+        return True
 
     def _bind_reduction(self, buckets: tuple[GradientBucket, ...]) -> tuple[StageHooks, AllReducer | None]:
         program, shards, transport = self.program, self.holding.shards, self.connections.transport
@@ -197,7 +220,8 @@ class StageBinder:
             return cut, cut.reducer
         if not any(len(bucket.ranks) > 1 for bucket in buckets):
             return StageHooks(), None
-        return StageHooks(), AllReducer(buckets, held, optional, transport, self.codec, program.replicas)
+        clock = self.connections.mesh.waits.clock
+        return StageHooks(), AllReducer(buckets, held, optional, transport, self.codec, program.replicas, clock)
 
 
 def _buckets_by_stage(

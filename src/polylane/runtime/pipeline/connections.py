@@ -21,8 +21,9 @@ from polylane.plan.plan import Plan
 from polylane.program.check import list_channels
 from polylane.program.program import Program
 from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STATISTICS
+from polylane.runtime.span_clock import CollectiveWaits, clock_of_device
 from polylane.runtime.sync.zero.units import all_shard_groups, shard_group
-from polylane.runtime.tensor_parallel import CollectiveWaits, TransportAxis, WorkerMesh
+from polylane.runtime.tensor_parallel import TransportAxis, WorkerMesh
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.workers.world import World
@@ -134,12 +135,13 @@ def _open_mesh(
 
     These interleave with gradients and with the values between stages, so they have channels of their own.
     """
+    waits = CollectiveWaits(clock_of_device(world.device))
     if not any(axes):
-        return WorkerMesh(), None
+        return WorkerMesh(waits=waits), None
     stages = [plan.stage_and_replica(rank)[0] for rank in range(world.size)]
     groups = sorted({plan.group(rank, (axis,)) for rank, stage in enumerate(stages) for axis in axes[stage]})
     pairs = [(a, b) for group in groups for a in group for b in group if a != b]
-    inner, waits = connect(world, pairs, groups, tag=2, own_groups=True), CollectiveWaits()
+    inner = connect(world, pairs, groups, tag=2, own_groups=True)
     mine = axes[stages[world.rank]]
     own = {axis: TransportAxis(plan.ranks_along(world.rank, axis), inner, waits) for axis in mine}
     return WorkerMesh(own, {name: axis.index for name, axis in own.items()}, waits), inner

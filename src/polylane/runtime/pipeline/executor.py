@@ -15,7 +15,6 @@ from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_
 from polylane.errors import ActionFailed, PeerLost
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
-from polylane.observe.timeline import Span
 from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
 from polylane.program.waits import SEND_DEPTH, receive_horizons
@@ -25,6 +24,7 @@ from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
 from polylane.runtime.pipeline.sample_witness import check_calls, gather_flat, is_witnessed
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
 from polylane.runtime.pipeline.step_result import StepState
+from polylane.runtime.span_clock import Mark
 from polylane.runtime.sync.all_reduce import AllReducer, launch_zeros
 from polylane.runtime.tensor_parallel import WorkerMesh
 from polylane.runtime.transport.protocol import Transport
@@ -83,15 +83,16 @@ class Executor:
         self._reports_loss = self.mesh.is_first
         self._tables: BatchTables | None = None
 
-    def fit_to_samples(self, samples: int) -> Executor:
-        """Return this executor fitted to batches of one size: with its tables, and the code for its shares' sizes."""
+    def fit_to_samples(self, samples: int, open_sizes: tuple[int, ...] = ()) -> Executor:
+        """Return this executor fitted to batches of one size (and open sizes): its tables, the code for its shares."""
         fitted, program = copy.copy(self), self.program
-        replicas, in_turn = len(program.replicas), program.takes_turns
-        shares = compute_shares(samples, self.microbatches, replicas, program.replica, in_turn)
+        parts, replicas, in_turn = self.microbatches, len(program.replicas), program.takes_turns
+        shares = compute_shares(samples, parts, replicas, program.replica, in_turn)
         own = {share.microbatch: share for share in shares if share.weight or not self.is_replica_local}
-        tables = build_tables(self.program, self.resharder, samples, own, self._batch_is_sharded)
-        fitted._tables, sizes = tables, set(tables.held.values())
-        fitted.runners = {stage: runner.fit_to_sizes(sizes) for stage, runner in self.runners.items()}
+        fitted.resharder = self.resharder.at_sizes(open_sizes)
+        tables = build_tables(program, fitted.resharder, samples, own, self._batch_is_sharded, open_sizes)
+        fitted._tables, held = tables, set(tables.held.values())
+        fitted.runners = {stage: runner.fit_to_sizes(held, open_sizes) for stage, runner in self.runners.items()}
         return fitted
 
     @property
@@ -105,6 +106,7 @@ class Executor:
         Raises:
             ActionFailed: an action raised; it says which one, with the original error as cause.
         """
+        self.mesh.waits.clock.begin_step()
         state, posted = self._begin(batch, step, seed), 0
         if not state.tables.shares and not self.is_replica_local:
             launch_zeros(self.program, self.reducers)
@@ -187,8 +189,7 @@ class Executor:
         Args:
             share: this worker's samples of the microbatch.
             tables: tables for batches of this size.
-            step: number of the step, from 0.
-            seed: seed of all random numbers.
+            step, seed: number of the step, from 0, and the seed of all random numbers.
             averaged: number of samples over which the loss is a mean.
         """
         start, stop, weight = share.start, share.stop, share.weight
@@ -206,6 +207,7 @@ class Executor:
             weight=weight,
             sum_replicas=sums,
             loss_samples=averaged,
+            open_sizes=tables.open_sizes,
         )
 
     @property
@@ -220,10 +222,10 @@ class Executor:
             state.pending_receives[action] = self.transport.receive(route.shape, dtype, action.peer)
 
     def _sum_replicas(self, tensor: Tensor) -> Tensor:
-        assert self.sum_statistics is not None
-        start = time.perf_counter()
-        result = self.sum_statistics(tensor)
-        self.mesh.waits.seconds += time.perf_counter() - start
+        sums = self.sum_statistics
+        assert sums is not None
+        with self.mesh.waits.timing():
+            result = sums(tensor)
         self.mesh.waits.bytes += tensor.nbytes if len(self.program.replicas) > 1 else 0
         return result
 
@@ -256,13 +258,13 @@ class Executor:
 
     def _run(self, action: Action, batch: Batch, state: StepState, finish: Callable[[StepState], None]) -> None:
         waits = self.mesh.waits
-        start, waits.seconds, waits.bytes = time.perf_counter(), 0.0, 0
+        start = waits.begin_action()
         if action.kind is ActionKind.FORWARD:
             self._forward(action, batch, state)
-            self._delay_straggler(start)
+            self._delay_straggler(action, start)
         elif action.kind in PASSES:
             self._backward(action, state)
-            self._delay_straggler(start)
+            self._delay_straggler(action, start)
         elif action.kind is ActionKind.SEND:
             self._send(action, state)
         elif action.kind is ActionKind.RECEIVE:
@@ -280,14 +282,13 @@ class Executor:
                 self.running_statistics.move(tensors, state.kept_statistics, whole, self._sum_replicas)
             finish(state)
             waits.bytes += self.transport.counters.given - before
-        end = time.perf_counter()
-        state.spans.append(Span(self.program.rank, action, start, end, waits.seconds, waits.bytes))
+        state.spans.append(waits.make_span(self.program.rank, action, start))
 
-    def _delay_straggler(self, start: float) -> None:
+    def _delay_straggler(self, action: Action, start: Mark) -> None:
         """Sleep until a pass that began at ``start`` has taken as long as on a slower worker."""
         if self._slowness > 1:
-            worked = time.perf_counter() - start - self.mesh.waits.seconds
-            time.sleep(max(0.0, worked) * (self._slowness - 1))
+            span = self.mesh.waits.make_span(self.program.rank, action, start).resolve()
+            time.sleep(max(0.0, span.end - span.start - span.waited) * (self._slowness - 1))
 
     def _forward(self, action: Action, batch: Batch, state: StepState) -> None:
         i = action.microbatch
@@ -325,18 +326,14 @@ class Executor:
         if runner.code.has_loss:
             part = state.sample_slices[i]
             mean = len(runner.live_microbatches[state.first_pass + i].loss) == 1
-            seed = torch.tensor(
-                part.weight * (part.samples if mean else 1) / state.samples_in_mean,
-                device=runner.device,
-                dtype=torch.float64,
-            )
+            # Filled on the device: a copy from the host would wait for all kernels before it.
+            share = part.weight * (part.samples if mean else 1) / state.samples_in_mean
+            seed = torch.full((), share, device=runner.device, dtype=torch.float64)
         # Waiting for messages of earlier microbatches releases their buffers; program/check.py has shown that it ends.
         for key in [key for key in state.pending_sends if key[0][0] == action.stage and key[0][1] <= i - SEND_DEPTH]:
             state.wait_sent(key)
-        for earlier in [
-            each for each in state.input_gradients if each[0] == action.stage and each[1] <= i - SEND_DEPTH
-        ]:
-            del state.input_gradients[earlier]
+        for old in [own for own in state.input_gradients if own[0] == action.stage and own[1] <= i - SEND_DEPTH]:
+            del state.input_gradients[old]
         state.output_values.pop(here, None)  # with the autograd graph that hangs on it
         gradients, outgoing = state.gradients.pop(here, {}), dict[str, Tensor]()
         for crossing in self._outputs[action.stage]:

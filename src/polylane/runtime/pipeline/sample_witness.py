@@ -133,7 +133,8 @@ def _matches_whole_batch(node: fx.Node, records: Sequence[WitnessedCall], gather
         own = [_promote_tensors(r.tensors)[number] for r in counting]
         like = _promote_tensors(records[0].tensors)[number]
         whole_inputs.append(like if dim is None else _gather_rows(own, like, dim, gather))
-    samples = int(sum(map(float, gather(torch.tensor([float(sum(r.part.samples for r in counting))])))))
+    own_samples = torch.full((1,), float(sum(r.part.samples for r in counting)), device=computed[0][1][0].device)
+    samples = int(sum(map(float, gather(own_samples))))
     first = replace(records[0].part, first=0, samples=samples, weight=1, sum_replicas=None, whole=None)
     whole = _run_copy(target, first, whole_inputs)
     vals = [node.meta["val"]] if isinstance(node.meta["val"], Tensor) else list(node.meta["val"])

@@ -20,6 +20,7 @@ from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.overlap import overlap_redistributions
 from polylane.placement.rewrite import rewrite
+from polylane.runtime.compiled_regions import with_compiled_regions
 from polylane.runtime.pipeline.defer_weights import defer_weight_gradients
 from polylane.runtime.pipeline.generated_code import generate_code
 from polylane.runtime.pipeline.recompute import Recomputation
@@ -175,6 +176,7 @@ def extract_stage(
     hooks: StageHooks,
     splits_backward: bool = False,
     dropped: DroppedTensors = NOTHING_DROPPED,
+    compiles: bool = False,
 ) -> StageCode:
     """Extract the part of the graph that a stage runs, and compile it.
 
@@ -186,6 +188,7 @@ def extract_stage(
         splits_backward: whether the schedule has backward passes in two halves. Code that is rewritten for sharded
             operators is written for them only then: see :class:`LocalStageCode`.
         dropped: what forward passes drop, to recompute it.
+        compiles: whether its operators are compiled by inductor.
     """
     chosen = {node.name: node for node in partition.nodes(stage)}
     outputs = tuple(c.value for c in partition.crossings if c.producer == stage)
@@ -217,7 +220,7 @@ def extract_stage(
     graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
     groups = _defer_weights(graph, partition) if splits_backward else ()
     again = Recomputation(graph, dropped, hooks.pack_saved, hooks.unpack_saved, chosen)
-    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, hooks, again)
+    run, lines, file = _compile_graph(graph, f"stage {stage}", chosen, hooks, again, device if compiles else None)
     return StageCode(run, _roles(graph), outputs, bool(loss), lines, file, graph, watch, again, groups)
 
 
@@ -244,6 +247,7 @@ class LocalStageCode:
         hooks: insert their gates into the code.
         splits_backward: whether the schedule has backward passes in two halves.
         dropped: what forward passes drop, to recompute it.
+        compiled_for: device for which its operators are compiled by inductor; None: they are not.
     """
 
     whole: StageCode
@@ -254,10 +258,11 @@ class LocalStageCode:
     hooks: StageHooks
     splits_backward: bool = False
     dropped: DroppedTensors = NOTHING_DROPPED
+    compiled_for: torch.device | None = None
 
-    def rewrite_for(self, samples: int) -> StageCode:
-        """Rewrite the code for a part with that number of samples."""
-        calls, splits = self.layout.at(samples)
+    def rewrite_for(self, samples: int, open_sizes: tuple[int, ...]) -> StageCode:
+        """Rewrite the code for a part with that number of samples, of a batch with these open sizes."""
+        calls, splits = self.layout.at(samples, open_sizes)
         graph = rewrite(
             self.whole.graph,
             calls,
@@ -267,12 +272,14 @@ class LocalStageCode:
             aliases=self.layout.view.aliases,
             leaving=self.whole.outputs,
             dtypes=self.dtypes,
+            open_sizes=open_sizes,
         )
         overlap_redistributions(graph)
         groups = _defer_weights(graph, self.partition) if self.splits_backward else ()
         nodes = {node.name: node for node in self.partition.graph.nodes}
         again = Recomputation(graph, self.dropped, self.hooks.pack_saved, self.hooks.unpack_saved, nodes)
-        run, lines, file = _compile_graph(graph, f"{samples} samples of {self.whole.file}", nodes, self.hooks, again)
+        label = " by ".join(map(str, (f"{samples} samples", *open_sizes))) + f" of {self.whole.file}"
+        run, lines, file = _compile_graph(graph, label, nodes, self.hooks, again, self.compiled_for)
         return replace(
             self.whole,
             run=run,
@@ -297,11 +304,19 @@ def _move_devices(value: Any, device: torch.device) -> Any:
 
 
 def _compile_graph(
-    graph: fx.Graph, label: str, chosen: Mapping[str, Node], hooks: StageHooks, again: Recomputation
+    graph: fx.Graph,
+    label: str,
+    chosen: Mapping[str, Node],
+    hooks: StageHooks,
+    again: Recomputation,
+    compiled_for: torch.device | None = None,
 ) -> tuple[Callable[..., Any], dict[int, Node], str]:
-    """Compile a graph's Python source under a unique file name, so that an error's line identifies the node."""
+    """Compile a graph's Python source under a unique file name, so that an error's line identifies the node.
+
+    With ``compiled_for`` runs of torch operators are compiled by inductor for that device, and called as one.
+    """
     with hooks.insert_gates(graph), again.watching_calls():
-        code = generate_code(graph, label)
+        code = generate_code(graph if compiled_for is None else with_compiled_regions(graph, compiled_for), label)
         # A gate is none of the graph's own nodes.
         lines = {line: chosen[n.meta["name"]] for line, n in code.nodes_by_line.items() if "name" in n.meta}
     return code.run, lines, code.file

@@ -78,13 +78,17 @@ class StageRunner:
         """Return the code for a part with that number of samples, which :meth:`fit_to_sizes` has made."""
         return self.code if self.local_code is None else self.codes[samples]
 
-    def fit_to_sizes(self, sizes: Collection[int]) -> StageRunner:
-        """Return this runner for parts of these sizes: with the code for each size, where it depends on that."""
+    def fit_to_sizes(self, sizes: Collection[int], open_sizes: tuple[int, ...] = ()) -> StageRunner:
+        """Return this runner for parts of these sizes: with the code for each size, where it depends on that.
+
+        Args:
+            sizes: numbers of samples of the parts.
+            open_sizes: the batch's sizes that the graph leaves open.
+        """
         if self.local_code is None:
             return self
-        return replace(
-            self, codes={samples: self.local_code.rewrite_for(samples) for samples in sizes}, live_microbatches={}
-        )
+        codes = {samples: self.local_code.rewrite_for(samples, open_sizes) for samples in sizes}
+        return replace(self, codes=codes, live_microbatches={})
 
     def forward(
         self,

@@ -17,6 +17,7 @@ from polylane.observe.timeline import Span, Timeline
 from polylane.program.program import Program
 from polylane.runtime.pipeline.batch_tables import BatchTables
 from polylane.runtime.pipeline.running_statistics import Kept
+from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 from polylane.runtime.transport.serialization import serializable
 from polylane.schedule.action import Action, ActionKind
@@ -61,7 +62,7 @@ class StepState:
         kept_statistics: by microbatch, statistics of batch normalizations that move running ones at the step's end.
         loss_totals: loss of each microbatch, summed over its samples.
         loss_counts: number of samples, or sum of weights, of each of these.
-        spans: start, end and bytes of every action so far.
+        spans: start, end and bytes of every action so far; on an accelerator they are known once it has ended them.
     """
 
     sample_slices: dict[int, SampleSlice]
@@ -77,16 +78,24 @@ class StepState:
     kept_statistics: dict[int, Kept] = field(default_factory=dict)
     loss_totals: list[Tensor] = field(default_factory=list)
     loss_counts: list[Tensor | float] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
+    spans: list[TimedSpan] = field(default_factory=list)
 
     def wait_sent(self, key: _SendKey) -> None:
         """Wait until messages have been sent, and release their buffers."""
         for pending in self.pending_sends.pop(key, ()):
             pending.wait()
 
-    def sums(self) -> tuple[float, float]:
-        """Return the loss that this worker computed, as (total, count)."""
-        return float(sum(map(float, self.loss_totals))), float(sum(map(float, self.loss_counts)))
+    def sums(self, device: torch.device) -> Tensor:
+        """Return the loss that this worker computed, as float64 tensor [total, count] on a device; nobody waits."""
+        return torch.stack([_add_up(self.loss_totals, device), _add_up(self.loss_counts, device)])
+
+
+def _add_up(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
+    """Return the sum of numbers, in order, as a float64 scalar on a device; those in tensors are on that device."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for number in numbers:
+        total += number
+    return total
 
 
 @dataclass(eq=False, repr=False)
@@ -109,7 +118,7 @@ class StepResult:
     _pending: PendingTransfer | None = None
     # Programs of all workers, by rank, in the order of the vector; and this worker's spans, where none are gathered.
     _programs: Sequence[Program] = ()
-    _local_spans: Sequence[Span] = ()
+    _local_spans: Sequence[TimedSpan] = ()
 
     @property
     def loss(self) -> float:
@@ -126,13 +135,18 @@ class StepResult:
 
     @property
     def timeline(self) -> Timeline:
-        """The spans of every worker, in seconds from the step's start."""
+        """The spans of every worker, in seconds from the step's start; on accelerators of this worker alone.
+
+        Of all workers there: :meth:`polylane.runtime.job.Job.timeline`, which waits for their devices.
+        """
         self.wait_complete()
         spans: list[Span] = []
         numbers = self._vector[2:].tolist()
         if not numbers:
             title = "measured (this worker)"
-            return Timeline(tuple(self._local_spans), len(self._programs), title=title).from_zero()
+            return Timeline(
+                tuple(span.resolve() for span in self._local_spans), len(self._programs), title=title
+            ).from_zero()
         at = 0
         for program in self._programs:
             for action in program.actions:
@@ -171,23 +185,25 @@ def gather_result(
             all.
     """
     ranks = range(transport.size) if ranks is None else ranks
-    gather = transport.size <= TIMELINE_WORKERS
+    # Spans of an accelerator are known when it has ended them, for which no step waits.
+    gather = transport.size <= TIMELINE_WORKERS and device.type == "cpu"
     numbers = [0.0] * (NUMBERS * sum(len(program.actions) for program in programs) if gather else 0)
     if gather:
         # Shifted to rank 0's clock before they are summed, so that all lanes have one origin.
         begin = sum(len(program.actions) for program in programs[: transport.rank])
         place = {action: begin + i for i, action in enumerate(programs[transport.rank].actions)}
-        for span in state.spans:
+        for span in (timed.resolve() for timed in state.spans):
             at = NUMBERS * place[span.action]
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
-    vector = torch.tensor([*state.sums(), *numbers], dtype=torch.float64, device=device)
+    vector = torch.cat([state.sums(device), torch.tensor(numbers, dtype=torch.float64, device=device)])
     pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
     return StepResult(step, state.tables.samples, vector, pending, programs, state.spans)
 
 
-def align_clocks(steps: Sequence[Sequence[Span]], ahead: float) -> list[Span]:
+def align_clocks(steps: Sequence[Sequence[TimedSpan]], ahead: float) -> list[Span]:
     """Shift the spans of several steps to rank 0's clock; ``ahead``: seconds that this worker's is ahead of it."""
-    return [replace(span, start=span.start - ahead, end=span.end - ahead) for spans in steps for span in spans]
+    known = [timed.resolve() for spans in steps for timed in spans]
+    return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in known]
 
 
 def merge_timelines(lanes: Sequence[Sequence[Span]], workers: int) -> Timeline:

@@ -6,7 +6,6 @@ bucket of one contiguous gradient is sent from the gradient's own memory.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,24 +13,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polylane.errors import PolylaneError
+from polylane.graph.sparse_gradients import densify
 from polylane.program.program import GradientBucket, Program
+from polylane.runtime.span_clock import HostClock, Mark, SpanClock
 from polylane.runtime.sync.bucket_launcher import BucketLauncher
 from polylane.runtime.sync.compression.compressor import (
     BucketGradients,
     GradientCompressor,
     PendingReduction,
 )
+from polylane.runtime.sync.sparse_exchange import launch_sparse_sum
 from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.transport.staged import HostStaging
 from polylane.schedule.action import WEIGHT_PASSES
 
 
 @dataclass
 class _LaunchedBucket:
-    """A bucket whose sum is pending; ``started`` is in seconds of ``time.perf_counter()``."""
+    """A bucket whose sum is pending; ``started`` is a mark of the worker's clock."""
 
     bucket: GradientBucket
     pending: PendingReduction
-    started: float
+    started: Mark
 
 
 class AllReducer:
@@ -48,6 +52,7 @@ class AllReducer:
             reducers of the same parameters that run in turns share one. Default: no compression.
         replicas: the ranks that hold the same shards of the same stage as this worker. A bucket that other ranks sum
             too (partial sums along an operator axis, weights tied between stages) is never compressed.
+        clock: reads when a bucket was launched; default: the host's.
 
     Attributes:
         bucket_names: names of the buckets that it sums, in the order of reduction.
@@ -63,12 +68,14 @@ class AllReducer:
         transport: Transport,
         codec: GradientCompressor | None = None,
         replicas: Collection[int] = (),
+        clock: SpanClock | None = None,
     ) -> None:
         self._buckets = [bucket for bucket in buckets if len(bucket.ranks) > 1]
         self.bucket_names = tuple(bucket.name for bucket in self._buckets)
         self._parameters = parameters
         self._optional = frozenset(optional)
         self._transport = transport
+        self._clock = HostClock() if clock is None else clock
         plain = GradientCompressor()
         self.compressor = plain if codec is None else codec
         self._compressors = [
@@ -96,26 +103,39 @@ class AllReducer:
         bucket = self._buckets[index]
         # The difference of a counter: only the compressor knows how many bytes it hands over.
         given = self._transport.counters.given
-        flight = self._compressors[index].launch_sum(self._bucket_gradients(bucket), self._transport)
+        if bucket.is_sparse:
+            flight: PendingReduction = self._launch_sparse_bucket(bucket)
+        else:
+            flight = self._compressors[index].launch_sum(self._bucket_gradients(bucket), self._transport)
         self.bucket_bytes[bucket.name] = self._transport.counters.given - given
-        self._launched[bucket.name] = _LaunchedBucket(bucket, flight, time.perf_counter())
+        self._launched[bucket.name] = _LaunchedBucket(bucket, flight, self._clock.mark())
+
+    def _launch_sparse_bucket(self, bucket: GradientBucket) -> PendingReduction:
+        (name,) = bucket.parameters
+        table = self._parameters[name]
+        gradient = None if self._transport.rank in bucket.zero_contributors else table.grad
+        return launch_sparse_sum(name, table, gradient, bucket.ranks, self._transport)
 
     def _bucket_gradients(self, bucket: GradientBucket) -> BucketGradients:
         """Return this worker's contribution to a bucket: zeros where it has no gradient, or another rank gives it."""
         silent = self._transport.rank in bucket.zero_contributors
         parameters = [self._parameters[name] for name in bucket.parameters]
-        grads = tuple(torch.zeros_like(p) if p.grad is None or silent else p.grad for p in parameters)
+        for name, parameter in zip(bucket.parameters, parameters, strict=True):
+            if parameter.grad is not None and parameter.grad.is_sparse and name in self._optional:
+                raise PolylaneError(
+                    f"{name} gets a sparse gradient in Python code of its own that could not be captured, so that "
+                    "replicas cannot add it up: make the embedding with sparse=False"
+                )
+        # Of a table that is also read otherwise one rank may have the sparse summand of a dense gradient.
+        grads = tuple(torch.zeros_like(p) if p.grad is None or silent else densify(p.grad) for p in parameters)
         # A rank that contributes zeros also reports no gradient: another rank's flag stands for both.
         optional = tuple(name for name in bucket.parameters if name in self._optional)
         had = [float(self._parameters[name].grad is not None and not silent) for name in optional]
-        flags = torch.tensor(had, dtype=grads[0].dtype, device=grads[0].device)
+        flags = HostStaging(grads[0].device).to_device(torch.tensor(had, dtype=grads[0].dtype))
         return BucketGradients(bucket.ranks, bucket.parameters, grads, optional, flags)
 
-    def wait_bucket(self, name: str) -> float:
-        """Wait for one bucket, install its sums as gradients, and return when it was launched.
-
-        The time is in seconds of ``time.perf_counter()``.
-        """
+    def wait_bucket(self, name: str) -> Mark:
+        """Wait for one bucket, install its sums as gradients, and return the mark of its launch."""
         if not self._has_advanced:
             # Second rounds start only after all first ones, in the order of the buckets: so all ranks issue all
             # collectives in one order, whichever of them complete first.
@@ -152,6 +172,6 @@ def match_strides(gradient: Tensor, parameter: Tensor) -> Tensor:
     Autograd does the same, and torch's fused optimizers walk over the memory of both in parallel: a contiguous gradient
     of a channels-last weight would be added to the wrong elements, without an error (torch 2.13, CPU).
     """
-    if gradient.stride() == parameter.stride():
+    if gradient.is_sparse or gradient.stride() == parameter.stride():
         return gradient
     return torch.empty_like(parameter, requires_grad=False).copy_(gradient)

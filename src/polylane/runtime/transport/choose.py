@@ -1,4 +1,4 @@
-"""Choice of transport: shared memory inside a host, torch.distributed between hosts and on GPUs."""
+"""Choice of transport: shared memory inside a host, torch.distributed between hosts and between GPUs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from polylane.runtime.transport.shared_memory.rendezvous import (
     connect_hub,
     why_no_shared_memory,
 )
+from polylane.runtime.transport.staged import StagedConnections
 from polylane.runtime.workers.world import World
 
 VARIABLE = "POLYLANE_TRANSPORT"
@@ -31,7 +32,9 @@ def choose_transport(world: World) -> Connect:
         all on CPUs of one host                    shared memory
         on CPUs of several hosts, more than one    hierarchical: shared memory inside a host, torch.distributed
         worker on any of them                      between hosts
-        others                                     torch.distributed
+        on accelerators that some of them share    one of the above between their hosts' memories, values copied there
+                                               and back (:mod:`.staged`)
+    others                                     torch.distributed (NCCL)
 
     The environment variable ``POLYLANE_TRANSPORT`` forces one: ``gloo`` torch.distributed alone, ``shared_memory`` that
     all workers share the memory of one host.
@@ -43,6 +46,8 @@ def choose_transport(world: World) -> Connect:
     Raises:
         PolylaneError: the variable has an unknown or differing value, or names a transport that is not possible here.
     """
+    if world.is_staged:
+        return StagedConnections(choose_transport(world.on_host()), world.device)
     asked = os.environ.get(VARIABLE) or None
     if world.size == 1 or world.backend is None:
         _refuse_unknown(asked)

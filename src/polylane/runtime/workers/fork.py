@@ -131,7 +131,7 @@ def _refuse_unsafe_fork(workers: int) -> None:
     if torch.cuda.is_initialized():
         raise PolylaneError(
             "workers cannot be forked: this process has already started CUDA, which a forked child cannot use; "
-            "fork before the first CUDA call, or start the workers with torchrun"
+            "set CUDA_VISIBLE_DEVICES= to compute on the CPU, or start the workers with torchrun"
         )
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from polylane.errors import PolylaneError
 from polylane.runtime.transport import plain_objects as objects
@@ -36,7 +38,8 @@ class World:
         size: number of workers on all hosts.
         local_rank: rank of this worker among those of its host, from 0.
         device: device on which this worker computes.
-        backend: c10d backend, ``"gloo"`` or ``"nccl"``; None for a single worker without any process group.
+        backend: c10d backend, ``"gloo"`` or ``"nccl"``; None for a single worker without any process group. Over gloo
+            the tensors of an accelerator travel through the host, see :meth:`on_host`.
         is_joined: whether this world makes and ends the default process group, see :meth:`leave`.
         group: process group of these workers, if they are the first of a larger world; None: the default group.
         board: store of workers that one process of this host started; None for other workers.
@@ -55,19 +58,17 @@ class World:
     def of_started_worker(cls, board: FileStore, rank: int, size: int) -> World:
         """Build the world of a worker that a process of this host started, with all other workers.
 
-        No process group is made before it is needed (:meth:`connect`), because its backend listens on a port.
+        No process group is made before it is needed (:meth:`connect`), because its backend listens on a port. The
+        backend is gloo where workers share accelerators, since NCCL refuses two ranks on one device.
 
         Args:
             board: store over which the workers meet.
             rank: rank of this worker, from 0.
             size: number of workers, all on this host.
-
-        Raises:
-            PolylaneError: this host has fewer accelerators than workers.
         """
         global _started
-        device = pick_device(rank, size)
-        _started = cls(rank, size, rank, device, backend_of_device(device), is_joined=True, board=board)
+        device = pick_device(rank)
+        _started = cls(rank, size, rank, device, _own_backend(device, size), is_joined=True, board=board)
         return _started
 
     @classmethod
@@ -75,25 +76,31 @@ class World:
         """Join the other workers by torchrun's environment variables (RANK, WORLD_SIZE, MASTER_ADDR, ...).
 
         Without RANK in the environment this worker is alone, and no process group is made. A process group that is
-        already initialised is used unchanged. Makes the chosen device the current one.
+        already initialised is used unchanged. Makes the chosen device the current one. All workers take the same
+        backend: NCCL if each has an accelerator of its own, else gloo.
 
         Raises:
-            PolylaneError: the environment is incomplete, or this host has fewer accelerators than workers.
+            PolylaneError: the environment is incomplete.
         """
         if _started is not None:
             return replace(_started, is_joined=False)
         if dist.is_initialized():
             return cls._of_existing_group()
         if "RANK" not in os.environ:
-            return cls(rank=0, size=1, local_rank=0, device=pick_device(0, 1), backend=None)
+            return cls(rank=0, size=1, local_rank=0, device=pick_device(0), backend=None)
         rank, size = _read_environment("RANK"), _read_environment("WORLD_SIZE")
         local_rank = _read_environment("LOCAL_RANK", default=rank)
-        device = pick_device(local_rank, _read_environment("LOCAL_WORLD_SIZE", default=1))
-        backend = backend_of_device(device)
+        device = pick_device(local_rank)
+        backend = _own_backend(device, _read_environment("LOCAL_WORLD_SIZE", default=1))
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
                 raise PolylaneError(f"RANK is set but {name} is not: start the workers with torchrun, or unset RANK")
-        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout)
+        store, rank, size = next(rendezvous("env://", rank, size, timeout=timeout))
+        store.set_timeout(timeout)
+        backend = agree_on_backend(PrefixStore("backend", store), rank, size, backend, device)
+        dist.init_process_group(
+            backend, store=PrefixStore("default", store), rank=rank, world_size=size, timeout=timeout
+        )
         world = cls(rank, size, local_rank, device, backend, is_joined=True)
         atexit.register(world.leave)  # gloo's threads must not outlive the interpreter
         world.authenticate_group(dist.group.WORLD)
@@ -140,10 +147,19 @@ class World:
         local_rank = _read_environment("LOCAL_RANK", default=rank)
         accelerator = accelerator_type()
         if accelerator is not None and _group_backend(accelerator) == backend_of_device(torch.device(accelerator)):
-            device = pick_device(local_rank, _read_environment("LOCAL_WORLD_SIZE", default=1))
+            device = pick_device(local_rank)
         else:
             device = torch.device("cpu")
         return cls(rank, size, local_rank, device, _group_backend(device.type))
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the tensors of this worker's device travel through the host, because its backend carries no other."""
+        return self.backend == "gloo" and self.device.type != "cpu"
+
+    def on_host(self) -> World:
+        """Return this world for tensors on the CPU, as gloo and shared memory carry them."""
+        return replace(self, device=torch.device("cpu"), is_joined=False)
 
     def first_workers(self, size: int) -> World:
         """Return the world of the first ``size`` workers, with a process group of their own.
@@ -198,28 +214,64 @@ def accelerator_type() -> str | None:
     return str(accelerator.type)
 
 
-def pick_device(local_rank: int, local_size: int) -> torch.device:
-    """Choose a worker's device and make it the current one: an accelerator of its own, or else the CPU.
+def hide_accelerators() -> None:
+    """Have this process and all that it starts compute on the CPU; called before anything asks for an accelerator.
+
+    Forked processes cannot use one whose driver their parent has started, and asking for the number of devices starts
+    it: autograd does so in its first backward pass, after which no child of a process that sees a GPU can go backward.
+    """
+    if not torch.cuda.is_initialized():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def pick_device(local_rank: int) -> torch.device:
+    """Choose a worker's device and make it the current one: an accelerator, or the CPU where there is none.
+
+    Workers of a host with fewer accelerators share these in turn.
 
     Args:
         local_rank: rank of the worker among those of its host, from 0.
-        local_size: number of workers on the host.
-
-    Raises:
-        PolylaneError: the host has accelerators, but fewer than workers.
     """
     accelerator = accelerator_type()
     if accelerator is None:
         return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    if local_size > count:
-        raise PolylaneError(
-            f"{local_size} workers on a host with {count} {accelerator} device(s), and each needs one of its own: "
-            "use fewer workers, or hide the devices (CUDA_VISIBLE_DEVICES=) to run on the CPU"
-        )
-    device = torch.device(accelerator, local_rank % count)
+    device = torch.device(accelerator, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device)
     return device
+
+
+def _own_backend(device: torch.device, local_size: int) -> str:
+    """Return the backend that a worker could use, if the others can: gloo where workers of its host share devices."""
+    if device.type != "cpu" and local_size > torch.accelerator.device_count():
+        return "gloo"
+    return backend_of_device(device)
+
+
+def agree_on_backend(store: Store, rank: int, size: int, own: str, device: torch.device) -> str:
+    """Return the backend of all workers: the one that all of them can use, else gloo; a collective of the workers.
+
+    Workers also share a device if each of them sees it as its first one (CUDA_VISIBLE_DEVICES set for each process):
+    devices are compared by the identity that the driver gives them.
+
+    Args:
+        store: store of all workers, for this exchange alone.
+        rank: rank of this worker, from 0.
+        size: number of workers.
+        own: backend that this worker could use.
+        device: device of this worker.
+    """
+    store.set(f"{rank}", f"{own} {_device_identity(device)}")
+    cards = [card.decode().split(" ", 1) for card in store.multi_get([f"{rank}" for rank in range(size)])]
+    backends, devices = {card[0] for card in cards}, [card[1] for card in cards if card[1]]
+    is_shared = len(set(devices)) < len(devices)
+    return "gloo" if len(backends) > 1 or is_shared else own
+
+
+def _device_identity(device: torch.device) -> str:
+    """Return what identifies a device among those of all hosts; empty for the CPU, and where the driver gives none."""
+    if device.type != "cuda":
+        return ""
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
 def _group_backend(device_type: str) -> str:

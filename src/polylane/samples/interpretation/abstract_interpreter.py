@@ -23,6 +23,7 @@ from polylane.placement.operator_view import OperatorNode, TensorKey, base_name,
 from polylane.placement.placement import REPLICATE, Replicate, Shard
 from polylane.placement.strategy import OperatorCall
 from polylane.samples.interpretation.additivity import (
+    IN_OTHER_ORDER,
     OWN,
     REPLICAS,
     WHOLE,
@@ -33,6 +34,7 @@ from polylane.samples.interpretation.additivity import (
     power_of_size,
 )
 from polylane.samples.interpretation.known_states import Derived, KnownStates, NeededStatistic, nodes_from_inputs
+from polylane.samples.interpretation.regrouped_rows import derive_regrouped
 from polylane.samples.interpretation.transfer_functions import derive_rows, derive_scaled, derive_sums
 
 # Reductions to an extreme, which combine over parts by the same extreme.
@@ -132,7 +134,7 @@ class AbstractInterpreter(KnownStates):
             found = derive_rows(self, step, own, node) or derive_sums(self, step, own, node)
         else:
             found = derive_sums(self, step, own, node)
-        return found or derive_scaled(self, step, own, node)
+        return found or derive_scaled(self, step, own, node) or derive_regrouped(self, step, own, node)
 
     def _counted_states(self, step: OperatorNode, target: WholeBatchStatistic) -> Derived:
         """Return the state of a whole-batch statistic: replicated, if its parts combine as the statistic does."""
@@ -148,6 +150,7 @@ class AbstractInterpreter(KnownStates):
         """Return the states of the user's own Python, of which only its trace or the user's word is known."""
         described = self.described[step.name]
         known = all(key in self.states for key in step.input_keys)
+        known = known and not any(isinstance(self.states[key], IN_OTHER_ORDER) for key in step.input_keys)
         # Equal inputs give equal outputs; but a function's gradient may not be, so a differentiable one needs
         # its proof.
         alike = known and all(self.states[key] == REPLICATE for key in step.input_keys) and not self._grow(step)

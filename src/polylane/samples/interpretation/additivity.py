@@ -7,6 +7,7 @@ A batch of n samples is divided into parts of n_i samples. In terms of the parts
     additive(q)     the sum of (n_i / n)^q times each: q = 0 is a sum, q = 1 a mean    Additive
     proportional(p) part_i = (n_i / n)^p whole: a number of samples has p = 1          Proportional
     scaled(p)       rows, where part_i's rows are (n_i / n)^p times the whole's         ScaledRows
+    regrouped       all rows of the parts, in an order that data decides               Regrouped, Groups, Inverse
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from polylane.placement.placement import REPLICATE, Placement, Shard, even_cuts
 # The interpretation compares a whole of four samples with two replicas of two each.
 OWN, REPLICAS = 2, 2
 WHOLE = OWN * REPLICAS
-ROW_EACH = even_cuts(WHOLE, REPLICAS)
 
 # Numbers of samples at which a size's power law is tested: small ones, and some beyond any bound in user code.
 PROBES = (*range(1, 2 * WHOLE), 63, 1024, 65_537)
@@ -57,7 +57,47 @@ class ScaledRows:
     power: int
 
 
-State = Placement | Additive | Proportional | ScaledRows
+@dataclass(frozen=True)
+class Regrouped:
+    """The whole's rows are those of the parts, in an order that data decides; see :mod:`.regrouped_rows`.
+
+    Attributes:
+        rows: dimension 0, which has the rows, with their cuts.
+        order: name of the operator that decides the order; values with the same order correspond row by row.
+    """
+
+    rows: Shard
+    order: str
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How many rows each group of an order has, where the order sorts rows by group.
+
+    Attributes:
+        order: name of the operator that sorts.
+        ends: whether the numbers are added up, so that they say where each group ends.
+    """
+
+    order: str
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Inverse:
+    """The numbers that put rows of an order back where they were.
+
+    Attributes:
+        order: name of the operator that sorts.
+        rows: the rows as they were.
+    """
+
+    order: str
+    rows: Shard
+
+
+State = Placement | Additive | Proportional | ScaledRows | Regrouped | Groups | Inverse
+IN_OTHER_ORDER = Regrouped, Groups, Inverse
 
 
 def power_of_additive(state: State | None) -> int | None:

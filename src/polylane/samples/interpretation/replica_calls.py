@@ -30,12 +30,12 @@ aten = torch.ops.aten
 # They return all elements in the same order, or repeat each: their output shape says everything about their arguments.
 REFORMING = {"flatten", "ravel", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"}
 EXPANDING = {"broadcast_to", "expand", "expand_as"}
-_COPYING = {"to", "_to_copy", "type_as", "alias", "clone", "contiguous", "detach", "lift_fresh_copy"}
+COPYING = {"to", "_to_copy", "type_as", "alias", "clone", "contiguous", "detach", "lift_fresh_copy"}
 
 
 def preserves_numbers(call: OperatorCall) -> bool:
     """Return whether an operator copies its input to a dtype that holds the values: sums of parts stay sums."""
-    if call.base not in _COPYING or not call.inputs or call.written_inputs:
+    if call.base not in COPYING or not call.inputs or call.written_inputs:
         return False
     to, of = call.outputs[0].dtype, call.inputs[0].dtype
     return to.is_floating_point or to.is_complex or to == of or (of is torch.bool and not to.is_floating_point)

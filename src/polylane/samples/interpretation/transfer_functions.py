@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from polylane.graph.capture.aliasing import written_arguments
@@ -21,10 +20,8 @@ from polylane.graph.symbolic_sizes import SymbolicSize, is_ragged
 from polylane.placement.operator_view import OperatorNode, bind_arguments, with_neighbour_cuts
 from polylane.placement.placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 from polylane.placement.rules.registry import strategies
-from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
+from polylane.placement.strategy import OperatorCall, Strategy
 from polylane.samples.interpretation.additivity import (
-    ROW_EACH,
-    WHOLE,
     Additive,
     Proportional,
     ScaledRows,
@@ -49,6 +46,13 @@ from polylane.samples.interpretation.replica_calls import (
     selects_by_mask,
     strip_gradient_placements,
 )
+from polylane.samples.interpretation.row_numbers import (
+    WRITING_ROWS,
+    finds_own_rows,
+    reads_own_rows,
+    selects_own_rows,
+    writes_own_rows,
+)
 
 # They return the indices at which a mask is true.
 _FINDING = {"nonzero", "nonzero_numpy"}
@@ -56,6 +60,10 @@ _FINDING = {"nonzero", "nonzero_numpy"}
 MOVING = {*REFORMING, *EXPANDING, "alias", "clone", "contiguous", "detach", "permute", "slice", "to", "transpose"}
 # One value, or uninitialized memory, in any size.
 _FILLED = {"empty", "full", "ones", "zeros"}
+# Their result has nothing of their input but its shape.
+LIKE_SHAPED = {"empty_like", "ones_like", "zeros_like"}
+# Of "other" they read nothing but the dtype and the device.
+_LENT_DTYPE = {"to", "type_as"}
 # Keyed random numbers: each sample has its own, or all have the same.
 _DRAWN = {"rand", "randint", "randn", "randperm"}
 
@@ -83,23 +91,30 @@ def derive_rows(known: KnownStates, step: OperatorNode, own: OperatorCall, node:
     if not step.input_keys and base in _DRAWN:
         return in_order if _draws_alike(step, own, node, in_order[0]) else None
     if not step.input_keys and base == "arange" and step.call.arguments != own.arguments:
-        known.size_cuts |= dict.fromkeys(step.output_keys, ROW_EACH)
+        (rows,) = in_order
         first, stride = step.call.arguments.get("start", 0), step.call.arguments.get("step", 1)
-        return in_order if (first, step.call["end"], stride) == (0, WHOLE, 1) else None
+        if not isinstance(rows, Shard) or (first, stride) != (0, 1):
+            return None
+        known.size_cuts |= dict.fromkeys(step.output_keys, rows.cuts)
+        return in_order
     # Row numbers (arange) differ between part and whole. They may be moved around, and may index their own rows;
     # nothing else.
     numbered = [key in known.size_cuts for key in step.input_keys]
     if base == "index" and any(numbered):
-        return in_order if _from_own_rows(known, step, in_order[0]) else None
+        return in_order if reads_own_rows(known, step, in_order[0]) else None
+    if base in WRITING_ROWS and any(numbered):
+        return in_order if writes_own_rows(known, step, in_order[0]) else None
+    if base in LIKE_SHAPED and has_same_numbers(step.call, own):
+        return in_order
     if any(numbered):
         if len(numbered) == 1:
             known.size_cuts |= dict.fromkeys(step.output_keys, known.size_cuts[step.input_keys[0]])
         if base not in MOVING or len(numbered) > 1:
             return None
     if base in _FINDING or step.call.op == "aten.where.default":
-        return in_order if _found(known, step) else None
+        return in_order if finds_own_rows(known, step) else None
     if selects_by_mask(step.call):
-        return in_order if _selected(known, step, in_order[0]) else None
+        return in_order if selects_own_rows(known, step, in_order[0]) else None
     return derive_by_rules(known, step, own, node)
 
 
@@ -124,10 +139,14 @@ def _draws_alike(step: OperatorNode, own: OperatorCall, node: fx.Node, lies: Pla
 def derive_by_rules(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
     given = [known.states[key] for key in step.input_keys]
     call = as_functional(known, step, node)
+    lender = call.arguments.get("other") if call.base in _LENT_DTYPE else None
     # The first strategy whose input placements are the states, and whose rank calls are a replica's, proves the
     # outputs.
     for strategy in strategies(call):
-        if strip_gradient_placements(strategy.inputs) != given:
+        read = strip_gradient_placements(strategy.inputs)
+        if lender is not None:  # of which nothing but its dtype is read
+            read[lender.index] = given[lender.index]
+        if read != given:
             continue
         if any(isinstance(p, Partial) for p in strategy.outputs):
             if all(isinstance(p, Partial) for p in strategy.outputs):
@@ -159,46 +178,6 @@ def _power_of_sum(node: fx.Node, call: OperatorCall, own: OperatorCall, strategy
         return 0
     ragged = any(is_ragged(n.meta.get("val")) for n in node.all_input_nodes)
     return 1 if made.is_share_of_mean and not ragged else None
-
-
-def _selected(known: KnownStates, step: OperatorNode, lies: Placement | None) -> bool:
-    """Return whether rows selected by a mask stay in sample order: mask and values have samples in dimension 0."""
-    masks = [v for v in step.call.inputs if v.dtype is torch.bool]
-    if len(masks) != 1:
-        return False
-    rows = [known.states[key] for key in step.input_keys]
-    mask, x = masks[0], step.call.inputs[0]
-    first = all(isinstance(p, Shard) and p.dim == 0 for p in rows)
-    same = x.shape[: mask.dim] == mask.shape and (step.call.base == "index" or x.dim == mask.dim)
-    return first and same and isinstance(lies, Shard) and lies.dim == 0
-
-
-def _found(known: KnownStates, step: OperatorNode) -> bool:
-    """Return whether the indices of a mask's true elements are in sample order; those of dimension 0 are row numbers.
-
-    The index table of nonzero is only known for one-dimensional masks, since it mixes all dimensions.
-    """
-    mask, state = step.call.inputs[0], known.states[step.input_keys[0]]
-    if not isinstance(state, Shard) or state.dim != 0 or (step.call.base == "nonzero" and mask.dim != 1):
-        return False
-    known.size_cuts[step.output_keys[0]] = state.cuts
-    return True
-
-
-def _from_own_rows(known: KnownStates, step: OperatorNode, lies: Placement | None) -> bool:
-    """Return whether an indexing by row numbers reads, for every sample, the sample's own row."""
-    x, indices = step.input_keys[0], step.call["indices"]
-    if x in known.size_cuts or not all(isinstance(i, TensorValue) for i in indices):
-        return False
-    if [step.input_keys[i.index] in known.size_cuts for i in indices] != [True, *[False] * (len(indices) - 1)]:
-        return False
-    cuts = known.size_cuts[step.input_keys[indices[0].index]]
-    if known.states[x] != Shard(0, cuts):  # the numbers are of another tensor's rows
-        return False
-    placed = [(known.states[step.input_keys[i.index]], i.dim) for i in indices]
-    wide = max(dims for _, dims in placed)  # indices are broadcast; their dimensions come first
-    rows = [Shard(p.dim + wide - dims, p.cuts) for p, dims in placed if isinstance(p, Shard)]
-    return isinstance(placed[0][0], Shard) and all(row == lies for row in rows)
 
 
 # ---- additive and proportional values ----

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from polylane.compile.optimizer_parts import OptimizerPart, find_unshardable, replace_parameters
 from polylane.errors import PolylaneError
 from polylane.optim import LAMB
 from polylane.plan.plan import Plan
-from polylane.runtime.sync.zero.optimizer_parts import OptimizerPart, find_unshardable, replace_parameters
 from polylane.runtime.sync.zero.units import ShardUnit, cross_shard_group, shard_group
 
 

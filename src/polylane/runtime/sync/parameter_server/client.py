@@ -8,7 +8,6 @@ server, asynchronous                       | from one replica         | one upda
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -17,8 +16,10 @@ import torch
 from torch import Tensor
 
 from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.optimizer import step_scheduler
 from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.pipeline.connections import replica_ranks
+from polylane.runtime.span_clock import CollectiveWaits
 from polylane.runtime.sync.flat_packing import FlatPacking
 from polylane.runtime.sync.gradient_sync import CollectiveCall, GradientSync, LocalOptimizer
 from polylane.runtime.sync.parameter_server.host import ServerHost
@@ -27,7 +28,6 @@ from polylane.runtime.sync.parameter_server.packing import ServerShard
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.sync.parameter_server.weights import encode_options
 from polylane.runtime.sync.replica_mean import average_over_replicas, averaged_buffers, copy_values, restore_values
-from polylane.runtime.tensor_parallel import CollectiveWaits
 from polylane.runtime.transport.protocol import TransportCounters
 
 
@@ -136,9 +136,8 @@ class ParameterServerSync(GradientSync):
             sent = [name for number, name in enumerate(self._objective_names) if head.objectives >> number & 1]
             return trade.weights_of(sent)
 
-        start = time.perf_counter()
-        head, rows = line.get(lambda head: packing(head).sizes)
-        self._waits.seconds += time.perf_counter() - start
+        with self._waits.timing():
+            head, rows = line.get(lambda head: packing(head).sizes)
         return head, packing(head).unpack(rows)
 
     # ---- optimizer options that the user changes ---------------------------------------------------------------------
@@ -160,7 +159,7 @@ class ParameterServerSync(GradientSync):
         # Options that the user changed and that were not sent yet stay different from _sent_options.
         changed = not sent and self._changed_options(objective, trainer.optimizer)
         for _ in range(updates - self._updates_seen[objective] if trainer.scheduler is not None else 0):
-            trainer.scheduler.step()
+            step_scheduler(trainer.scheduler)
         self._updates_seen[objective] = updates
         if not changed:
             self._sent_options[objective] = encode_options(trainer.optimizer)

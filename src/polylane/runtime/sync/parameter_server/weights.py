@@ -46,9 +46,8 @@ class ObjectiveState:
             parameter.grad = gradients.get(name)
         if self.clipper is not None:
             self.clipper.clip_gradients()
-        self.optimizer.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        optimizer.step_optimizer(self.optimizer)
+        optimizer.step_scheduler(self.scheduler)
         self.updates += 1
 
 

@@ -17,7 +17,6 @@ all workers match.
 from __future__ import annotations
 
 import operator
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ import torch
 from torch import Tensor, fx
 
 from polylane.runtime.pipeline.stage_code import StageHooks, WatchedCall
+from polylane.runtime.span_clock import CollectiveWaits
 from polylane.runtime.sync.zero.flat_shards import FlatBuffer, Shards
-from polylane.runtime.tensor_parallel import CollectiveWaits
 from polylane.runtime.transport.protocol import PendingTransfer
 
 
@@ -129,9 +128,8 @@ class GatheredPasses(StageHooks):
         pending = self._pending_gathers.pop(name, None)
         if pending is None:
             pending = self._start_gather(flat)
-        start = time.perf_counter()
-        flat.attach_full(pending.wait())
-        self._waits.seconds += time.perf_counter() - start
+        with self._waits.timing():
+            flat.attach_full(pending.wait())
         self._gathered_units[name] = flat
 
     def release_unit(self, flat: FlatBuffer) -> None:

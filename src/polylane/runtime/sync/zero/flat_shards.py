@@ -28,7 +28,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from polylane.runtime.sync.zero.optimizer_parts import OptimizerPart, replace_parameters
+from polylane.compile.optimizer_parts import OptimizerPart, replace_parameters
 from polylane.runtime.sync.zero.units import ShardUnit
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 

@@ -10,7 +10,6 @@ n (p - 1) / p bytes a step, with the all-gather of n bytes of parameters over p 
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from polylane.program.program import GradientBucket
+from polylane.runtime.span_clock import CollectiveWaits, Mark
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.bucket_launcher import BucketLauncher
 from polylane.runtime.sync.flat_packing import flatten_tensors
 from polylane.runtime.sync.zero.all_gather_passes import GatheredPasses
 from polylane.runtime.sync.zero.flat_shards import FlatBuffer, Shards
-from polylane.runtime.tensor_parallel import CollectiveWaits
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
+from polylane.runtime.transport.staged import HostStaging
 
 
 @dataclass
@@ -114,7 +114,7 @@ class ReduceScatterer(AllReducer):
         self._slice_launcher = BucketLauncher([each.parameters for each in self._slices], early)
         self._is_last_pass = False
         self._in_flight: deque[_PendingBucketShard] = deque()
-        self._started_at: dict[str, float] = {}
+        self._started_at: dict[str, Mark] = {}
 
     # ---- passes ------------------------------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class ReduceScatterer(AllReducer):
             if self._passes is not None:
                 self._passes.release_reduced(each.flat_buffer)
         if name not in self._started_at:
-            self._started_at[name], self.bucket_bytes[name] = time.perf_counter(), 0
+            self._started_at[name], self.bucket_bytes[name] = self._waits.clock.mark(), 0
         pending = self._transport.reduce_scatter(vector, each.flat_buffer.ranks, each.sizes)
         self.bucket_bytes[name] += vector.nbytes
         flags = self._start_flag_sum(each, vector) if self._is_last_pass and each.optional else None
@@ -165,18 +165,17 @@ class ReduceScatterer(AllReducer):
         self._wait_in_flight(1)
 
     def _start_flag_sum(self, each: BucketShard, like: Tensor) -> PendingTransfer:
-        had = torch.tensor(
-            [float(name in each.with_gradient) for name in each.optional], dtype=like.dtype, device=like.device
-        )
+        own = torch.tensor([float(name in each.with_gradient) for name in each.optional], dtype=like.dtype)
+        had = HostStaging(like.device).to_device(own)
         self.bucket_bytes[each.bucket.name] += had.nbytes
         return self._transport.all_reduce(had, each.bucket.ranks)
 
     def _wait_in_flight(self, most: int) -> None:
         """Finish pending reductions in the order of their launch, until at most ``most`` are left."""
-        start = time.perf_counter()
-        while len(self._in_flight) > most:
-            self._finish_reduce(self._in_flight.popleft())
-        self._waits.seconds += time.perf_counter() - start
+        if len(self._in_flight) > most:
+            with self._waits.timing():
+                while len(self._in_flight) > most:
+                    self._finish_reduce(self._in_flight.popleft())
 
     def _finish_reduce(self, flight: _PendingBucketShard) -> None:
         each = flight.bucket_shard
@@ -222,7 +221,7 @@ class ReduceScatterer(AllReducer):
 
     # ---- after the last pass -----------------------------------------------------------------------------------------
 
-    def wait_bucket(self, name: str) -> float:
+    def wait_bucket(self, name: str) -> Mark:
         if name not in self._started_at:
             started = super().wait_bucket(name)
             self._shard_gradients(name)

@@ -1,8 +1,8 @@
-"""Optimizer-state sharding: replaces full parameters by parts in an optimizer, and finds optimizers that allow it."""
+"""Optimizers over several workers: full parameters replaced by parts or taken out, and which optimizers allow it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from polylane.compile.objectives import OptimizerFactory
 from polylane.compile.optimizer_probe import SIZE, build_on_trial, draw_trial, small_parameters
 from polylane.errors import PolylaneError
+from polylane.graph.python_state.gradient_hooks import hooked_names
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class OptimizerPart:
 
     def slice_of(self, whole: Tensor) -> Tensor:
         """Return the same part of a tensor of the full parameter's shape, as a view if that is contiguous."""
+        if whole.is_sparse and self.end - self.begin == whole.numel():
+            return whole
         return whole.reshape(-1)[self.begin : self.end].view(self.parameter.shape)
 
 
@@ -64,9 +67,9 @@ def find_unshardable(
 ) -> set[str]:
     """Return names of the parameters that an optimizer can only update as a whole, in their own shape.
 
-    Scalars are among them: there is nothing to cut. Each optimizer is tried on small parameters of the same names and
-    numbers of dimensions: full, and in two parts. One with an attribute ``sum_over_holders`` declares that it works on
-    parts. If a trial fails, the parameters are kept whole.
+    Scalars are among them: there is nothing to cut. So are those with a hook of the user's on the gradient. Each
+    optimizer is tried on small parameters of the same names and numbers of dimensions: full, and in two parts. One with
+    an attribute ``sum_over_holders`` declares that it works on parts. If a trial fails, the parameters are kept whole.
 
     Args:
         parameters: (name, parameter) of all parameters of the model and its losses.
@@ -75,7 +78,7 @@ def find_unshardable(
     Raises:
         PolylaneError: an optimizer's update of one parameter depends on others, so that they cannot be distributed.
     """
-    found = {name for name, parameter in parameters if parameter.dim() == 0}
+    found = {name for name, parameter in parameters if parameter.dim() == 0} | set(hooked_names(parameters))
     for factory in optimizers:
         try:
             different = _find_different(parameters, factory)
@@ -87,6 +90,58 @@ def find_unshardable(
     return found
 
 
+def are_updates_separate(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    factory: OptimizerFactory,
+    groups: Iterable[Collection[str]],
+    sparse: Collection[str] = (),
+) -> bool:
+    """Return whether an optimizer updates groups of parameters, each alone, as it updates all of them together.
+
+    It does not if it looks at several parameters at once (a norm over all of them, an estimate of the distance to the
+    solution as D-Adaptation makes it), or if it draws random numbers. It is tried on small parameters of the same names
+    and numbers of dimensions; the exceptions of a user's optimizer on such parameters are passed on.
+
+    Args:
+        parameters: (name, parameter) of all parameters of the model and its losses.
+        factory: the user's optimizer factory.
+        groups: names of the parameters that one worker updates, for each worker.
+        sparse: names of the parameters whose gradients are sparse.
+    """
+    values, steps = draw_trial(parameters, sparse)
+    every = {name: (0, value.numel()) for name, value in values.items()}
+    shares = [{n: full if n in group else (0, 0) for n, full in every.items()} for group in groups]
+    return _are_shares_equal(factory, values, steps, every, shares)
+
+
+def _are_shares_equal(
+    factory: OptimizerFactory,
+    values: Mapping[str, Tensor],
+    steps: Sequence[Mapping[str, Tensor]],
+    every: Mapping[str, tuple[int, int]],
+    shares: Sequence[Mapping[str, tuple[int, int]]],
+) -> bool:
+    # Every training begins with the same random state, as workers do.
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        whole = _train_values(factory, values, steps, {})
+        for share in shares:
+            torch.set_rng_state(before)
+            own = [name for name in every if share[name] != (0, 0)]
+            if _find_unlike(whole, [_train_values(factory, values, steps, share, False)], own):
+                return False
+    return True
+
+
+def split_by_bits(names: Sequence[str]) -> list[list[str]]:
+    """Split names in halves in so many ways that any two of them are in different halves at least once.
+
+    The halves of the names' numbers by each binary digit: 0 1 | 2 3 and 0 2 | 1 3 of four.
+    """
+    digits = range(max(1, (len(names) - 1).bit_length()))
+    return [[n for i, n in enumerate(names) if (i >> digit) % 2 == half] for digit in digits for half in (0, 1)]
+
+
 def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: OptimizerFactory) -> set[str]:
     values, steps = draw_trial(parameters)
     built = factory(list(small_parameters(values).items()))
@@ -94,7 +149,7 @@ def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Opt
         return set()
     different = set[str]()
     # Three trials in float64: full; all parameters with the same number of dimensions cut into two uneven vectors; and,
-    # if any result differs, whole parameters, of which each of two workers has every other one.
+    # if any result differs, whole parameters, of which each of two workers has some.
     with torch.random.fork_rng(devices=[]):
         whole = _train_values(factory, values, steps, {})
         for dim in sorted({value.dim() for value in values.values()} - {0}):
@@ -105,14 +160,11 @@ def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Opt
                 different |= _find_unlike(whole, [first, second], cuts)
             except Exception:  # an optimizer may refuse vectors
                 different |= set(cuts)
-        if different:
-            nothing, every = (0, 0), {n: (0, v.numel()) for n, v in values.items()}
-            shares = [{n: every[n] if i % 2 == k else nothing for i, n in enumerate(every)} for k in (0, 1)]
-            if _find_unlike(whole, [_train_values(factory, values, steps, share, False) for share in shares], every):
-                raise PolylaneError(
-                    f"shard: {type(built).__name__} looks at several parameters at once, so that no replica can update "
-                    "a share of them: take shard out of the plan, or another optimizer"
-                )
+        if different and not are_updates_separate(parameters, factory, split_by_bits(list(values))):
+            raise PolylaneError(
+                f"shard: {type(built).__name__} looks at several parameters at once, so that no replica can update a "
+                "share of them: take shard out of the plan, or another optimizer"
+            )
     return different
 
 

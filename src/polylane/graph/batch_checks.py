@@ -1,0 +1,83 @@
+"""Batches that cannot be divided by samples: each is refused in a sentence that says what to give in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from polylane.errors import PolylaneError
+from polylane.graph.batch import flatten
+
+_LAYOUTS = {
+    "sparse": "give it dense, or its indices and values as tensors of their own",
+    "nested": "pad it, and give the lengths beside it",
+}
+
+
+def refuse_undividable(batch: Any) -> None:
+    """Refuse a batch that holds what is no plain tensor with samples along dimension 0, and no constant.
+
+    Raises:
+        PolylaneError: it names the first such thing by its place in the batch, and what to do.
+    """
+    leaves, _ = flatten(batch)
+    rows = {leaf.shape[0] for leaf in leaves if _is_plain(leaf) and leaf.dim()}
+    for place, value in _walk("batch", batch):
+        if isinstance(value, PackedSequence):
+            raise PolylaneError(
+                f"{place} is a PackedSequence, in which samples are not along a dimension: give the padded tensor and "
+                "the lengths, and pack inside of the model"
+            )
+        if isinstance(value, Tensor) and not _is_plain(value):
+            kind = "nested" if value.is_nested else "sparse"
+            raise PolylaneError(f"{place} is a {kind} tensor, which cannot be divided by samples: {_LAYOUTS[kind]}")
+        if type(value).__name__ == "ndarray" and value.ndim:
+            raise PolylaneError(f"{place} is a numpy array: give a tensor, torch.from_numpy(...)")
+        if isinstance(value, list) and len(value) > 3 and len(value) in rows:
+            _refuse_list(place, value)
+        if _hides_tensors(value):
+            raise PolylaneError(
+                f"{place} is of your own class {type(value).__name__}, into which nobody looks: give a dict, a tuple "
+                "or a dataclass"
+            )
+
+
+def _is_plain(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+
+
+def _walk(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every value in a batch with its place, the outer ones first."""
+    yield place, value
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _walk(f"{place}[{key!r}]", each)
+    elif isinstance(value, (list, tuple)) and not isinstance(value, PackedSequence):
+        for i, each in enumerate(value):
+            yield from _walk(f"{place}[{i}]", each)
+    elif hasattr(type(value), "__dataclass_fields__"):
+        for name in type(value).__dataclass_fields__:
+            yield from _walk(f"{place}.{name}", getattr(value, name))
+
+
+def _refuse_list(place: str, value: list[Any]) -> None:
+    """Refuse a list of as many things as there are samples: it would be taken for constants of the whole batch."""
+    if all(type(each) in (int, float, bool) for each in value):
+        raise PolylaneError(f"{place} is a list of numbers, one for each sample: give a tensor, torch.tensor(...)")
+    tensors = [each for each in value if isinstance(each, Tensor)]
+    if len(tensors) == len(value) and any(each.shape[:1] != (len(value),) for each in tensors):
+        raise PolylaneError(
+            f"{place} is a list of tensors, one for each sample: stack them, padded to one length where they differ, "
+            "and give the lengths beside them"
+        )
+
+
+def _hides_tensors(value: Any) -> bool:
+    known = isinstance(value, (Tensor, Mapping, list, tuple)) or hasattr(type(value), "__dataclass_fields__")
+    if known or isinstance(value, type) or not hasattr(value, "__dict__"):
+        return False
+    return any(isinstance(each, Tensor) for each in vars(value).values())

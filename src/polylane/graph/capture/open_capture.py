@@ -1,0 +1,38 @@
+"""Captures with open sizes: one graph for batches whose sizes differ (lengths of texts, sides of images)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from polylane.graph.capture.attempt import CaptureAttempt, DryRun, attempt_capture, describe_leaves, run_self_check
+from polylane.graph.capture.export import ModelWithLoss, NotCaptured, format_line
+from polylane.graph.capture.open_dimensions import NotOpened, Opening, close_sizes
+
+
+def capture_opened(
+    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool, opening: Opening
+) -> CaptureAttempt:
+    """Export with further sizes left open, and check the code on batches of several such sizes.
+
+    Raises:
+        NotOpened: export fixes these sizes, the code is not the model's at others, or a part must be kept as a leaf.
+    """
+    if abstract or dry.effects.found:
+        raise NotOpened("a part of it must be kept whole")
+    try:
+        draft = attempt_capture(whole, leaves, (), opening.dims)
+    except NotCaptured as fault:
+        raise NotOpened(f"{fault.reason}{format_line(fault.line)}") from fault
+    assert draft.opened is not None
+    others = [
+        each for each in opening.others if draft.opened.sizes.find(each) not in (None, draft.opened.sizes.nominal)
+    ]
+    if not others:  # nothing that has come shows whether the code holds at another size
+        raise NotOpened("what it computes depends on these sizes", is_final=False)
+    difference = run_self_check(whole, draft, leaves, others)
+    if difference is not None:
+        raise NotOpened(f"{difference.what} came out different at other sizes")
+    close_sizes(draft.graph, draft.opened.nominal)
+    return replace(draft, notes=describe_leaves(whole, {}))

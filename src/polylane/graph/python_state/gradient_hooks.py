@@ -1,0 +1,141 @@
+"""Gradient hooks: the user's hooks on parameters see the whole gradient of a step once, as on one device.
+
+Autograd calls a hook (``register_hook``, ``register_post_accumulate_grad_hook``, ``register_multi_grad_hook``) in
+every backward pass that reaches the parameter. On one device that is once a step, with the gradient of the whole batch;
+here it would be once on every replica and for every microbatch, with a part of it, of which a hook that is not linear
+(a clamp, a norm) makes something else. So hooks are taken off during passes, and run once the gradient is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.errors import PolylaneError
+
+# Where torch keeps the two kinds of hooks of a tensor, which see the gradient before it is accumulated, and after.
+_KINDS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_SEED = "polylane: seed"  # key of the first hook, beside torch's numbers
+
+Hooks = tuple[dict[Any, Any], dict[Any, Any]]  # the functions of both kinds, by torch's number
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Return whether the user has registered a hook on a tensor's gradient."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def hooked_names(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
+    """Return the names of the parameters that have hooks on their gradients."""
+    return [name for name, parameter in parameters if has_gradient_hooks(parameter)]
+
+
+def copy_hooks(model: nn.Module, copied: nn.Module) -> None:
+    """Give the parameters of a deep copy the gradient hooks of the model's own, which copy.deepcopy leaves out."""
+    for own, other in zip(model.parameters(), copied.parameters(), strict=True):
+        if own is not other and has_gradient_hooks(own):
+            _put_hooks(other, (own._backward_hooks or {}, own._post_accumulate_grad_hooks or {}))
+
+
+def _take_hooks(tensor: Tensor) -> Hooks:
+    """Empty torch's own dictionaries: autograd goes on calling what is in one that was replaced."""
+    taken = dict[Any, Any](), dict[Any, Any]()
+    for kind, into in zip(_KINDS, taken, strict=True):
+        if own := getattr(tensor, kind):
+            into.update(own)
+            own.clear()
+    return taken
+
+
+def _put_hooks(tensor: Tensor, hooks: Hooks) -> None:
+    register: tuple[Any, Any] = tensor.register_hook, tensor.register_post_accumulate_grad_hook
+    for kind, content, make in zip(_KINDS, hooks, register, strict=True):
+        if content and getattr(tensor, kind) is None:
+            make(lambda _: None).remove()  # leaves the dictionary
+        if content:
+            getattr(tensor, kind).update(content)
+
+
+@dataclass
+class GradientHooks:
+    """The hooks on the gradients of some parameters, taken off while passes run.
+
+    Attributes:
+        parameters: the parameters that the user's hooks are on, by canonical name.
+        shapes: shapes of whole parameters by name, where some of those above may be parts.
+        taken: hooks that are off at present, by the parameter's name.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    taken: dict[str, Hooks] = field(default_factory=dict)
+
+    @contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """Context manager: no hook is called but by :meth:`run`."""
+        outer, hooked = self.taken, [name for name, p in self.parameters.items() if has_gradient_hooks(p)]
+        self.taken = {name: _take_hooks(self.parameters[name]) for name in hooked}
+        try:
+            yield
+        finally:
+            for name, hooks in self.taken.items():
+                _put_hooks(self.parameters[name], hooks)
+            self.taken = outer
+
+    def run(self, held: Mapping[str, nn.Parameter], seed: int, step: int) -> None:
+        """Run the hooks that are off on the gradients of parameters, which are complete.
+
+        Args:
+            held: by name, the parameters whose gradients they are: those of :attr:`parameters`, or what an optimizer
+                has in their place, in the same shape.
+            seed: seed of the training.
+            step: number of the step; with the seed it determines what random numbers hooks draw.
+
+        Raises:
+            PolylaneError: a hook raised, or is on a parameter that the plan has cut.
+        """
+        hooked = [name for name in self.taken if name in held and held[name].grad is not None]
+        if not hooked:
+            return
+        for name in hooked:
+            if name in self.shapes and tuple(held[name].shape) != tuple(self.shapes[name]):
+                raise PolylaneError(
+                    f"a hook on the gradient of {name} was registered after the training was prepared, and the plan "
+                    f"cuts {name} into parts: register it before"
+                )
+        gradients = [held[name].grad for name in hooked]
+        for name in hooked:
+            held[name].grad = None
+            before, after = self.taken[name]
+            _put_hooks(held[name], ({_SEED: _make_seeding(f"{seed} {step} {name}"), **before}, after))
+        try:
+            # Autograd calls them itself, in a backward pass that consists of these parameters alone.
+            with torch.random.fork_rng(devices=[]):
+                torch.autograd.backward([held[name] for name in hooked], gradients)
+        except PolylaneError:
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split()) or "no message"
+            raise PolylaneError(
+                f"a hook on the gradient of {', '.join(hooked)} raised {type(error).__name__}: {said}"
+            ) from error
+        finally:
+            for name in hooked:
+                self.taken[name] = _take_hooks(held[name])
+                self.taken[name][0].pop(_SEED)
+
+
+def _make_seeding(key: str) -> Any:
+    """Return a first hook: random numbers that the others draw depend on the key alone, and not on the worker."""
+    number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
+
+    def seed(gradient: Tensor) -> None:
+        torch.manual_seed(number)
+
+    return seed

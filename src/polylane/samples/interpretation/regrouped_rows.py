@@ -1,0 +1,281 @@
+"""Regrouped rows: rows in an order that data decides, as a mixture of experts has them, each still its own sample's.
+
+Tokens that are sorted by expert, or found by a mask, stand in another order in the whole batch than one part after the
+other; but each of them is a row of some part. Values of one such order correspond row by row, between the whole and
+its parts:
+
+    keys, numbers = sort(experts)              an order begins: numbers[j] is the token that stands at j
+    x[numbers]                                 regrouped, if x has the rows that are numbered
+    f(regrouped, replicated)                   regrouped, if f acts on each row by itself
+    grouped product by the keys' counts        acts on each row by itself: its key chooses the weight
+    zeros.index_add(0, numbers, regrouped)     rows of the samples again: each token's own are added to it
+    regrouped[inverse of numbers]              rows of the samples again
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+from torch import fx
+
+from polylane.graph.capture.aliasing import written_arguments
+from polylane.placement.operator_view import OperatorNode, base_name, bind_arguments
+from polylane.placement.placement import REPLICATE, Cuts, Replicate, Shard, divide_cuts
+from polylane.placement.rules.registry import rule_of
+from polylane.placement.strategy import OperatorCall, TensorValue
+from polylane.samples.interpretation.additivity import Groups, Inverse, Regrouped, State
+from polylane.samples.interpretation.known_states import Derived, KnownStates
+from polylane.samples.interpretation.replica_calls import COPYING, EXPANDING, REFORMING, has_same_numbers
+from polylane.samples.interpretation.row_numbers import fits_rows
+from polylane.samples.interpretation.transfer_functions import LIKE_SHAPED, derive_by_rules
+
+# Row i of their result follows from row i of their inputs, if both have equally many rows along dimension 0.
+_BY_ROW = {
+    *("addmm", "cat", "chunk", "embedding", "gather", "glu", "index", "layer_norm", "linear", "log_softmax", "matmul"),
+    *("mean", "mm", "rms_norm", "select", "slice", "softmax", "split", "split_with_sizes", "squeeze", "stack", "sum"),
+    *("unbind", "unsqueeze"),
+    *REFORMING,
+    *EXPANDING,
+}
+# Products of groups of rows, each with the weight of its group: of torch, and of a library that stands in for it.
+_GROUPED_PRODUCTS = {"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"}
+# They give numbers of columns: (input, number of columns) is told by the dimension that they look along.
+_CHOOSING = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": 0, "argmin": 0, "argsort": 0}
+_ADDING_ROWS = {"index_add", "scatter_add"}
+
+
+def derive_regrouped(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    """Return the output states of an operator that regroups rows, acts on regrouped ones, or puts them back."""
+    if written_arguments(node) or not step.input_keys:
+        return None
+    base, states = step.call.base, [known.states[key] for key in step.input_keys]
+    if not has_same_numbers(step.call, own):
+        return _each_row(known, step, own, node)
+    if base in ("sort", "argsort"):
+        return _sorted(known, step, node) or _inverse_by_sorting(known, step)
+    if step.call.op == "aten.where.default" or base in ("nonzero", "nonzero_numpy"):
+        return _found_across(known, step)
+    if step.call.op in _GROUPED_PRODUCTS:
+        return _grouped_product(known, step, states)
+    if base in _ADDING_ROWS:
+        return _added_to_own_rows(known, step, states)
+    if base == "index_put":
+        return _inverse_by_writing(known, step) or _added_to_own_rows(known, step, states)
+    by_number = any(key in known.size_cuts for key in step.input_keys[1:])
+    if base in ("index", "index_select") and by_number:
+        return _taken(known, step, states)
+    if base == "index" and isinstance(states[-1], Inverse):
+        return _restored(states)
+    if any(isinstance(state, Groups) for state in states):
+        return _counted(step, states)
+    if not any(isinstance(state, Regrouped) for state in states):
+        return None
+    if base in LIKE_SHAPED:
+        placed = known.placements.get(step.output_keys[0])
+        return None if placed is None else [placed]
+    if base == "histc":
+        return _group_sizes(known, step)
+    if any(key in known.size_cuts for key in step.input_keys):
+        return _divided_numbers(known, step, states)
+    return _each_row(known, step, own, node)
+
+
+# ---- an order begins ----
+
+
+def _sorted(known: KnownStates, step: OperatorNode, node: fx.Node) -> Derived:
+    """Sort one number of each row: the keys in ascending order, and which row each was."""
+    (key,), x = step.input_keys[:1], step.call.inputs[0]
+    state = known.states[key]
+    if x.dim != 1 or not isinstance(state, Shard) or key in known.size_cuts:
+        return None
+    made: State = Regrouped(state, step.name)
+    numbers = step.output_keys[-1]
+    known.size_cuts[numbers] = known.permutations[step.name] = state.cuts
+    if len(step.output_keys) > 1 and not step.call.arguments.get("descending"):
+        columns = _columns_chosen(node.all_input_nodes[0])
+        if columns is not None:
+            known.sorted_columns[step.output_keys[0]] = columns
+    return [made] * len(step.output_keys)
+
+
+def _found_across(known: KnownStates, step: OperatorNode) -> Derived:
+    """Find a mask's true elements where the samples are not its first dimension: other numbers come first."""
+    state = known.states[step.input_keys[0]]
+    placed = [known.placements.get(key) for key in step.output_keys]
+    if not isinstance(state, Shard) or state.dim == 0 or step.input_keys[0] in known.size_cuts:
+        return None
+    rows = placed[0]
+    if not isinstance(rows, Shard) or len(placed) != step.call.inputs[0].dim:
+        return None
+    known.size_cuts[step.output_keys[state.dim]] = state.cuts
+    return [Regrouped(rows, step.name)] * len(placed)
+
+
+# ---- rows are taken, and put back ----
+
+
+def _taken(known: KnownStates, step: OperatorNode, states: list[State]) -> Derived:
+    """Take rows by their numbers: x[numbers] or x[numbers, other positions]."""
+    numbers, others = states[1], states[2:]
+    rows = known.placements.get(step.output_keys[0])
+    if not isinstance(numbers, Regrouped) or rows != numbers.rows or step.call.inputs[1].dim != 1:
+        return None
+    if not _numbers_first(known, step) or step.input_keys[0] in known.size_cuts:
+        return None
+    alike = all(other in (numbers, REPLICATE) for other in others)
+    return [numbers] if alike and states[0] == Shard(0, known.size_cuts[step.input_keys[1]]) else None
+
+
+def _added_to_own_rows(known: KnownStates, step: OperatorNode, states: list[State]) -> Derived:
+    """Add regrouped rows to the rows that they came from: sums do not depend on the order."""
+    numbers, others = states[1], states[2:]
+    adds = step.call.base in _ADDING_ROWS or step.call.arguments.get("accumulate") is True
+    if not adds or not isinstance(numbers, Regrouped) or not _numbers_first(known, step):
+        return None
+    if not fits_rows(step.call):
+        return None
+    if any(key in known.size_cuts for key in (step.input_keys[0], *step.input_keys[2:])):
+        return None
+    alike = all(other in (numbers, REPLICATE) for other in others)
+    rows = Shard(0, known.size_cuts[step.input_keys[1]])
+    return [rows] if alike and states[0] == rows else None
+
+
+def _numbers_first(known: KnownStates, step: OperatorNode) -> bool:
+    """Return whether an operator looks along dimension 0 by row numbers, and by no others."""
+    if step.call.arguments.get("dim", 0) % max(step.call.inputs[0].dim, 1) != 0:
+        return False
+    indices = step.call.arguments.get("indices", [step.call.arguments.get("index")])
+    if not all(isinstance(each, TensorValue) and each.index == 1 + i for i, each in enumerate(indices)):
+        return False  # "index" reads its value first, then the positions
+    return [step.input_keys[each.index] in known.size_cuts for each in indices] == [True] + [False] * (len(indices) - 1)
+
+
+def _restored(states: list[State]) -> Derived:
+    """Read regrouped rows at the inverse of their order."""
+    regrouped, inverse = states[0], states[-1]
+    known = isinstance(regrouped, Regrouped) and isinstance(inverse, Inverse) and len(states) == 2
+    return [inverse.rows] if known and regrouped == Regrouped(inverse.rows, inverse.order) else None  # type: ignore[union-attr]
+
+
+def _permuting(known: KnownStates, key: Any) -> Inverse | None:
+    """Return the inverse of a value that numbers every row once; None for any other value."""
+    state, cuts = known.states.get(key), known.size_cuts.get(key)
+    if not isinstance(state, Regrouped) or cuts is None or known.permutations.get(state.order) != cuts:
+        return None
+    return Inverse(state.order, state.rows)
+
+
+def _inverse_by_sorting(known: KnownStates, step: OperatorNode) -> Derived:
+    """Sort the numbers of all rows: where each of them stands."""
+    inverse = _permuting(known, step.input_keys[0])
+    if inverse is None or step.call.base != "argsort" or step.call.arguments.get("descending"):
+        return None
+    return [inverse]
+
+
+def _inverse_by_writing(known: KnownStates, step: OperatorNode) -> Derived:
+    """Write 0, 1, 2, ... at the numbers of all rows: all of the value is overwritten."""
+    if len(step.input_keys) != 3 or step.call["accumulate"] or step.call.inputs[0].dim != 1:
+        return None
+    inverse, counted = _permuting(known, step.input_keys[1]), step.input_keys[2]
+    counts = inverse is not None and known.states[counted] == inverse.rows == known.states[step.input_keys[0]]
+    in_turn = inverse is not None and known.size_cuts.get(counted) == inverse.rows.cuts
+    return [inverse] if counts and in_turn else None
+
+
+# ---- acting on regrouped rows ----
+
+
+def _each_row(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
+    """Act on each row by itself: what the rules prove of rows in order is so of rows in any."""
+    base, states = step.call.base, {key: known.states[key] for key in step.input_keys}
+    orders = {state.order for state in states.values() if isinstance(state, Regrouped)}
+    if any(key in known.size_cuts for key in states) or len(orders) != 1:
+        return None
+    if not all(isinstance(state, (Regrouped, Replicate)) for state in states.values()):
+        return None
+    pointwise = rule_of("aten.mul.Tensor")
+    if step.call.prefix or (base not in _BY_ROW and rule_of(step.call.op) is not pointwise):
+        return None
+    (order,) = orders
+    before = dict(known.states)
+    known.states |= {key: state.rows for key, state in states.items() if isinstance(state, Regrouped)}
+    found = derive_by_rules(known, step, own, node)
+    known.states = before
+    counts = {state.rows for state in states.values() if isinstance(state, Regrouped)}
+    if found is None or len(counts) != 1 or any(state not in counts for state in found):
+        return None  # rows were joined or cut
+    if base in COPYING and (columns := known.sorted_columns.get(step.input_keys[0])) is not None:
+        known.sorted_columns[step.output_keys[0]] = columns
+    return [Regrouped(state, order) for state in found if isinstance(state, Shard)]
+
+
+def _divided_numbers(known: KnownStates, step: OperatorNode, states: list[State]) -> Derived:
+    """Tell row and column of flat row numbers apart: numbers // columns, numbers % columns."""
+    key, state = step.input_keys[0], states[0]
+    if len(states) != 1 or not isinstance(state, Regrouped):
+        return None
+    columns, out = step.call.arguments.get("other"), step.output_keys[0]
+    whole = step.call.base == "floor_divide" or step.call.arguments.get("rounding_mode") == "floor"
+    if step.call.base in COPYING | REFORMING | EXPANDING:
+        known.size_cuts[out] = known.size_cuts[key]
+        return [state] if known.placements.get(out) == state.rows else None
+    cuts: Cuts | None = None
+    if isinstance(columns, int) and columns > 0 and (whole or step.call.base == "remainder"):
+        cuts = divide_cuts(known.size_cuts[key], columns)
+    if cuts is None:
+        return None
+    if whole:
+        known.size_cuts[out] = cuts
+    return [state]
+
+
+# ---- products by group ----
+
+
+def _columns_chosen(node: fx.Node) -> int | None:
+    """Return a number that all elements are below, for numbers of columns (never negative); None if unknown."""
+    while base_name(node) in REFORMING | COPYING | {"slice"}:
+        node = node.all_input_nodes[0]
+    place = 0
+    if node.target is operator.getitem:
+        place, node = int(node.args[1]), node.args[0]  # type: ignore[arg-type, assignment]
+    base = base_name(node)
+    if _CHOOSING.get(base) != place:
+        return None
+    arguments = bind_arguments(node)[1]
+    x, dim = arguments["self"], arguments.get("dim")
+    size = None if dim is None else x.meta["val"].shape[dim]
+    return size if isinstance(size, int) else None
+
+
+def _group_sizes(known: KnownStates, step: OperatorNode) -> Derived:
+    """Count sorted keys in bins: all of them, so that the bins are groups of rows that follow each other."""
+    key, call = step.input_keys[0], step.call
+    state, columns = known.states[key], known.sorted_columns.get(key)
+    if columns is None or not isinstance(state, Regrouped) or call["min"] != 0 or call["max"] < columns - 1:
+        return None
+    return [Groups(state.order, ends=False)]
+
+
+def _counted(step: OperatorNode, states: list[State]) -> Derived:
+    """Add up the sizes of groups, or copy them."""
+    groups = states[0]
+    if len(states) != 1 or not isinstance(groups, Groups):
+        return None
+    if step.call.base == "cumsum":
+        return [replace(groups, ends=True)] if not groups.ends else None
+    return [groups] if step.call.base in COPYING else None
+
+
+def _grouped_product(known: KnownStates, step: OperatorNode, states: list[State]) -> Derived:
+    """Multiply each row by the weight of its group: the bin that the row's own key is in."""
+    if len(states) != 3 or step.call.inputs[0].dim != 2 or step.call.inputs[1].dim != 3:
+        return None
+    rows, weights, groups = states
+    grouped = isinstance(rows, Regrouped) and groups == Groups(rows.order, ends=True) and weights == REPLICATE
+    return [rows] if grouped and step.input_keys[0] not in known.size_cuts else None

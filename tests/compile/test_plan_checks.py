@@ -1,0 +1,158 @@
+"""What an optimizer or a scheduler cannot do by a plan is said before any worker starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compiling import compile_training
+from polylane.compile.objectives import build_objectives, needs_metric
+from polylane.compile.optimizer_parts import are_updates_separate, split_by_bits
+from polylane.errors import PolylaneError
+from training import batch_of, classify, mlp, sgd
+
+EXAMPLE = batch_of(8)
+
+
+class OverAll(torch.optim.SGD):
+    """Scales all updates by the norm of all gradients, as D-Adaptation and others do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in own]).norm()
+        for p in own:
+            p.grad = p.grad / norm
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Langevin dynamics."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=0.01)
+
+
+class WithClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def of(kind: Any, **options: Any) -> Any:
+    return lambda parameters: kind(list(parameters), lr=0.1, **options)
+
+
+def check(optimizer: Any, plan: str, scheduler: Any = None) -> None:
+    compile_training(mlp(6, 8, 8, 4), build_objectives(classify, optimizer, scheduler), EXAMPLE, plan)
+
+
+@pytest.mark.parametrize("kind", [OverAll, Noisy])
+def test_updates_that_depend_on_other_workers_parameters_are_refused(kind: Any) -> None:
+    for plan, where in (("pipeline=2,microbatches=2", "pipeline=2"), ("data=2,servers=2", "servers=2")):
+        with pytest.raises(PolylaneError, match=f"plan: {where} updates parameters on several workers.* --clip-norm"):
+            check(of(kind), plan)
+    for plan in ("data=2", "data=2,servers=1"):  # all parameters are updated together
+        check(of(kind), plan)
+
+
+def test_others_are_not() -> None:
+    for kind in (torch.optim.AdamW, torch.optim.Adafactor, torch.optim.NAdam, torch.optim.Adagrad):
+        for plan in ("pipeline=2,microbatches=2", "data=2,servers=2"):
+            check(of(kind), plan)
+
+
+def test_an_optimizer_that_runs_on_no_small_parameters_is_warned_of() -> None:
+    def of_six(parameters: Any) -> torch.optim.Optimizer:
+        named = dict(parameters)
+        if named["0.weight"].shape[1] != 6:
+            raise ValueError("six features?")
+        return torch.optim.SGD(named.values(), lr=0.1)
+
+    with pytest.warns(UserWarning, match="not known whether the optimizer's updates of some depend on others"):
+        check(of_six, "pipeline=2,microbatches=2")
+
+
+def test_halves_tell_any_two_apart() -> None:
+    names = [str(i) for i in range(11)]
+    halves = split_by_bits(names)
+    for a in names:
+        for b in names:
+            assert a == b or any((a in half) != (b in half) for half in halves)
+    assert split_by_bits(["only"]) == [["only"], []]
+
+
+def test_groups_are_what_is_tried() -> None:
+    """A norm within each group of options couples no two groups."""
+
+    class ByGroup(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                norm = torch.stack([p.grad.norm() for p in group["params"]]).norm() if group["params"] else 1.0
+                for p in group["params"]:
+                    p.grad = p.grad / norm
+            return super().step(closure)
+
+    def built(parameters: Any) -> torch.optim.Optimizer:
+        named = list(parameters)
+        return ByGroup([{"params": [p for n, p in named if k in n]} for k in ("weight", "bias")], lr=0.1)
+
+    named = list(mlp(6, 8, 8, 4).named_parameters())
+    weights, biases = [n for n, _ in named if "weight" in n], [n for n, _ in named if "bias" in n]
+    assert are_updates_separate(named, built, [weights, biases])
+    assert not are_updates_separate(named, built, [weights[:1], weights[1:] + biases])
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (of(WithClosure), r"WithClosure.step\(closure\) needs a closure that evaluates the loss"),
+        (of(torch.optim.LBFGS), "LBFGS evaluates the loss several times a step"),
+        (of(torch.optim.Adam, differentiable=True), r"Adam\(differentiable=True\) steps inside of another loss"),
+        (of(torch.optim.SparseAdam), "a first step raises RuntimeError: SparseAdam does not support dense gradients"),
+        (lambda p: torch.optim.Muon(list(p), lr=0.1), "Muon only supports 2D parameters"),
+    ],
+)
+def test_optimizers_that_cannot_step(optimizer: Any, says: str) -> None:
+    with pytest.raises(PolylaneError, match=says) as caught:
+        check(optimizer, "data=2")
+    assert "\n" not in str(caught.value)
+
+
+# Schedulers -----------------------------------------------------------------------------------------------------------
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("plan", "word"),
+    [
+        ("data=2,servers=1", "servers=1"),
+        ("data=2,every=2", "every=2"),
+        ("pipeline=2,schedule=pipedream,microbatches=2", "schedule=pipedream"),
+    ],
+)
+def test_a_scheduler_on_the_loss_needs_the_loss_of_every_step(plan: str, word: str) -> None:
+    with pytest.raises(PolylaneError, match=f"{word} does not give a ReduceLROnPlateau the loss of every step"):
+        check(sgd, plan, plateau)
+
+
+def test_which_schedulers_need_a_metric() -> None:
+    optimizer = torch.optim.SGD(mlp(6, 4).parameters(), lr=0.1)
+    assert needs_metric(plateau(optimizer)) and not needs_metric(None)
+    assert not needs_metric(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+
+
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    with pytest.raises(PolylaneError, match="this StepLR sets the rates of another one"):
+        check(sgd, "data=1", lambda _: torch.optim.lr_scheduler.StepLR(other, 1))

@@ -1,0 +1,110 @@
+"""What `make gpu` measures: on the CPU, on a CUDA device that is only pretended, and refused where there is none."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import dropout, report, speed, teams
+from benchmarks.gpu.setting import Row, Setting, relative_difference
+
+from fake_cuda import build
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+
+
+def test_without_a_device_it_is_one_sentence(capsys: pytest.CaptureFixture[str]):
+    assert gpu.main([]) == 2
+    assert "torch sees no CUDA device here" in capsys.readouterr().err
+
+
+def test_every_integer_operation_of_keyed_numbers_is_written_out_in_known_bits():
+    """The numbers that the operations must give on any device, computed with Python's own integers."""
+
+    def wrap(value: int) -> int:
+        value &= 0xFFFFFFFF
+        return value - (1 << 32) if value >= 1 << 31 else value
+
+    found = dict(dropout.integer_operations(CPU))
+    extremes = dropout.EXTREMES
+    assert found["shift by 15"].tolist() == [each >> 15 for each in extremes]
+    assert found["and"].tolist() == [each & 0x1FFFF for each in extremes]
+    assert found["xor"].tolist() == [wrap(a ^ b) for a, b in zip(extremes, extremes[::-1], strict=True)]
+    assert found["product with 2146121005"].tolist() == [wrap(each * 2146121005) for each in extremes]
+    assert found["product with -2073254261"].tolist() == [wrap(each * -2073254261) for each in extremes]
+    assert found["sum"].tolist() == [[wrap(a + b) for b in extremes] for a in extremes]
+    assert found["arange"].tolist() == list(range(2**31 - 9, 2**31 - 1))
+    assert found["cast of 64 bits"].tolist() == [wrap(each) for each in range(2**32 - 4, 2**32 + 4)]
+    assert found["lower half"].tolist() == [1 << 8] * 8
+
+
+def test_values_by_key_are_compared_bit_by_bit():
+    rows = dropout.measure(Setting("cpu", True), CPU)
+    assert len(rows) > 15 and all(row.holds for row in rows)
+
+
+def test_the_report_names_what_does_not_hold(tmp_path: Path):
+    rows = [Row("memory", "a", {"ratio": 1.5}, False), Row("equality", "b", {"far": 0.0, "why": "x"}, True)]
+    report.write(rows, {"device": "CPU"}, tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["rows"][0]["figures"] == {"ratio": 1.5}
+    text = (tmp_path / "report.md").read_text()
+    assert "| a | 1.5 | NO |" in text and text.index("## equality") < text.index("## memory")
+
+
+def test_figures():
+    assert relative_difference({"x": torch.tensor([1.0, 2.5])}, {"x": torch.tensor([1.0, 2.0])}) == 0.25
+    # 350 million parameters: 6 operations for each and token, and attention's
+    assert speed.count_flops({"layers": 24, "hidden": 1024, "length": 1024, "vocabulary": 50304}, 1) > 2.1e9 * 1024
+
+
+def test_a_plan_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch):
+    runs: list[tuple[str, ...]] = []
+
+    def spawn(work, workers, hear):
+        plans = work.args[0]
+        runs.append(plans)
+        for plan in plans:
+            if plan == "bad":
+                raise RuntimeError("first line\nthe cause")
+            hear(0, {"plan": plan, "figures": {"seconds": 0.0}})
+
+    monkeypatch.setattr(teams, "spawn_workers", spawn)
+    monkeypatch.setattr(teams.families, "plans_of", lambda workers, quick: ("a", "bad", "b"))
+    found = teams.measure_families(Setting("cpu", True), 2)
+    assert runs == [("a", "bad", "b"), ("b",)]
+    assert found["bad"] == {"failed": "RuntimeError: the cause"} and "figures" in found["b"]
+
+
+def run_quickly(folder: Path, *words: str, **options) -> None:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--quick", "--run", str(folder), *words]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, **options)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
+
+
+@pytest.mark.slow
+def test_the_same_measurements_on_the_cpu(tmp_path: Path):
+    run_quickly(tmp_path, "--device", "cpu", "--only", "equality", "spans", "memory", "speed", "prediction")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not build.can_build():
+        pytest.skip("a compiler, and a torch without CUDA, are needed")
+    return build.build(tmp_path_factory.mktemp("fake"))
+
+
+@pytest.mark.slow
+def test_on_a_pretended_device(tmp_path: Path, library: Path):
+    """Workers share one device: every tensor is on it, and every copy to the host is waited for."""
+    subjects = ("equality", "dropout", "spans", "families")
+    run_quickly(tmp_path, "--only", *subjects, env=build.environment(library, 1))
+    rows = json.loads((tmp_path / "report.json").read_text())["rows"]
+    carried = {row["figures"].get("carried by") for row in rows if row["subject"] == "families"}
+    devices = {row["figures"].get("device") for row in rows if row["subject"] == "families"}
+    assert carried == {"host memory"} and devices == {"cuda:0"}
