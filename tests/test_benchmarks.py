@@ -84,6 +84,7 @@ QUICK = [
 
 
 def test_every_benchmark_has_a_quick_run() -> None:
+    # Of these the one measures nothing, and the other needs a device.
     assert {case.values[0] for case in QUICK} | {"published", "gpu"} == set(
         MODULES
     )  # the one measures nothing, the other needs a device
