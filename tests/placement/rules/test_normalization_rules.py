@@ -248,6 +248,22 @@ def test_replicas_and_ranks_share_statistics(cut: tuple[int, int, int]) -> None:
     torch.testing.assert_close(sum(grads[2] for _, _, grads, _ in results), bias.grad)
 
 
+@pytest.mark.parametrize(("dtype", "spread"), [(torch.float64, 1.0), (torch.float64, 0.0), (torch.float32, 0.0)])
+def test_replicas_share_statistics_of_values_far_from_zero(dtype: torch.dtype, spread: float) -> None:
+    """The mean's square is 1e17 of the variance and more: a difference of squares has no digit left, or is negative."""
+    x = (3e8 + spread * numbers(5, 4, 3, grad=False)).to(dtype)
+    whole = torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, True)
+    rows = [slice(0, 3), slice(3, 5)]
+
+    def work(axis: ThreadAxis) -> Tensor:
+        part = SampleSlice(len(x[rows[axis.index]]), batch=5, sum_replicas=_in_place(axis))
+        return batch_norm(part, x[rows[axis.index]], None, None, None, None, True, 0.1, 1e-5)
+
+    # A mean that is off by one unit in the last place moves every value by that much.
+    unit = torch.finfo(dtype).eps * 3e8 / max(spread, 1e-5**0.5)
+    torch.testing.assert_close(torch.cat(on_threads(2, work)), whole, rtol=1e-6, atol=2 * unit)
+
+
 def _in_place(axis: ThreadAxis) -> Any:
     return lambda sums: sums.copy_(axis.all_reduce(sums))
 

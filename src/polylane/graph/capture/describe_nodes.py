@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,8 +92,18 @@ def find_gradient_flow(
 ) -> dict[fx.Node, bool]:
     """Return for every node whether a gradient may flow back through its value: a superset of what autograd finds.
 
-    Nodes that write to the same memory (``together``) share the flow: a view that is written to changes its base.
+    It does where a parameter goes into the value and the loss depends on it. Nodes that write to the same memory
+    (``together``) share the flow: a view that is written to changes its base.
     """
+    fed = _find_fed_by_parameters(graph, trainable, together)
+    read = _find_read_by_loss(graph, fed, together)
+    return {node: flow and node in read for node, flow in fed.items()}
+
+
+def _find_fed_by_parameters(
+    graph: fx.Graph, trainable: set[str], together: Sequence[Sequence[fx.Node]]
+) -> dict[fx.Node, bool]:
+    """Return for every node whether its value depends on a trainable parameter by operators that have gradients."""
     group_of = {node: i for i, group in enumerate(together) for node in group}
     flowing: set[int] = set()
     # Fixed point: a gradient that enters one node of a group flows through all of it, and further from there.
@@ -105,6 +115,26 @@ def find_gradient_flow(
         if found <= flowing:
             return flows
         flowing |= found
+
+
+def _find_read_by_loss(
+    graph: fx.Graph, fed: Mapping[fx.Node, bool], together: Sequence[Sequence[fx.Node]]
+) -> set[fx.Node]:
+    """Return the nodes from whose values the loss is computed by operators that have gradients.
+
+    What a dead branch computes is none of them: it stays in the graph where it writes a buffer, a BatchNorm's
+    statistics for example, and its parameters have no gradient.
+    """
+    groups = {node: group for group in together for node in group}
+    found = set[fx.Node]()
+    waiting = list(graph.output_node().all_input_nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in found or not fed[node]:
+            continue
+        found.add(node)
+        waiting += [*node.all_input_nodes, *groups.get(node, ())]
+    return found
 
 
 def _has_gradient(node: fx.Node, flows: dict[fx.Node, bool], trainable: set[str], written: bool) -> bool:

@@ -19,9 +19,15 @@ from polylane.graph.sample_slice import SampleSlice
 
 VALUES = 2  # values per channel that training needs: one has no variance
 
+# A squared mean this many times the variance costs it four of float64's sixteen digits.
+_CANCELS = 1e4
+
 
 class SyncStatistics(torch.autograd.Function):
-    """Normalize by statistics over all replicas; one all-reduce forward, one backward."""
+    """Normalize by statistics over all replicas; one all-reduce forward, one backward.
+
+    In float64, means that are large beside their variance take a second one forward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, part: SampleSlice, eps: float) -> Any:
@@ -32,16 +38,23 @@ class SyncStatistics(torch.autograd.Function):
         # In float64, because the variance is a difference of large numbers: mean of squares minus squared mean.
         sums = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         # Weight 0: padding samples take part in the collective, and count for nothing.
+        own = None
         if part.weight:
-            variance, mean = torch.var_mean(x, dims, correction=0)
-            mean, variance = mean.double(), variance.double()
-            sums[:channels] = mean * count
-            sums[channels:-1] = (variance + mean * mean) * count
+            own = [each.double() for each in reversed(torch.var_mean(x, dims, correction=0))]
+            sums[:channels] = own[0] * count
+            sums[channels:-1] = (own[1] + own[0] * own[0]) * count
             sums[-1] = count
         part.sum_replicas(sums)
         total = sums[-1]
         mean = sums[:channels] / total
-        variance = sums[channels:-1] / total - mean * mean
+        # Of equal values the difference may be less than zero by rounding.
+        variance = (sums[channels:-1] / total - mean * mean).clamp_(min=0)
+        # Where the difference loses more digits than values of this precision have: squares around the common mean.
+        # All replicas have the same sums, so that all decide alike.
+        if x.dtype is torch.float64 and bool((mean * mean > _CANCELS * (variance + eps)).any()):
+            squares = torch.zeros_like(mean) if own is None else (own[1] + (own[0] - mean).square()) * count
+            part.sum_replicas(squares)
+            variance = squares / total
         shape = [1, channels] + [1] * (x.dim() - 2)
         inverse = (variance + eps).rsqrt().to(x.dtype)
         normal = (x - mean.to(x.dtype).view(shape)) * inverse.view(shape)

@@ -206,8 +206,10 @@ class StageBinder:
         program, shards, transport = self.program, self.holding.shards, self.connections.transport
         parameters, graph = self.holding.tensors.parameters(), program.partition.graph
         held = {name: parameters[name] for bucket in buckets for name in bucket.parameters}
-        # The user's own Python may leave a parameter without a gradient.
+        # The user's own Python may leave a parameter without a gradient; a branch that the loss does not read does.
+        certain = {name for node in graph.nodes if node.requires_grad for name in node.parameters}
         optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+        optional |= held.keys() - certain
         if shards.flat_buffers:
             own, plan, waits = (
                 replace(program, buckets=buckets),
