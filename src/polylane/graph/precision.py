@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -114,15 +115,33 @@ def _call_promoted(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*wide, **kwargs)
 
 
-@contextmanager
-def default_float64() -> Iterator[None]:
-    """Context manager: inside, float64 is what integers become where a function makes floats of them."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+class _DefaultFloat64:
+    """torch's default dtype, which all threads of a process share, as float64 while any of them asks for it."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, torch.float32
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Context manager: inside, float64 is what integers become where a function makes floats of them.
+
+        Threads enter and leave in any order (each of a server, say): the first sets it, and the last puts it back.
+        """
+        with self._lock:
+            if not self._inside:
+                self._before = torch.get_default_dtype()
+                torch.set_default_dtype(torch.float64)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    torch.set_default_dtype(self._before)
+
+
+default_float64 = _DefaultFloat64()
 
 
 class FromIntegers(UnderSetting):

@@ -13,7 +13,7 @@ from polylane.graph.batch import flatten
 from polylane.graph.capture.capture import capture
 from polylane.graph.capture.export import ModelWithLoss
 from polylane.graph.capture.self_check import run_code, tensors_by_role
-from polylane.graph.precision import Promoted
+from polylane.graph.precision import Promoted, default_float64
 from polylane.graph.sample_slice import SampleSlice
 
 # What exists before the code runs has the precision that it was given, also in float64.
@@ -59,3 +59,13 @@ def test_a_graph_in_float64_has_the_numbers_of_the_code_in_float64(way: str) -> 
     with Promoted():
         expected = loss(model, batch)
     torch.testing.assert_close(got, expected, rtol=1e-15, atol=0)
+
+
+def test_the_default_dtype_is_put_back_in_whatever_order_threads_leave() -> None:
+    before, first, second = torch.get_default_dtype(), default_float64(), default_float64()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.get_default_dtype() is torch.float64
+    second.__exit__(None, None, None)
+    assert torch.get_default_dtype() is before
