@@ -7,7 +7,7 @@ depend on such a flag is found by the self-check, which makes two steps.) Clocks
 called; the environment is treated as a setting (see :mod:`polylane.graph.python_state.captured_settings`).
 
 Effects are then located, line by line: the module whose call contains the line, or the innermost one that contains all
-    readers and writers of the same state, has to run as a leaf.
+readers and writers of the same state, has to run as a leaf.
 """
 
 from __future__ import annotations
