@@ -83,6 +83,12 @@ QUICK = [
 ]
 
 
+def test_the_page_of_the_zoo_is_written_from_what_was_measured() -> None:
+    from benchmarks.zoo import page
+
+    assert page.PAGE.read_text() == page.render_page(page.load_measured())
+
+
 def test_every_benchmark_has_a_quick_run() -> None:
     # Of these the one measures nothing, and the other needs a device.
     assert {case.values[0] for case in QUICK} | {"published", "gpu"} == set(
