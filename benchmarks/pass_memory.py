@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from polylane.cost.memory.allocation_meter import AllocationMeter, storage_id
 from polylane.runtime.pipeline.executor import Executor
@@ -59,15 +58,12 @@ class PassMeter:
         self.passes: list[PassMemory] = []
         self.stage = 0
         self._meter = AllocationMeter()
-        self._weights = WeakIdKeyDictionary()
         self._sent = dict[int, weakref.ref[Any]]()
 
     def run(self, kind: ActionKind, runner: StageRunner, original: Callable[..., Any], *given: Any) -> Any:
         """Run one pass by its original method, and measure it."""
         leaves = [leaf for leaf in given[2] if isinstance(leaf, Tensor)] if kind is ActionKind.FORWARD else []
         fixed = [leaf for leaf in runner.tensors.values() if isinstance(leaf, Tensor)]
-        for leaf in fixed:
-            self._watch_gradient(leaf)
         self._meter.ignore_tensors([*fixed, *leaves])
         # What came in messages is part of what is held from here on; gradients that came, during this pass alone.
         for came in given[1].values() if len(given) > 1 else ():
@@ -75,7 +71,7 @@ class PassMeter:
             self._sent.pop(storage_id(came), None)
         before, waiting = self._held(), self._bytes(self._sent_storages())
         self._meter.peak_bytes = self._meter.current_bytes
-        with self._meter:
+        with self._gradients_ignored(fixed), self._meter:
             result = original(runner, *given)
         most = self._meter.peak_bytes - waiting
         if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
@@ -88,11 +84,19 @@ class PassMeter:
     def _held(self) -> int:
         return self._meter.current_bytes - self._bytes(self._sent_storages())
 
-    def _watch_gradient(self, leaf: Tensor) -> None:
-        """Have a parameter's gradient count until it is there, and no longer; each version of a weight is one."""
-        if leaf.requires_grad and leaf.is_leaf and leaf not in self._weights:
-            self._weights[leaf] = True
-            leaf.register_post_accumulate_grad_hook(self._ignore_gradient)
+    @contextmanager
+    def _gradients_ignored(self, fixed: Sequence[Tensor]) -> Iterator[None]:
+        """Have parameters' gradients count until they are there, and no longer; each version of a weight is one.
+
+        Hooks are on for this pass alone: those that are on a parameter when a step begins are off during its passes.
+        """
+        leaves = {id(leaf): leaf for leaf in fixed if leaf.requires_grad and leaf.is_leaf}
+        hooks = [leaf.register_post_accumulate_grad_hook(self._ignore_gradient) for leaf in leaves.values()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _ignore_gradient(self, leaf: Tensor) -> None:
         if leaf.grad is not None:
