@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polylane.graph.open_sizes import OpenSizes
-
-from polylane.graph.python_state.side_effects import SideEffects
+    from polylane.graph.python_state.side_effects import SideEffects
 
 
 @dataclass(frozen=True)
