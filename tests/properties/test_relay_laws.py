@@ -69,7 +69,7 @@ class Cut:
     ways: Mapping[tuple[str, str], Split | None]  # (value, axis)
     forms: Mapping[str, Form]
 
-    def state(self, value: str, samples: int) -> tuple[Placement, ...]:
+    def state(self, value: str, samples: int, open_sizes: tuple[int, ...] = ()) -> tuple[Placement, ...]:
         shape = self.forms[value].shape(samples)
         ways = [self.ways[value, axis] for axis in self.splits]
         return tuple(REPLICATE if way is None else Shard(way.dim, way.cuts(shape[way.dim])) for way in ways)
@@ -191,7 +191,7 @@ def meetings(draw: st.DrawFn) -> Meeting:
 
 def _specs(every: Mapping[str, Form]) -> dict[str, ValueSpec]:
     def size(form: Form, dim: int):
-        return lambda samples: form.shape(samples)[dim]
+        return lambda samples, *_: form.shape(samples)[dim]
 
     return {
         name: ValueSpec(name, torch.float64, tuple(size(form, dim) for dim in range(len(form.fixed))))
