@@ -86,7 +86,18 @@ QUICK = [
 def test_the_page_of_the_zoo_is_written_from_what_was_measured() -> None:
     from benchmarks.zoo import page
 
-    assert page.PAGE.read_text() == page.render_page(page.load_measured())
+    text = page.PAGE.read_text()
+    assert text == page.render_page(page.load_measured())
+    assert not re.findall(r"(?<![\w.`])/\w+/\S*", text)  # no path of one machine
+
+
+def test_files_of_the_zoo_are_named_alike_on_every_machine() -> None:
+    from benchmarks.zoo.page import name_files_alike
+
+    there = (
+        "x (/a/.venv/lib/python3.11/site-packages/timm/models/vit.py:3) and (/home/me/it/benchmarks/zoo/physics.py:9)"
+    )
+    assert name_files_alike(there) == "x (timm/models/vit.py:3) and (benchmarks/zoo/physics.py:9)"
 
 
 def test_every_benchmark_has_a_quick_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,15 @@ def load_measured(folder: Path = MEASURED) -> dict[str, dict[str, Found]]:
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
 
 
+# The part of a file's path that differs between machines: what is before installed packages, the zoo, torch's sources.
+_FOLDERS = re.compile(r"/[^\s():]*?/(?=benchmarks/zoo/|aten/src/)|/[^\s():]*/(?:site|dist)-packages/")
+
+
+def name_files_alike(told: str) -> str:
+    """Return what was said with its files as they are called on every machine: from their package's name on."""
+    return _FOLDERS.sub("", told)
+
+
 def save_found(family: str, name: str, found: Iterable[Mapping[str, Any]], folder: Path = MEASURED) -> None:
     """Keep what was found of a model, beside what is known of it by other plans."""
     path = folder / f"{family}.json"
@@ -41,6 +51,7 @@ def save_found(family: str, name: str, found: Iterable[Mapping[str, Any]], folde
     of = known.setdefault(name, {})
     for line in found:
         values = {key: value for key, value in line.items() if key not in ("name", "plan")}
+        values["told"] = name_files_alike(values["told"])
         of[line.get("plan", "capture")] = values
     ordered = {model: known[model] for model in sorted(known)}
     folder.mkdir(exist_ok=True)
