@@ -86,10 +86,7 @@ class TrainingRole:
         self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
         whole = {n: i.shape for p in prepared.partitions.values() for n, i in p.graph.parameters.items()}
-        # Of this worker's parameters alone: whoever else held the model's would keep those of other stages in memory.
-        held = self._holding.tensors.parameters()
-        self._hooks = GradientHooks({n: held[n] for n in held.keys() & self._holding.local_names()}, whole)
-        del held
+        self._hooks = GradientHooks(self._holding.tensors.parameters(), whole)
         _refuse_whole_norms(self.plan, clip_norm)
         self._trainers = trainers_of(self._holding, self._programs, clip_norm)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
