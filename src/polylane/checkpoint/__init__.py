@@ -1,0 +1,1 @@
+"""Checkpoints on disk: tensors by global names and shapes, in files that any plan can read its part of."""

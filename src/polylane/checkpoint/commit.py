@@ -1,0 +1,92 @@
+"""Commit: makes a folder of written files a checkpoint, and removes old ones; by the standard library alone.
+
+A writer process does it, which starts without torch: waiting for the disk is no matter of the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+
+MANIFEST = "manifest.json"
+STEP = re.compile(r"step-(\d{8,18})\Z")
+UNFINISHED = re.compile(r"\.step-(\d{8,18})\.[0-9a-f]{8}\Z")
+REMOVED = re.compile(r"\.removed-[0-9a-f]{8}\Z")
+
+
+def list_steps(root: str, form: re.Pattern[str] = STEP) -> list[tuple[int, str]]:
+    """Return (step, folder) of the folders with a manifest, the oldest first.
+
+    Args:
+        root: folder of the run's checkpoints.
+        form: pattern of the folders' names, whose first group is the step.
+    """
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in os.listdir(root):
+            folder = os.path.join(root, name)
+            if (match := form.match(name)) and os.path.exists(os.path.join(folder, MANIFEST)):
+                found.append((int(match[1]), folder))
+    return sorted(found)
+
+
+def commit_folder(root: str, unfinished: str, step: int, manifest: str, keep: int | None) -> str:
+    """Write the manifest, give the folder its name, and remove the checkpoints that are not to be kept.
+
+    An earlier checkpoint of the same step is replaced. None is removed before the new one is on the disk.
+
+    Args:
+        root: folder of the run's checkpoints.
+        unfinished: folder below it, whose files are on the disk.
+        step: the checkpoint's step, by which it is named.
+        manifest: text of its manifest.
+        keep: number of newest complete ones that are kept; None: all.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        OSError: a file cannot be written; earlier checkpoints are as they were.
+    """
+    with open(os.path.join(unfinished, MANIFEST), "x", encoding="utf-8") as file:
+        file.write(manifest)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync_folder(unfinished)
+    folder = os.path.join(root, f"step-{step:08d}")
+    if os.path.exists(folder):
+        os.rename(folder, _removed_name(root))
+    os.rename(unfinished, folder)
+    _sync_folder(root)
+    others = [each for _, each in list_steps(root) if each != folder]
+    for old in others[: len(others) - (keep - 1)] if keep is not None else []:
+        # Renamed first: a folder without some of its files must not look like a checkpoint.
+        with contextlib.suppress(OSError):
+            os.rename(old, _removed_name(root))
+    remove_folders(root, REMOVED)
+    return folder
+
+
+def remove_folders(root: str, *patterns: re.Pattern[str]) -> None:
+    """Remove the folders whose names match one of the patterns, as far as that is possible."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(root):
+            if any(pattern.match(name) for pattern in patterns):
+                shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+
+
+def _removed_name(root: str) -> str:
+    return os.path.join(root, f".removed-{secrets.token_hex(4)}")
+
+
+def _sync_folder(folder: str) -> None:
+    """Wait until a folder's entries are on the disk; nothing where the system has no such call."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,204 @@
+"""Manifest: what a checkpoint holds, as JSON; written last, so that a checkpoint with one is complete.
+
+    {"polylane_checkpoint": 1, "digest": "9f2c...", "content": {...}}
+
+``digest`` is the SHA-256 of the content's text: a manifest that was edited or cut off is told from a whole one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from polylane.checkpoint.commit import MANIFEST
+from polylane.errors import PolylaneError
+from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error
+
+NAME = MANIFEST
+MOST_BYTES = 1 << 30  # of a manifest; larger files are not read
+MOST_DIMS = 64
+
+Length = Annotated[int, pydantic.Field(ge=0, le=1 << 62)]
+Dtype = Literal[
+    "BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64", "F8_E4M3", "F8_E5M2"
+]
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+}
+
+
+class Chunk(StrictMapping):
+    """A rectangle of a tensor in a file.
+
+    Attributes:
+        file: name of the file, in the checkpoint's folder.
+        key: name of the tensor in the file.
+        offsets: first index of the rectangle in each dimension of the global tensor.
+        shape: length of the rectangle in each dimension.
+        checksum: CRC-32 of the rectangle's bytes.
+    """
+
+    file: str = pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    key: str
+    offsets: tuple[Length, ...]
+    shape: tuple[Length, ...]
+    checksum: Length
+
+
+class SavedTensor(StrictMapping):
+    """A global tensor of a checkpoint.
+
+    Attributes:
+        dtype: the element type, as safetensors names it.
+        shape: length of the whole tensor in each dimension.
+        chunks: rectangles that together hold every element once.
+    """
+
+    dtype: Dtype
+    shape: tuple[Length, ...] = pydantic.Field(max_length=MOST_DIMS)
+    chunks: tuple[Chunk, ...]
+
+    @pydantic.model_validator(mode="after")
+    def _check_chunks(self) -> SavedTensor:
+        volume = 0
+        for chunk in self.chunks:
+            if not len(chunk.offsets) == len(chunk.shape) == len(self.shape):
+                raise ValueError(f"chunk {chunk.key} has other dimensions than the tensor")
+            if any(o + n > size for o, n, size in zip(chunk.offsets, chunk.shape, self.shape, strict=True)):
+                raise ValueError(f"chunk {chunk.key} ends outside of the tensor")
+            volume += math.prod(chunk.shape)
+        if volume != math.prod(self.shape):
+            raise ValueError(f"its chunks hold {volume} elements, and the tensor has {math.prod(self.shape)}")
+        return self
+
+
+class Manifest(StrictMapping):
+    """What a checkpoint holds.
+
+    Attributes:
+        step: optimizer steps that were made.
+        epoch: number of the epoch from 0 that the next step is in.
+        samples: samples of that epoch that were seen.
+        plan: the plan that was trained, as a plan file's text.
+        versions: versions of torch and polylane that wrote it.
+        run: facts about the run that a resumed one must share: seed, batch size, samples of the data.
+        weights: the model's own names of what ``state_dict`` has, each with the name of the tensor that holds it.
+        plain: state that is no tensor: options of optimizers, schedulers, counts; as plain JSON.
+        files: sizes of the files, in bytes.
+        tensors: every tensor by its global name.
+    """
+
+    step: Length
+    epoch: Length
+    samples: Length
+    plan: str
+    versions: dict[str, str]
+    run: dict[str, Any]
+    weights: dict[str, str]
+    plain: Any
+    files: dict[str, Length]
+    tensors: dict[str, SavedTensor]
+
+    @pydantic.model_validator(mode="after")
+    def _check_files(self) -> Manifest:
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                if chunk.file not in self.files:
+                    raise ValueError(f"tensors.{name} is in {chunk.file}, which is not among its files")
+                # Nobody makes room for more than there is.
+                if (size := math.prod(chunk.shape) * ITEM_BYTES[tensor.dtype]) > self.files[chunk.file]:
+                    raise ValueError(
+                        f"tensors.{name} has {size} bytes in {chunk.file}, which has {self.files[chunk.file]} bytes"
+                    )
+        for name, held in self.weights.items():
+            if not self.variants_of(held):
+                raise ValueError(f"weights.{name} is held by {held}, which is not among its tensors")
+        return self
+
+    def variants_of(self, name: str) -> list[str]:
+        """Return the names under which a tensor is saved: its own, or where replicas differ ``name@0`` and so on."""
+        if name in self.tensors:
+            return [name]
+        return list(itertools.takewhile(self.tensors.__contains__, (f"{name}@{i}" for i in itertools.count())))
+
+
+def format_manifest(manifest: Manifest) -> str:
+    """Return the text of a manifest file."""
+    content = json.dumps(manifest.model_dump(mode="json"), separators=(",", ":"), allow_nan=False)
+    return f'{{"polylane_checkpoint":1,"digest":"{_digest(content)}","content":{content}}}\n'
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint.
+
+    Raises:
+        PolylaneError: there is none, it cannot be read, or it is not as it was written.
+    """
+    path = folder / NAME
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise PolylaneError(f"checkpoint {path}: its size is over {MOST_BYTES} bytes: this is no manifest")
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise PolylaneError(
+            f"checkpoint {folder}: there is no {NAME}: it is no checkpoint, or one whose writing was interrupted"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolylaneError(f"checkpoint {path}: cannot be read: {getattr(error, 'strerror', '') or error}") from None
+    return parse_manifest(text, str(path))
+
+
+def parse_manifest(text: str, where: str) -> Manifest:
+    """Parse the text of a manifest file.
+
+    Args:
+        text: content of the file.
+        where: path of the file, for errors.
+
+    Raises:
+        PolylaneError: it is not as it was written.
+    """
+    try:
+        outer = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise PolylaneError(f"checkpoint {where}: is no JSON ({str(error)[:80]}): it was cut off or edited") from None
+    form = outer.get("polylane_checkpoint") if isinstance(outer, dict) else None
+    if form != 1 or isinstance(form, bool):
+        raise PolylaneError(
+            f"checkpoint {where}: its form is {str(form)[:40]!r}, and this version of polylane reads form 1"
+        )
+    if set(outer) != {"polylane_checkpoint", "digest", "content"}:
+        has = ", ".join(sorted(outer))[:80]
+        raise PolylaneError(
+            f"checkpoint {where}: has {has}, expected content, digest, polylane_checkpoint: it was edited"
+        )
+    try:
+        found = _digest(json.dumps(outer["content"], separators=(",", ":"), allow_nan=False))
+    except (ValueError, RecursionError):
+        found = "of what no checkpoint has"
+    if found != outer["digest"]:
+        raise PolylaneError(
+            f"checkpoint {where}: was changed after it was written: its digest is {found}, expected "
+            f"{str(outer['digest'])[:64]}"
+        )
+    try:
+        return Manifest.model_validate_json(json.dumps(outer["content"]))
+    except pydantic.ValidationError as error:
+        sentence = error_sentence(first_error(error), _FORM, outer["content"])
+        raise PolylaneError(f"checkpoint {where}: {sentence}") from None
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+_FORM = FileForm("a checkpoint's manifest", lambda place: list(Manifest.model_fields))

@@ -1,0 +1,177 @@
+"""Reading: fills a worker's part of a saved tensor from the chunks that have its elements, by checksum."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from polylane.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from polylane.checkpoint.regions import LocalPiece, Rectangle
+from polylane.checkpoint.store import name_another
+from polylane.errors import PolylaneError
+
+DTYPE_NAMES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class CheckpointReader:
+    """Reads tensors of one checkpoint; files are opened once.
+
+    Args:
+        folder: folder of the checkpoint.
+        manifest: manifest of the same checkpoint.
+
+    Attributes:
+        folder: folder of the checkpoint.
+        manifest: manifest of the same checkpoint.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._files: dict[str, Any] = {}
+        self._latest: tuple[tuple[str, str], Tensor] | None = None
+
+    def fill(self, name: str, local: Tensor, pieces: Iterable[LocalPiece]) -> None:
+        """Fill a worker's part of a tensor.
+
+        Args:
+            name: global name of the tensor.
+            local: the worker's local tensor, which is overwritten.
+            pieces: rectangles of the global tensor that it holds, and where.
+
+        Raises:
+            PolylaneError: the checkpoint does not have the tensor in this shape and dtype, or it is damaged.
+        """
+        saved = self.find(name)
+        if DTYPES[saved.dtype] != local.dtype:
+            raise PolylaneError(
+                f"checkpoint {self.folder}: {name} is {DTYPES[saved.dtype]} there, expected {local.dtype}"
+            )
+        with torch.no_grad():
+            for piece in pieces:
+                target = view_piece(local, piece)
+                self._fill_rectangle(name, saved, piece.rectangle, target)
+
+    def find(self, name: str) -> SavedTensor:
+        """Return where a tensor is saved.
+
+        Raises:
+            PolylaneError: the checkpoint does not have it.
+        """
+        saved = self.manifest.tensors.get(name)
+        if saved is None:
+            raise PolylaneError(f"checkpoint {self.folder}: does not have {name}: it is of another model or training")
+        return saved
+
+    def read_whole(self, name: str) -> Tensor:
+        """Return a whole tensor, on the CPU.
+
+        Raises:
+            PolylaneError: the checkpoint does not have it, or it is damaged.
+        """
+        saved = self.find(name)
+        whole = torch.empty(saved.shape, dtype=DTYPES[saved.dtype])
+        self._fill_rectangle(name, saved, Rectangle((0,) * len(saved.shape), saved.shape), whole)
+        return whole
+
+    def _fill_rectangle(self, name: str, saved: SavedTensor, wanted: Rectangle, target: Tensor) -> None:
+        if any(o + n > size for o, n, size in zip(wanted.offsets, wanted.shape, saved.shape, strict=True)):
+            raise PolylaneError(
+                f"checkpoint {self.folder}: {name} has the shape {list(saved.shape)}, and more is needed"
+            )
+        found = 0
+        for chunk in saved.chunks:
+            held = Rectangle(chunk.offsets, chunk.shape)
+            common = held.intersect(wanted)
+            if common is None:
+                continue
+            part = self._read_chunk(name, chunk, saved)[common.slices_in(held)]
+            target[common.slices_in(wanted)].copy_(part)
+            found += common.volume
+        if found != wanted.volume:
+            raise PolylaneError(
+                f"checkpoint {self.folder}: chunks of {name} hold {found} elements of a part, expected {wanted.volume}"
+            )
+
+    def _read_chunk(self, name: str, chunk: Chunk, saved: SavedTensor) -> Tensor:
+        """Return a chunk's tensor, and check it; the latest is kept, of which several pieces may be wanted."""
+        key = (chunk.file, chunk.key)
+        if self._latest is not None and self._latest[0] == key:
+            return self._latest[1]
+        path = self.folder / chunk.file
+        try:
+            if chunk.file not in self._files:
+                self._files[chunk.file] = safe_open(str(path), framework="pt")
+            tensor: Tensor = self._files[chunk.file].get_tensor(chunk.key)
+        except (OSError, SafetensorError) as error:
+            raise PolylaneError(
+                f"checkpoint {path}: {name} is damaged, expected {list(chunk.shape)} of {DTYPES[saved.dtype]}, found: "
+                f"{_first_line(error)}; {name_another(self.folder)}"
+            ) from None
+        if tuple(tensor.shape) != chunk.shape or tensor.dtype != DTYPES[saved.dtype]:
+            raise PolylaneError(
+                f"checkpoint {path}: {name} is {list(tensor.shape)} of {tensor.dtype}, expected {list(chunk.shape)} of "
+                f"{DTYPES[saved.dtype]}; {name_another(self.folder)}"
+            )
+        found = zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else 0
+        if found != chunk.checksum:
+            raise PolylaneError(
+                f"checkpoint {path}: {name} is damaged: its checksum is {found:08x}, expected {chunk.checksum:08x}; "
+                f"{name_another(self.folder)}"
+            )
+        self._latest = key, tensor
+        return tensor
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+
+
+def view_piece(local: Tensor, piece: LocalPiece) -> Tensor:
+    """Return the view of a local tensor that holds a rectangle."""
+    if piece.start is None:
+        return local[piece.slices]
+    size = 1
+    for length in piece.block:
+        size *= length
+    return local.view(-1)[piece.start : piece.start + size].view(piece.block)[piece.slices]
+
+
+def read_weights(folder: Path, manifest: Manifest) -> Mapping[str, Tensor]:
+    """Return the model's whole weights and buffers by the names of its ``state_dict``, on the CPU.
+
+    Where replicas differ they are the mean of all; integers are the first replica's.
+
+    Raises:
+        PolylaneError: the checkpoint is damaged.
+    """
+    reader = CheckpointReader(folder, manifest)
+    found = {}
+    for name, held in manifest.weights.items():
+        first, *others = (reader.read_whole(each) for each in manifest.variants_of(held))
+        if others and first.is_floating_point():
+            first = (torch.stack([first, *others]).double().mean(0)).to(first.dtype)
+        found[name] = first
+    return found

@@ -1,0 +1,137 @@
+"""Regions: which elements of a global tensor a worker holds, as rectangles that files can be cut into and read from.
+
+A worker holds an index box of a tensor (tensor parallelism), and under ZeRO a range of the box's elements in row-major
+order. Both become rectangles, each with an offset and a shape in the global tensor. Elements 3 to 9 of a tensor of 3
+rows and 4 columns are three:
+
+    . . . a         offset (0, 3), shape (1, 1)
+    b b b b         offset (1, 0), shape (1, 4)
+    c . . .         offset (2, 0), shape (1, 1)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from polylane.program.boxes import IndexBox, box_shape, with_positions
+
+Span = tuple[int, int]  # (begin, end) of elements in row-major order
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """A block of consecutive indices in every dimension of a global tensor.
+
+    Attributes:
+        offsets: first index in each dimension.
+        shape: length in each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def intersect(self, other: Rectangle) -> Rectangle | None:
+        """Return the common rectangle; None if there is none."""
+        begins = tuple(map(max, self.offsets, other.offsets))
+        pairs = zip(self.offsets, self.shape, other.offsets, other.shape, begins, strict=True)
+        shape = tuple(min(a + n, b + m) - begin for a, n, b, m, begin in pairs)
+        return Rectangle(begins, shape) if all(length > 0 for length in shape) else None
+
+    def slices_in(self, outer: Rectangle) -> tuple[slice, ...]:
+        """Return where this rectangle lies in the tensor that holds an outer one."""
+        starts = [mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True)]
+        return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPiece:
+    """A rectangle of a global tensor, and where a worker has it in its local tensor.
+
+    Attributes:
+        rectangle: the block of the global tensor.
+        start: element of the local vector at which ``block`` begins; None: the block is the whole local tensor.
+        block: shape of the consecutive elements of the local vector that the rectangle is in.
+        slices: the rectangle in the block.
+    """
+
+    rectangle: Rectangle
+    start: int | None
+    block: tuple[int, ...]
+    slices: tuple[slice, ...]
+
+
+def cut_pieces(box: IndexBox, span: Span | None = None) -> list[LocalPiece]:
+    """Cut what a worker holds of a tensor into rectangles.
+
+    Args:
+        box: indices of the global tensor in the worker's part, side by side in its local tensor.
+        span: the elements of that part that the worker has as a vector; None: it has all, in the part's own shape.
+    """
+    shape = box_shape(box)
+    if span is None:
+        return list(_cut_block(box, (0,) * len(shape), shape, None))
+    found, start = list[LocalPiece](), 0
+    for offsets, block in cut_span(shape, *span):
+        found += _cut_block(box, offsets, block, start)
+        start += math.prod(block)
+    return found
+
+
+def cut_span(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield (offsets, shape) of the blocks that hold elements ``begin`` to ``end`` of a tensor, in row-major order."""
+    if end <= begin:
+        return
+    if len(shape) <= 1:
+        yield ((begin,), (end - begin,)) if shape else ((), ())
+        return
+    row = math.prod(shape[1:])
+    (first, skipped), (last, rest) = divmod(begin, row), divmod(end, row)
+    if first == last:
+        yield from _in_row(first, cut_span(shape[1:], skipped, rest))
+        return
+    if skipped:  # the end of a row
+        yield from _in_row(first, cut_span(shape[1:], skipped, row))
+        first += 1
+    if first < last:  # full rows
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if rest:  # the beginning of a row
+        yield from _in_row(last, cut_span(shape[1:], 0, rest))
+
+
+def _in_row(
+    row: int, blocks: Iterator[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    return (((row, *offsets), (1, *shape)) for offsets, shape in blocks)
+
+
+def _cut_block(
+    box: IndexBox, offsets: Sequence[int], block: tuple[int, ...], start: int | None
+) -> Iterator[LocalPiece]:
+    """Yield the rectangles of a block of the local tensor: one for each choice of a range of the box in each dimension.
+
+    Args:
+        box: indices of the global tensor in the worker's part.
+        offsets: first index of the block in the local tensor, in each dimension.
+        block: shape of the block.
+        start: element of the local vector at which the block begins, or None.
+    """
+    # By dimension: (first global index, first index in the block, length) of every range in the block.
+    every = []
+    for ranges, low, length in zip(box, offsets, block, strict=True):
+        found = []
+        for first, at, size in with_positions(ranges):
+            begin, end = max(at, low), min(at + size, low + length)
+            if begin < end:
+                found.append((first + begin - at, begin - low, end - begin))
+        every.append(found)
+    for choice in itertools.product(*every):
+        rectangle = Rectangle(tuple(c[0] for c in choice), tuple(c[2] for c in choice))
+        yield LocalPiece(rectangle, start, block, tuple(slice(c[1], c[1] + c[2]) for c in choice))

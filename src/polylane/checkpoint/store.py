@@ -1,0 +1,145 @@
+"""Checkpoint store: a folder with one folder for each step, of which those with a manifest are complete.
+
+    checkpoints/
+        step-00000500/              complete: its manifest is there
+            rank-00000.safetensors
+            rank-00001.safetensors
+            manifest.json
+        .step-00001000.9c41/        being written, or left by a writer that died
+
+Files are on the disk before their folder gets its name, and the newest is found by looking: no pointer can be torn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from polylane.checkpoint.commit import REMOVED, UNFINISHED, commit_folder, list_steps, remove_folders
+from polylane.checkpoint.manifest import NAME, Manifest, format_manifest, read_manifest
+from polylane.errors import PolylaneError
+
+
+@dataclass(frozen=True)
+class CheckpointStore:
+    """The checkpoints of a run.
+
+    Attributes:
+        root: the folder that they are in.
+        keep: number of newest complete ones that are kept; None: all.
+    """
+
+    root: Path
+    keep: int | None = None
+
+    def list_steps(self) -> list[tuple[int, Path]]:
+        """Return (step, folder) of the complete checkpoints, the oldest first.
+
+        One without its name yet is among them where no other is: the run died after it had put aside the earlier
+        checkpoint of the same step, which this one replaces.
+        """
+        root = str(self.root)
+        return [(step, Path(folder)) for step, folder in list_steps(root) or list_steps(root, UNFINISHED)]
+
+    def find_newest(self) -> Path | None:
+        """Return the folder of the newest complete checkpoint; None if there is none.
+
+        Complete is one with a whole manifest, and files of the sizes that it says. Others are passed over.
+        """
+        for _, folder in reversed(self.list_steps()):
+            with contextlib.suppress(PolylaneError):
+                check_files(folder, read_manifest(folder))
+                return folder
+        return None
+
+    def begin(self, step: int) -> Path:
+        """Make and return the folder that a checkpoint of a step is written into.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        self.root.mkdir(parents=True, exist_ok=True)
+        folder = self.root / f".step-{step:08d}.{secrets.token_hex(4)}"
+        folder.mkdir()
+        return folder
+
+    def commit(self, unfinished: Path, manifest: Manifest) -> Path:
+        """Write the manifest, give the folder its name, and remove old ones: see :func:`.commit.commit_folder`.
+
+        Raises:
+            OSError: a file cannot be written; earlier checkpoints are as they were.
+        """
+        root, text = str(self.root), format_manifest(manifest)
+        return Path(commit_folder(root, str(unfinished), manifest.step, text, self.keep))
+
+    def remove_leftovers(self) -> None:
+        """Remove what interrupted writers and removals have left; what is complete but for its name gets that.
+
+        Only where no other process writes here.
+        """
+        with contextlib.suppress(OSError):
+            for step, folder in list_steps(str(self.root), UNFINISHED):
+                named = self.root / f"step-{step:08d}"
+                with contextlib.suppress(PolylaneError):
+                    check_files(Path(folder), read_manifest(Path(folder)))
+                    if not named.exists():
+                        Path(folder).rename(named)
+        remove_folders(str(self.root), UNFINISHED, REMOVED)
+
+
+def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
+    """Return the folder and the manifest of a checkpoint.
+
+    Args:
+        path: of the checkpoint's folder; or a run's folder or one with checkpoints, whose newest complete one is meant.
+
+    Raises:
+        PolylaneError: there is none, or it is damaged.
+    """
+    for root in (path, path / "checkpoints"):
+        if not (path / NAME).exists() and CheckpointStore(root).list_steps():
+            newest = CheckpointStore(root).find_newest()
+            if newest is None:
+                raise PolylaneError(f"checkpoint {root}: none of the checkpoints in it is complete")
+            return newest, read_manifest(newest)
+    manifest = read_manifest(path)
+    check_files(path, manifest)
+    return path, manifest
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Check that the files of a checkpoint are there, in the sizes that they were written in.
+
+    Raises:
+        PolylaneError: one is missing or has another size; it names the file.
+    """
+    for name, size in manifest.files.items():
+        try:
+            found = (folder / name).stat().st_size
+            said = f"has {found} bytes"
+        except OSError as error:
+            found, said = -1, f"cannot be read ({error.strerror or error})"
+        if found != size:
+            held = next(_held_in(manifest, name), "no tensor")
+            raise PolylaneError(
+                f"checkpoint {folder / name}: {said}, expected {size} bytes; it holds {held} and others: "
+                f"{name_another(folder)}"
+            )
+
+
+def name_another(folder: Path) -> str:
+    """Return what to do about a checkpoint that is damaged: the path of the newest other one that is complete."""
+    for _, other in reversed(CheckpointStore(folder.parent).list_steps()):
+        with contextlib.suppress(PolylaneError):
+            if other.name != folder.name:
+                manifest = read_manifest(other)
+                if all((other / name).stat().st_size == size for name, size in manifest.files.items()):
+                    return f"take another checkpoint, such as {other}"
+    return f"take another checkpoint; {folder.parent} has no other complete one"
+
+
+def _held_in(manifest: Manifest, file: str) -> Iterator[str]:
+    return (name for name, tensor in manifest.tensors.items() if any(chunk.file == file for chunk in tensor.chunks))

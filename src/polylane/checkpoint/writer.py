@@ -1,0 +1,69 @@
+"""Writer process: writes shard files from memory that a worker shares with it, while the worker trains on.
+
+``python -m polylane.checkpoint.writer DESCRIPTOR`` reads orders from its input and writes an answer for each, all as
+lines of JSON:
+
+    order     {"path": "...", "bytes": 4096, "entries": [["key", "F32", [8, 8], 0, 256], ...]}
+    answer    {"size": 4488, "checksums": [1234, ...]}    or    {"error": "No space left on device"}
+    order     {"commit": [root, unfinished, step, manifest, keep]}
+    answer    {"folder": "..."}                           or    {"error": "..."}
+
+DESCRIPTOR is an open file with the tensors' bytes. The process ends when its input does: with the worker, however that
+ends, also in the middle of a file.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import select
+import sys
+
+from polylane.checkpoint.commit import commit_folder
+from polylane.checkpoint.shard_file import Entry, write_shard_file
+
+NICENESS = 5  # the workers compute first
+
+
+def main(descriptor: int) -> None:
+    """Serve orders until the input ends."""
+    with_priority = getattr(os, "nice", None)
+    if with_priority is not None:
+        with_priority(NICENESS)
+    for line in iter(sys.stdin.buffer.readline, b""):
+        answer = _carry_out(json.loads(line), descriptor)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def _carry_out(order: dict[str, object], descriptor: int) -> dict[str, object]:
+    if "commit" in order:
+        try:
+            return {"folder": commit_folder(*order["commit"])}  # type: ignore[misc]
+        except OSError as error:
+            return {"error": f"{error.filename or 'its manifest'} cannot be written: {error.strerror or error}"}
+    entries = [Entry(key, dtype, tuple(shape), start, size) for key, dtype, shape, start, size in order["entries"]]  # type: ignore[attr-defined]
+    try:
+        if not order["bytes"]:
+            written = write_shard_file(str(order["path"]), entries, memoryview(b""), _end_with_worker)
+        else:
+            with (
+                mmap.mmap(descriptor, int(str(order["bytes"])), access=mmap.ACCESS_READ) as mapped,
+                memoryview(mapped) as memory,
+            ):
+                written = write_shard_file(str(order["path"]), entries, memory, _end_with_worker)
+    except OSError as error:
+        return {"error": error.strerror or str(error)}
+    return {"size": written.size, "checksums": written.checksums}
+
+
+def _end_with_worker() -> None:
+    """End this process if the worker is gone: its end of the pipe is closed then. No order comes while one is open."""
+    ready, _, _ = select.select([sys.stdin], [], [], 0)
+    if ready:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,1 @@
+"""Checkpoints of a running training: what each worker holds of its state, saved and restored by global names."""

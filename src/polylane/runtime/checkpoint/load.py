@@ -1,0 +1,97 @@
+"""Loading a checkpoint: rank 0 finds it, every worker reads its own parts, and all hear whether all could."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polylane.checkpoint.manifest import NAME, Manifest, read_manifest
+from polylane.checkpoint.read_tensors import CheckpointReader
+from polylane.checkpoint.store import name_another, open_checkpoint
+from polylane.errors import PolylaneError
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import dump
+from polylane.runtime.checkpoint.save import Gather, Position
+from polylane.runtime.transport.serialization import from_json
+
+# Makes a worker's state that of a checkpoint: the number of steps, a reader of tensors, and the plain state.
+Restore = Callable[[int, CheckpointReader, Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint that all workers have loaded."""
+
+    folder: Path
+    manifest: Manifest
+    plain: Mapping[str, Any]
+
+    @property
+    def position(self) -> Position:
+        """Where the training was."""
+        return Position(self.manifest.step, self.manifest.epoch, self.manifest.samples)
+
+
+def load_checkpoint(path: Path, rank: int, plan: Plan, gather: Gather, restore: Restore) -> LoadedCheckpoint:
+    """Load a checkpoint on every worker; a collective of all processes.
+
+    Args:
+        path: of the checkpoint, or of a folder of checkpoints, as rank 0 sees it.
+        rank: rank of this process.
+        plan: the plan that goes on.
+        gather: returns every process's plain value, by rank.
+        restore: makes this worker's state that of the checkpoint.
+
+    Raises:
+        PolylaneError: on every worker, the first one's reason.
+    """
+    found, error = "", ""
+    if rank == 0:
+        try:
+            found = str(open_checkpoint(path)[0].absolute())
+        except PolylaneError as refused:
+            error = str(refused)
+    found, error = gather((found, error))[0]
+    if error:
+        raise PolylaneError(error)
+    # Each reads the manifest by itself: it is in the same folder as the tensors, which each reads anyway.
+    loaded: LoadedCheckpoint | None = None
+    try:
+        manifest = read_manifest(Path(found))
+        plain = _read_plain(Path(found), manifest)
+        plain["same_plan"] = manifest.plan == dump(plan)
+        loaded = LoadedCheckpoint(Path(found), manifest, plain)
+        restore(manifest.step, CheckpointReader(loaded.folder, manifest), plain)
+    except PolylaneError as refused:
+        error = str(refused) if str(refused).startswith("checkpoint ") else f"checkpoint {found}: {refused}"
+    except Exception as failed:  # also of the user's load_state_dict: no worker may leave while others wait for it
+        why = (str(failed).strip().splitlines() or [""])[0][:200]
+        error = (
+            f"checkpoint {found}: cannot be restored ({type(failed).__name__}: {why}): it is of another training, or "
+            f"was edited; {name_another(Path(found))}"
+        )
+    errors = gather(error)
+    first = next((told for told in errors if told), "")
+    if first or loaded is None:
+        raise PolylaneError(first)
+    return loaded
+
+
+def _read_plain(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the plain state of a checkpoint.
+
+    Raises:
+        PolylaneError: it is not what a checkpoint has.
+    """
+    try:
+        plain = from_json(manifest.plain)
+    except PolylaneError as error:
+        raise PolylaneError(f"checkpoint {folder / NAME}: plain: {error}; {name_another(folder)}") from None
+    if not isinstance(plain, dict):
+        found = type(plain).__name__
+        raise PolylaneError(
+            f"checkpoint {folder / NAME}: plain is a {found}, expected names with values; {name_another(folder)}"
+        )
+    return plain

@@ -1,0 +1,98 @@
+"""Model state: the parameters and buffers that one worker holds, as regions of the model's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, nn
+
+from polylane.runtime.checkpoint.held_tensors import HeldTensor, Region, whole_region
+from polylane.runtime.checkpoint.optimizer_state import OptimizedPart
+from polylane.runtime.parameters.local_model import LocalModel
+
+PREFIX = "model/"
+
+
+def parameter_region(holding: LocalModel, name: str, tensor: Tensor) -> Region:
+    """Return the part of a parameter or buffer that a worker computes with.
+
+    Args:
+        holding: the worker's parameters and buffers.
+        name: canonical name of the parameter or buffer.
+        tensor: its tensor in this worker's model.
+    """
+    if name not in holding.shard_spec.shapes:  # in no graph: nothing has cut it
+        return whole_region(tensor.shape)
+    return Region(tuple(holding.shard_spec.shapes[name]), holding.shard_spec.index_box(name))
+
+
+def optimized_parts(holding: LocalModel, parameters: Mapping[str, nn.Parameter]) -> dict[str, OptimizedPart]:
+    """Return what an optimizer of this worker steps on, by canonical name, with its regions.
+
+    Args:
+        holding: the worker's parameters and buffers.
+        parameters: what the optimizer steps on: parameters, or ZeRO shards of them.
+    """
+    found = {}
+    for name, parameter in parameters.items():
+        region = Region(tuple(holding.shard_spec.shapes[name]), holding.shard_spec.index_box(name))
+        found[name] = OptimizedPart(parameter, _cut_by_zero(holding, name, region))
+    return found
+
+
+def _cut_by_zero(holding: LocalModel, name: str, region: Region) -> Region:
+    flat = holding.shards.buffer_of.get(name)
+    part = flat and flat.optimizer_parts[name]
+    # A parameter that an optimizer updates as a whole keeps its own shape.
+    if not part or part.parameter.shape == region.local_shape:
+        return region
+    return Region(region.shape, region.box, (part.begin, part.end))
+
+
+def model_tensors(holding: LocalModel) -> Iterator[HeldTensor]:
+    """Yield this worker's parameters and buffers, or ZeRO shards of them, by their global names.
+
+    What no stage trains or writes is among them: it is part of the model, whoever reads it.
+    """
+    parameters, buffers = holding.tensors.parameters(), holding.tensors.buffers()
+    local = holding.local_names()
+    elsewhere = {*holding.owning_stages, *_stage_buffers(holding)} - local
+    for name, tensor in {**parameters, **buffers}.items():
+        if name in elsewhere:
+            continue
+        region, own = parameter_region(holding, name, tensor), holding.shards.local_tensor(name, tensor)
+        if own is not None:
+            hidden = holding.shards.keeps_only_shards and name in holding.shards.buffer_of
+            yield HeldTensor(PREFIX + name, _cut_by_zero(holding, name, region) if hidden else region, own.detach())
+
+
+def speaks_for(holding: LocalModel, name: str) -> bool:
+    """Return whether this worker's stage is the one that says what a parameter or buffer is.
+
+    Of stages with the same tensor it is the lowest that has the current value; what is in no stage, the first says.
+    """
+    if name in holding.owning_stages:
+        return holding.stage == min(holding.owning_stages[name])
+    if name in _stage_buffers(holding):
+        return holding.stage == holding.buffers.owning_stage(name)
+    return holding.world.rank == 0
+
+
+def _stage_buffers(holding: LocalModel) -> set[str]:
+    """Return the names of the buffers that any stage uses."""
+    partitions = holding.prepared.partitions.values()
+    return {name for each in partitions for stage in range(each.stages) for name in each.buffers(stage)}
+
+
+def state_dict_names(holding: LocalModel) -> dict[str, str]:
+    """Return, by the names of the model's ``state_dict``, the global names of the tensors that hold their values."""
+    tied = dict[str, str]()
+    for partition in holding.prepared.partitions.values():
+        tied |= partition.graph.tied
+    model = holding.tensors.model
+    known = {*holding.tensors.parameters(), *holding.tensors.buffers()}
+    # Weights that are shared without being tied in a graph are known by identity.
+    first = {id(tensor): name for name, tensor in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    shared = {name: first[id(t)] for name, t in model.named_parameters(remove_duplicate=False)}
+    names = {name: tied.get(name, shared.get(name, name)) for name in model.state_dict(keep_vars=True)}
+    return {name: PREFIX + held for name, held in names.items() if held in known}

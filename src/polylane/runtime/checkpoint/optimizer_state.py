@@ -1,0 +1,266 @@
+"""Optimizer state: an optimizer's tensors by parameter, its groups' options and its scheduler, saved and restored.
+
+A state tensor of its parameter's shape (a momentum) is cut as the parameter is, and fits any other cut of it. One of
+another shape (a factor of a second moment) belongs to the part of the parameter that it was made for. Numbers, texts
+and containers of them are plain; tensors inside of containers are named by their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.errors import PolylaneError
+from polylane.runtime.checkpoint.held_tensors import Region, WorkerState, whole_region
+
+_TENSOR = "polylane.tensor"  # key of a mapping that stands for a tensor
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_OF_BASE = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))  # torch's own attributes
+
+# Reads a worker's part of a saved tensor: its global name and region, and the tensor that is filled.
+Fill = Callable[[str, Region, Tensor], None]
+
+
+@dataclass(frozen=True)
+class OptimizedPart:
+    """What an optimizer steps on of one parameter, and which part of the parameter that is."""
+
+    parameter: nn.Parameter
+    region: Region
+
+
+def collect_optimizer(
+    objective: str, optimizer: torch.optim.Optimizer, parts: Mapping[str, OptimizedPart], variant: str = ""
+) -> WorkerState:
+    """Return the state of an optimizer's parameters.
+
+    Args:
+        objective: name of the objective that the optimizer is of.
+        optimizer: the user's optimizer on this worker.
+        parts: what it steps on, by the parameter's canonical name.
+        variant: ending of names for state that is one replica's own.
+
+    Raises:
+        PolylaneError: a state is of a type that no file has.
+    """
+    found = WorkerState()
+    for name, part in parts.items():
+        if not (state := optimizer.state.get(part.parameter)):
+            continue
+        prefix = f"optimizer/{objective}/{name}"
+        skeleton = {}
+        for key, value in state.items():
+            skeleton[key] = _split(value, f"{prefix}/{key}", part, variant, found, f"{name}: state {key}")
+        found.plain[prefix + variant] = skeleton
+    return found
+
+
+def _split(value: Any, path: str, part: OptimizedPart, variant: str, found: WorkerState, what: str) -> Any:
+    """Return a value with tensors replaced by their names, which are added to the state."""
+    if isinstance(value, Tensor):
+        is_alike = value.shape == part.parameter.shape
+        region = part.region if is_alike and value.dim() else whole_region(value.shape)
+        # What has the shape of all of a parameter is known by the parameter's name; else by the part that it is for.
+        name = path + ("" if (is_alike or not value.dim()) else part.region.label) + variant
+        found.add(name, region, value)
+        on_device = value.device == part.parameter.device
+        return {_TENSOR: [name, str(value.dtype), None if is_alike and value.dim() else list(value.shape), on_device]}
+    if isinstance(value, Mapping):
+        return {key: _split(each, f"{path}/{key}", part, variant, found, what) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_split(e, f"{path}/{i}", part, variant, found, what) for i, e in enumerate(value))
+    if isinstance(value, _PLAIN):
+        return value
+    raise PolylaneError(
+        f"the optimizer's state of {what} is a {type(value).__name__}, which no checkpoint can hold: it may be made of "
+        "tensors, numbers and texts"
+    )
+
+
+def restore_optimizer(
+    objective: str,
+    optimizer: torch.optim.Optimizer,
+    parts: Mapping[str, OptimizedPart],
+    plain: Mapping[str, Any],
+    fill: Fill,
+    variant: str = "",
+) -> None:
+    """Give an optimizer the state of a checkpoint, in this worker's own cut.
+
+    Args:
+        objective: name of the objective that the optimizer is of.
+        optimizer: the user's optimizer on this worker.
+        parts: what it steps on, by the parameter's canonical name.
+        plain: the checkpoint's plain state.
+        fill: reads this worker's part of a tensor.
+        variant: ending of names for state that is one replica's own.
+
+    Raises:
+        PolylaneError: a state belongs to another part of its parameter than this worker has.
+    """
+    for name, part in parts.items():
+        prefix = f"optimizer/{objective}/{name}"
+        skeleton = _find_variant(plain, prefix, variant)
+        optimizer.state.pop(part.parameter, None)
+        if skeleton is not None:
+            optimizer.state[part.parameter] = {
+                key: _join(value, part, variant, fill, name) for key, value in skeleton.items()
+            }
+
+
+def _find_variant(plain: Mapping[str, Any], path: str, variant: str) -> Any:
+    """Return a path's value of one replica; where that replica was not there, the plain one or the first replica's."""
+    if path + variant in plain:
+        return plain[path + variant]
+    if path in plain:
+        return plain[path]
+    return plain.get(f"{path}@0")
+
+
+def _join(value: Any, part: OptimizedPart, variant: str, fill: Fill, parameter: str) -> Any:
+    if isinstance(value, Mapping) and _TENSOR in value:
+        name, dtype, shape, on_device = value[_TENSOR]
+        name = name.partition("@")[0]
+        device, kind = part.parameter.device if on_device else "cpu", getattr(torch, dtype.removeprefix("torch."))
+        if shape is None:
+            found = torch.empty_like(part.parameter, dtype=kind, device=device, requires_grad=False)
+            fill(name + variant, part.region, found)
+            return found
+        if shape and name.partition("#")[1] + name.partition("#")[2] != part.region.label:
+            raise PolylaneError(
+                f"the optimizer's state {name} is of another part of {parameter} than this worker updates: such a "
+                "state, which does not have the parameter's shape, fits plans that cut the parameter alike"
+            )
+        found = torch.empty(shape, dtype=kind, device=device)
+        fill(name + variant, whole_region(found.shape), found)
+        return found
+    if isinstance(value, Mapping):
+        return {key: _join(each, part, variant, fill, parameter) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_join(each, part, variant, fill, parameter) for each in value)
+    return value
+
+
+# ---- options and schedulers ------------------------------------------------------------------------------------------
+
+
+def collect_options(objective: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    """Return the plain state that all workers share: options of groups, attributes, the scheduler's state.
+
+    Args:
+        objective: name of the objective that the optimizer is of.
+        optimizer: the user's optimizer on this worker.
+        scheduler: the user's scheduler of it, or None.
+
+    Raises:
+        PolylaneError: an option or a scheduler's state is of a type that no file has.
+    """
+    groups = [
+        {k: to_plain(v, f"optimizer.param_groups[{i}][{k!r}]") for k, v in group.items() if k not in _GROUP_NAMES}
+        for i, group in enumerate(optimizer.param_groups)
+    ]
+    own = dict(_own_attributes(optimizer))
+    kinds = [type(each).__qualname__ if each is not None else None for each in (optimizer, scheduler)]
+    found: dict[str, Any] = {f"groups/{objective}": groups, f"attributes/{objective}": own, f"kinds/{objective}": kinds}
+    if scheduler is not None and hasattr(scheduler, "state_dict"):
+        found[f"scheduler/{objective}"] = to_plain(scheduler.state_dict(), f"{type(scheduler).__name__}.state_dict()")
+    return found
+
+
+_GROUP_NAMES = ("params", "param_names")
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield the plain attributes that an optimizer's own class has set, such as a count of steps."""
+    for name, value in vars(optimizer).items():
+        if name not in _OF_BASE and isinstance(value, bool | int | float | str | type(None)):
+            yield name, value
+
+
+def to_plain(value: Any, what: str) -> Any:
+    """Return a value that a file can hold; tensors are marked, and small."""
+    if isinstance(value, Tensor):
+        return {_TENSOR: [str(value.dtype), value.detach().cpu().reshape(-1).tolist(), list(value.shape)]}
+    if isinstance(value, Mapping):
+        return {key: to_plain(each, f"{what}[{key!r}]") for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(to_plain(each, what) for each in value)
+    if isinstance(value, _PLAIN):
+        return value
+    raise PolylaneError(
+        f"{what} has a {type(value).__name__}, which no checkpoint can hold: let it be made of numbers, texts and "
+        "tensors (of a scheduler, by a state_dict() and load_state_dict() of its own)"
+    )
+
+
+def from_plain(value: Any) -> Any:
+    if isinstance(value, Mapping) and _TENSOR in value:
+        dtype, values, shape = value[_TENSOR]
+        return torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch."))).view(shape)
+    if isinstance(value, Mapping):
+        return {key: from_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(from_plain(each) for each in value)
+    return value
+
+
+def restore_options(objective: str, optimizer: torch.optim.Optimizer, scheduler: Any, plain: Mapping[str, Any]) -> None:
+    """Set options, attributes and the scheduler's state to those of a checkpoint.
+
+    Args:
+        objective: name of the objective that the optimizer is of.
+        optimizer: the user's optimizer on this worker.
+        scheduler: the user's scheduler of it, or None.
+        plain: the checkpoint's plain state.
+
+    Raises:
+        PolylaneError: it was saved with other groups, or with a scheduler where there is none now.
+    """
+    _refuse_other_kinds(objective, optimizer, scheduler, plain)
+    groups = plain.get(f"groups/{objective}")
+    if groups is None or len(groups) != len(optimizer.param_groups):
+        has = "none" if groups is None else str(len(groups))
+        raise PolylaneError(
+            f"has {has} of the optimizer's groups, and there are {len(optimizer.param_groups)}: it is "
+            "of another optimizer"
+        )
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if key in _GROUP_NAMES:
+                continue
+            value = from_plain(value)
+            present = group.get(key)
+            if isinstance(present, Tensor) and isinstance(value, Tensor) and present.shape == value.shape:
+                present.copy_(value)  # a scheduler, or a captured step, may hold this very tensor
+            else:
+                group[key] = value
+    for name, value in plain.get(f"attributes/{objective}", {}).items():
+        if name not in _OF_BASE and not hasattr(type(optimizer), name):  # never a method, whatever the file says
+            vars(optimizer)[name] = value
+    saved = plain.get(f"scheduler/{objective}")
+    if scheduler is not None and hasattr(scheduler, "load_state_dict"):
+        if saved is None:
+            raise PolylaneError(f"has no state of a scheduler, expected a {type(scheduler).__qualname__}'s")
+        scheduler.load_state_dict(from_plain(saved))
+
+
+def _refuse_other_kinds(
+    objective: str, optimizer: torch.optim.Optimizer, scheduler: Any, plain: Mapping[str, Any]
+) -> None:
+    """Refuse state that another class of optimizer or scheduler has saved, which would be taken for one's own."""
+    saved = plain.get(f"kinds/{objective}")
+    for what, before, now in zip(("optimizer", "scheduler"), saved or (), (optimizer, scheduler), strict=False):
+        kind = None if now is None else type(now).__qualname__
+        if before != kind:
+            raise PolylaneError(
+                f"was saved with {_name_kind(before, what)}, expected {_name_kind(kind, what)}: it is of "
+                "another training"
+            )
+
+
+def _name_kind(kind: str | None, what: str) -> str:
+    return f"no {what}" if kind is None else f"the {what} {kind}"

@@ -1,0 +1,119 @@
+"""Python state in checkpoints: plain attributes that a forward writes (``self.steps += 1``), and modules' extra state.
+
+Each replica calls the forward once a step, and so has a value of its own; of its stages the one that runs the call has
+it. Values are restored on every worker: by another plan, another stage may run the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from polylane.errors import PolylaneError
+from polylane.graph.python_state.own_objects import MISSING
+from polylane.graph.python_state.state import PythonName
+from polylane.runtime.checkpoint.optimizer_state import from_plain, to_plain
+from polylane.runtime.parameters.local_model import LocalModel
+from polylane.samples.leaf_effects import collect_effects
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
+    """Return what this worker's forward passes have written in Python, and the extra state of modules.
+
+    Raises:
+        PolylaneError: a value that changes in every step is of a type that no file has.
+    """
+    found = dict[str, Any]()
+    for key, place, stages, lasts in _written_names(holding):
+        value = place.get()
+        if holding.stage not in stages or value is MISSING:
+            continue
+        if _is_plain(value):
+            found[f"python/{key}@{replica}"] = value
+        elif lasts and not _has_extra_state(place.owner):
+            raise PolylaneError(
+                f"the forward or the loss writes {place.label}, a {type(value).__name__}, which no checkpoint can "
+                "hold: keep it in a buffer (register_buffer), or return it from the module's get_extra_state()"
+            )
+    for path, module in _with_extra_state(holding.tensors.model):
+        if holding.stage in _stages_of(holding, path):
+            state = to_plain(module.get_extra_state(), f"{path or 'the model'}.get_extra_state()")
+            found[f"extra/{path}@{replica}"] = state
+    return found
+
+
+def restore_python_state(holding: LocalModel, replica: int, plain: Mapping[str, Any]) -> None:
+    """Set what forward passes write in Python, and the extra state of modules, to that of a checkpoint."""
+    for key, place, _, _ in _written_names(holding):
+        name = _saved_name(f"python/{key}", replica, plain)
+        if name is not None:
+            _put(place, plain[name])
+    for path, module in _with_extra_state(holding.tensors.model):
+        name = _saved_name(f"extra/{path}", replica, plain)
+        if name is not None:
+            module.set_extra_state(from_plain(plain[name]))
+
+
+def _saved_name(name: str, replica: int, plain: Mapping[str, Any]) -> str | None:
+    """Return the name of a replica's own value; where that replica was not there, of the first one's."""
+    return next((each for each in (f"{name}@{replica}", f"{name}@0") if each in plain), None)
+
+
+def _written_names(holding: LocalModel) -> Iterator[tuple[str, PythonName, set[int], bool]]:
+    """Yield (key, name, stages that have its value, whether it changes in every step) of what a forward writes."""
+    seen = set[str]()
+    for partition in holding.prepared.partitions.values():
+        effects, leaves = partition.graph.code.effects, collect_effects(partition.graph)
+        for place in () if effects is None else effects.written_names:
+            key = f"{place.kind}/{place.path or place.label}/{place.name}"
+            own = place.label if place.kind != "attribute" or place.path is None else f"self.{place.name}"
+            words = {f"writes {own}", f"draws from {own}"}
+            at = {name for name, every in leaves.items() if any(e.kind == "state" and e.what in words for e in every)}
+            stages = {s for s in range(partition.stages) if any(node.name in at for node in partition.nodes(s))}
+            if key not in seen:
+                seen.add(key)
+                first = holding.prepared.plan.first_chunk
+                yield key, place, {first(s) for s in stages} or {0}, bool(at)
+
+
+def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if _has_extra_state(module):
+            yield path, module
+
+
+def _has_extra_state(owner: Any) -> bool:
+    return isinstance(owner, nn.Module) and type(owner).get_extra_state is not nn.Module.get_extra_state
+
+
+def _stages_of(holding: LocalModel, path: str) -> set[int]:
+    """Return the stage that runs a module's own code, or the first one that runs a part of it."""
+    for partition in holding.prepared.partitions.values():
+        for stage in range(partition.stages):
+            for node in partition.nodes(stage):
+                inside = node.module or ""
+                if not inside or not path or f"{inside}.".startswith(f"{path}.") or f"{path}.".startswith(f"{inside}."):
+                    return {holding.prepared.plan.first_chunk(stage)}
+    return {0}
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple, set, frozenset):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(part) for item in value.items() for part in item)
+    return type(value) in _PLAIN
+
+
+def _put(place: PythonName, value: Any) -> None:
+    """Set a name; a container keeps its identity, since others may refer to it."""
+    present: Any = place.get()
+    if type(present) is not type(value) or type(value) not in (list, dict, set):
+        place.put(value)
+        return
+    present.clear()
+    (present.extend if type(value) is list else present.update)(value)

@@ -1,0 +1,336 @@
+"""Saving a checkpoint: who writes which rectangle, writing beside the training, and one verdict for all workers.
+
+Only rank 0 looks at the checkpoints' folder; every worker's writer adds one file to the folder that it is told:
+
+    begin       rank 0 makes a folder | all agree on who writes what | each takes its snapshot, its writer writes
+    advance     each reports | when all have written, rank 0 commits | each hears how that went
+
+Workers call both at the same steps. No worker raises before all know why: a disk that is full at one of them is an
+error at all, and what is there of the checkpoint is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polylane.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from polylane.checkpoint.read_tensors import DTYPE_NAMES
+from polylane.checkpoint.store import CheckpointStore
+from polylane.errors import PolylaneError
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.snapshot import ShardToWrite, SnapshotWriter, WrittenShards
+from polylane.runtime.transport.serialization import encode, serializable, to_json
+
+Gather = Callable[[Any], list[Any]]  # returns every process's plain value, by rank; a collective of all
+
+# (name, shape, dtype, offsets, lengths) of a rectangle that a worker could write.
+_Descriptor = tuple[str, tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
+
+
+@serializable
+@dataclass(frozen=True)
+class Position:
+    """Where a training is in its data.
+
+    Attributes:
+        step: optimizer steps that were made.
+        epoch: number of the epoch, from 0, that the next batch is in.
+        samples: samples of that epoch that were trained on.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+
+
+@serializable
+@dataclass(frozen=True)
+class _Report:
+    """What one worker says of the checkpoint that is being written.
+
+    Attributes:
+        written: (file, size, chunks) once its file is on the disk.
+        error: why it cannot be; "" for no reason.
+        committed: of rank 0: the checkpoint's folder, once it is complete.
+    """
+
+    written: tuple[str, int, tuple[Any, ...]] | None = None
+    error: str = ""
+    committed: str = ""
+
+
+@dataclass
+class _UnderWay:
+    """A checkpoint that is being written.
+
+    Attributes:
+        position: where the training was.
+        tensors: dtype and shape of every tensor that any worker holds, by name.
+        plain: every worker's plain state, merged; on rank 0.
+        facts: the remaining fields of the manifest.
+        folder: the folder without a name yet that all write into.
+        written: this worker's file, once it is on the disk.
+        error: why it is not.
+        committed: the checkpoint's folder; on rank 0.
+    """
+
+    position: Position
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    plain: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    folder: Path
+    written: WrittenShards | None = None
+    error: str = ""
+    committed: str = ""
+
+
+class CheckpointSaver:
+    """Writes checkpoints of one run; every worker has one, and calls the same methods at the same steps.
+
+    Args:
+        root: folder of the run's checkpoints.
+        keep: number of newest complete ones that are kept; None: all.
+        rank: rank of this process among all.
+        gather: returns every process's plain value, by rank.
+
+    Attributes:
+        stall_seconds: time that checkpoints have cost this worker so far.
+        newest: folder of the latest complete checkpoint that this run has written; None before.
+    """
+
+    def __init__(self, root: Path, keep: int | None, rank: int, gather: Gather) -> None:
+        self._store, self._rank, self._gather = CheckpointStore(root, keep), rank, gather
+        self._writer = SnapshotWriter()
+        self._under_way: _UnderWay | None = None
+        # Of the latest distribution: what it was made for, this worker's rectangles, and all tensors.
+        self._assignments: tuple[str, list[int], Mapping[str, tuple[str, tuple[int, ...]]]] | None = None
+        self.stall_seconds = 0.0
+        self.newest: Path | None = None
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written; the same on all workers."""
+        return self._under_way is not None
+
+    def begin(self, position: Position, collect: Callable[[], WorkerState], facts: Mapping[str, Any]) -> None:
+        """Take the snapshot of a checkpoint; a collective of all processes, none of which is in a step.
+
+        Args:
+            position: where the training is.
+            collect: returns what this worker adds.
+            facts: of the manifest's fields ``plan`` and ``run``.
+
+        Raises:
+            PolylaneError: on all workers, if it cannot be begun on one of them.
+        """
+        started = time.perf_counter()
+        assert self._under_way is None
+        folder, error = self._make_folder(position)
+        # All are here now: no step is under way, and a server that others wait for has made all updates.
+        folder, error = self._gather((folder, error))[0]
+        state, refusal = WorkerState(), ""
+        try:
+            # Also where there is no folder: collecting empties a pipeline, on which later numbers depend.
+            state = collect()
+        except PolylaneError as refused:
+            refusal = str(refused)
+        _raise_first([error], "begun")
+        error = refusal
+        shards, descriptors = _cut_shards(state)
+        digest = hashlib.sha256(encode([tuple(each) for each in descriptors])).hexdigest()
+        every = self._gather((error, digest, state.plain if not error else {}))
+        try:
+            _raise_first([said[0] for said in every], "begun")
+        except PolylaneError:
+            self._drop(folder)
+            raise
+        mine, tensors = self._assign("".join(said[1] for said in every), descriptors)
+        plain: dict[str, Any] = {}
+        for said in reversed(every):
+            plain |= said[2]
+        self._under_way = _UnderWay(position, tensors, plain, facts, Path(folder))
+        try:
+            self._writer.start(folder, f"rank-{self._rank:05d}.safetensors", [shards[i] for i in mine])
+        except PolylaneError as refused:
+            self._under_way.error = str(refused)
+        self.stall_seconds += time.perf_counter() - started
+
+    def _make_folder(self, position: Position) -> tuple[str, str]:
+        """Return on rank 0 the folder that is written into, or why there is none."""
+        if self._rank:
+            return "", ""
+        try:
+            return str(self._store.begin(position.step)), ""
+        except OSError as refused:
+            return "", f"{self._store.root} cannot be written: {refused.strerror or refused}"
+
+    def _assign(
+        self, digest: str, descriptors: Sequence[_Descriptor]
+    ) -> tuple[list[int], Mapping[str, tuple[str, tuple[int, ...]]]]:
+        """Return which of its rectangles this worker writes, and all tensors; a collective where workers changed."""
+        if self._assignments is None or self._assignments[0] != digest:
+            every = self._gather([tuple(each) for each in descriptors])
+            tensors = {each[0]: (each[2], each[1]) for said in every for each in said}
+            self._assignments = digest, assign_rectangles(every)[self._rank], tensors
+        return self._assignments[1:]
+
+    def advance(self, extra: Any = None, wait: bool = False) -> list[Any]:
+        """Report to each other; a collective of all processes.
+
+        Args:
+            extra: this process's plain value, for all others.
+            wait: wait for this worker's file.
+
+        Returns:
+            Every process's ``extra``, by rank.
+
+        Raises:
+            PolylaneError: on all workers, if the checkpoint could not be written: where, and why.
+        """
+        started = time.perf_counter()
+        every = self._gather((self._report(wait), extra))
+        reports = [said[0] for said in every]
+        if self._under_way is not None:
+            self._act(reports)
+            self.stall_seconds += time.perf_counter() - started
+        return [said[1] for said in every]
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete; a collective of all processes.
+
+        Raises:
+            PolylaneError: as of :meth:`advance`.
+        """
+        while self.is_writing:
+            self.advance(wait=True)
+
+    def _report(self, wait: bool) -> _Report:
+        now = self._under_way
+        if now is None:
+            return _Report()
+        if self._writer.is_writing:
+            try:
+                now.written = self._writer.wait(None if wait else 0.0)
+            except PolylaneError as refused:
+                now.error = str(refused)
+        elif self._writer.is_committing:
+            try:
+                now.committed = self._writer.wait_committed(None if wait else 0.0) or ""
+            except PolylaneError as refused:
+                now.error = str(refused)
+        done = now.written
+        written = None if done is None else (done.file, done.size, tuple(done.chunks))
+        return _Report(written, now.error, now.committed)
+
+    def _act(self, reports: Sequence[_Report]) -> None:
+        now = self._under_way
+        assert now is not None
+        if any(each.error for each in reports):
+            # Others may still be writing into the folder: they are waited for before it is removed.
+            with contextlib.suppress(PolylaneError):
+                if self._writer.is_writing:
+                    self._writer.wait()
+            self._gather(None)
+            self._under_way = None
+            self._drop(str(now.folder))
+            _raise_first([each.error for each in reports], "written")
+        if reports[0].committed:
+            self.newest, self._under_way = Path(reports[0].committed), None
+        elif self._rank == 0 and all(each.written for each in reports) and not self._writer.is_committing:
+            try:
+                self._writer.start_commit(self._store, str(now.folder), self._make_manifest(now, reports))
+            except PolylaneError as refused:
+                now.error = str(refused)
+
+    def _make_manifest(self, now: _UnderWay, reports: Sequence[_Report]) -> Manifest:
+        chunks: dict[str, list[Chunk]] = {}
+        files = {}
+        for report in reports:
+            assert report.written is not None
+            file, files[file], own = report.written[0], report.written[1], report.written[2]
+            for name, chunk in own:
+                chunks.setdefault(name, []).append(Chunk.model_validate(chunk))
+        tensors = {
+            name: SavedTensor(dtype=dtype, shape=shape, chunks=tuple(chunks.get(name, ())))  # type: ignore[arg-type]
+            for name, (dtype, shape) in sorted(now.tensors.items())
+        }
+        position, plain = now.position, dict(now.plain)
+        return Manifest(
+            step=position.step,
+            epoch=position.epoch,
+            samples=position.samples,
+            versions={"torch": torch.__version__, "polylane": version("polylane")},
+            weights=plain.pop("weights"),
+            plain=to_json(plain),
+            files=files,
+            tensors=tensors,
+            **now.facts,
+        )
+
+    def _drop(self, folder: str) -> None:
+        if self._rank == 0 and folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """End this worker's writer; a checkpoint that is being written stays unfinished."""
+        self._writer.close()
+        if self._under_way is not None:
+            self._drop(str(self._under_way.folder))
+
+
+def _raise_first(errors: Sequence[str], done: str) -> None:
+    for rank, error in enumerate(errors):
+        if error:
+            raise PolylaneError(f"the checkpoint was not {done}: rank {rank}: {error}")
+
+
+def _cut_shards(state: WorkerState) -> tuple[list[ShardToWrite], list[_Descriptor]]:
+    """Return the rectangles that a worker could write, sorted by name, and their descriptions."""
+    shards = [
+        ShardToWrite(held, piece)
+        for held in sorted((each.as_real() for each in state.tensors), key=lambda each: each.name)
+        for piece in held.region.pieces
+    ]
+    return shards, [
+        (
+            each.held.name,
+            each.held.region.shape,
+            DTYPE_NAMES.get(each.held.local.dtype, str(each.held.local.dtype)),
+            each.piece.rectangle.offsets,
+            each.piece.rectangle.shape,
+        )
+        for each in shards
+    ]
+
+
+def assign_rectangles(every: Sequence[Sequence[_Descriptor]]) -> list[list[int]]:
+    """Return which of its rectangles each worker writes: each is written once, and writers have about equal bytes.
+
+    Args:
+        every: by rank, the descriptions of the rectangles that a worker could write.
+
+    Returns:
+        By rank, indices into its descriptions, ascending.
+    """
+    holders: dict[_Descriptor, list[tuple[int, int]]] = {}
+    for rank, own in enumerate(every):
+        for index, each in enumerate(own):
+            holders.setdefault(each, []).append((rank, index))
+    loads, chosen = [0] * len(every), [list[int]() for _ in every]
+    # The largest first, each to the worker with the fewest elements so far.
+    for each in sorted(holders, key=lambda each: (-math.prod(each[4]), each)):
+        rank, index = min(holders[each], key=lambda holder: loads[holder[0]])
+        loads[rank] += math.prod(each[4])
+        chosen[rank].append(index)
+    return [sorted(own) for own in chosen]

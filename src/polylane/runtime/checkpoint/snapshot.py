@@ -1,0 +1,252 @@
+"""Snapshot: copies of a worker's part of a checkpoint in memory that it shares with its writer process.
+
+    the worker        snapshot | trains on ...                          | looks whether it is done
+    its writer                 | writes rank-00003.safetensors, syncs   |
+
+Making the snapshot is what a checkpoint costs the training; bytes go to the disk beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polylane.checkpoint.manifest import Chunk, Manifest, format_manifest
+from polylane.checkpoint.read_tensors import DTYPE_NAMES, view_piece
+from polylane.checkpoint.regions import LocalPiece
+from polylane.checkpoint.store import CheckpointStore
+from polylane.errors import PolylaneError
+from polylane.runtime.checkpoint.held_tensors import HeldTensor
+
+_ALIGN = 64
+_SOURCES = str(Path(__file__).parents[3])  # the folder that has the package
+
+
+@dataclass(frozen=True)
+class ShardToWrite:
+    """One rectangle that this worker writes.
+
+    Attributes:
+        held: the tensor that it is a part of, of real numbers.
+        piece: the rectangle, and where it is in the worker's tensor.
+    """
+
+    held: HeldTensor
+    piece: LocalPiece
+
+    @property
+    def key(self) -> str:
+        """Name in the file: the tensor's, and the rectangle's place where that is not all of it."""
+        rectangle = self.piece.rectangle
+        if rectangle.shape == self.held.region.shape:
+            return self.held.name
+        place = ",".join(f"{o}+{n}" for o, n in zip(rectangle.offsets, rectangle.shape, strict=True))
+        return f"{self.held.name}[{place}]"
+
+
+@dataclass(frozen=True)
+class WrittenShards:
+    """What a writer has written: one file, in plain values that workers can send each other.
+
+    Attributes:
+        file: name of the file in the checkpoint's folder.
+        size: number of bytes of the file.
+        chunks: (name of the tensor, chunk) of each rectangle, as plain values.
+    """
+
+    file: str
+    size: int
+    chunks: Sequence[tuple[str, Mapping[str, Any]]]
+
+
+class SnapshotWriter:
+    """A worker's writer process, with the memory that both see; started at the first snapshot."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._memory: int | None = None
+        self._mapped: mmap.mmap | None = None
+        self._size = 0
+        self._order: tuple[str, list[ShardToWrite]] | None = None
+        self._is_committing = False
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a file is being written."""
+        return self._order is not None
+
+    @property
+    def is_committing(self) -> bool:
+        """Whether a folder is being made a checkpoint."""
+        return self._is_committing
+
+    def start(self, folder: str, file: str, shards: Sequence[ShardToWrite]) -> None:
+        """Copy the shards, and have the writer write them as a file.
+
+        Raises:
+            PolylaneError: the memory or the process cannot be had.
+        """
+        assert self._order is None
+        places, at = list[tuple[int, int]](), 0
+        for shard in shards:
+            size = shard.piece.rectangle.volume * shard.held.local.element_size()
+            places.append((at, size))
+            at += size + -size % _ALIGN
+        try:
+            self._open(at)
+            self._copy(shards, places)
+            entries = [
+                (s.key, DTYPE_NAMES[s.held.local.dtype], s.piece.rectangle.shape, *place)
+                for s, place in zip(shards, places, strict=True)
+            ]
+            order = {"path": os.path.join(folder, file), "bytes": at, "entries": entries}
+            assert self._process is not None and self._process.stdin is not None
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        except KeyError as error:
+            raise PolylaneError(f"a tensor of {error.args[0]} has no place in a checkpoint") from None
+        except OSError as error:
+            raise PolylaneError(f"no writer of checkpoints can be had: {error.strerror or error}") from None
+        self._order = file, list(shards)
+
+    def _open(self, size: int) -> None:
+        if self._process is None:
+            self._memory = _open_memory()
+            self._process = subprocess.Popen(
+                # -P: a json.py in the user's folder is not the library's.
+                [sys.executable, "-P", "-m", "polylane.checkpoint.writer", str(self._memory)],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([_SOURCES, os.environ.get("PYTHONPATH", "")])},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[self._memory],
+                start_new_session=True,  # Ctrl-C is for the workers: they end it by closing its input
+            )
+        if size > self._size:
+            assert self._memory is not None
+            if self._mapped is not None:
+                self._mapped.close()
+            os.ftruncate(self._memory, size)
+            self._mapped, self._size = mmap.mmap(self._memory, size), size
+
+    def _copy(self, shards: Sequence[ShardToWrite], places: Sequence[tuple[int, int]]) -> None:
+        if not self._size:
+            return
+        assert self._mapped is not None
+        whole = torch.frombuffer(self._mapped, dtype=torch.uint8)
+        with torch.no_grad():
+            for shard, (start, size) in zip(shards, places, strict=True):
+                if size:
+                    source = view_piece(shard.held.local, shard.piece)
+                    target = whole[start : start + size].view(source.dtype).view(source.shape)
+                    target.copy_(source)
+        del whole
+
+    def start_commit(self, store: CheckpointStore, unfinished: str, manifest: Manifest) -> None:
+        """Have the writer make an unfinished folder a checkpoint.
+
+        Raises:
+            PolylaneError: the writer is gone.
+        """
+        assert self._order is None and self._process is not None and self._process.stdin is not None
+        order = {"commit": [str(store.root), unfinished, manifest.step, format_manifest(manifest), store.keep]}
+        try:
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError as error:
+            raise PolylaneError(f"the writer of checkpoints is gone: {error.strerror or error}") from None
+        self._is_committing = True
+
+    def wait_committed(self, seconds: float | None = None) -> str | None:
+        """Return the checkpoint's folder; None if it takes longer.
+
+        Args:
+            seconds: bound on the waiting; None: until it is complete.
+
+        Raises:
+            PolylaneError: it cannot be completed; the reason.
+        """
+        answer = self._read_answer(seconds, "the manifest")
+        if answer is None:
+            return None
+        self._is_committing = False
+        if "error" in answer:
+            raise PolylaneError(answer["error"])
+        return str(answer["folder"])
+
+    def _read_answer(self, seconds: float | None, what: str) -> dict[str, Any] | None:
+        assert self._process is not None and self._process.stdout is not None
+        if seconds is not None and not select.select([self._process.stdout], [], [], seconds)[0]:
+            return None
+        line = self._process.stdout.readline()
+        if not line:
+            self.close()
+            raise PolylaneError(f"{what}: the process that writes it has died")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def wait(self, seconds: float | None = None) -> WrittenShards | None:
+        """Return what was written; None if that takes longer.
+
+        Args:
+            seconds: bound on the waiting; None: until it is written.
+
+        Raises:
+            PolylaneError: it cannot be written; the reason.
+        """
+        assert self._order is not None
+        file, shards = self._order
+        try:
+            answer = self._read_answer(seconds, file)
+        except PolylaneError:
+            self._order = None
+            raise
+        if answer is None:
+            return None
+        self._order = None
+        if "error" in answer:
+            raise PolylaneError(f"{file}: {answer['error']}")
+        chunks = [
+            (s.held.name, _chunk_of(s, file, checksum).model_dump(mode="json"))
+            for s, checksum in zip(shards, answer["checksums"], strict=True)
+        ]
+        return WrittenShards(file, answer["size"], chunks)
+
+    def close(self) -> None:
+        """End the writer; what it is writing is left unfinished."""
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                assert pipe is not None
+                with contextlib.suppress(OSError):
+                    pipe.close()
+            self._process.terminate()
+            self._process.wait()
+        if self._mapped is not None:
+            self._mapped.close()
+        if self._memory is not None:
+            os.close(self._memory)
+        self.__init__()  # type: ignore[misc]
+
+
+def _chunk_of(shard: ShardToWrite, file: str, checksum: int) -> Chunk:
+    rectangle = shard.piece.rectangle
+    return Chunk(file=file, key=shard.key, offsets=rectangle.offsets, shape=rectangle.shape, checksum=checksum)
+
+
+def _open_memory() -> int:
+    """Return a file in memory, without a name where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("polylane-checkpoint", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,145 @@
+"""Training state of one worker: all that decides how the training goes on, collected for a checkpoint and restored."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
+from polylane.runtime.checkpoint.model_state import model_tensors, optimized_parts, speaks_for, state_dict_names
+from polylane.runtime.checkpoint.optimizer_state import (
+    collect_optimizer,
+    collect_options,
+    restore_optimizer,
+    restore_options,
+)
+from polylane.runtime.checkpoint.python_state import collect_python_state, restore_python_state
+from polylane.runtime.checkpoint.saved_state import SavedState
+from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.update import ObjectiveUpdate
+from polylane.runtime.sync.gradient_sync import GradientSync
+
+
+class WorkerTrainingState:
+    """Collects and restores the state of one worker that trains.
+
+    Args:
+        holding: the worker's parameters and buffers.
+        trainers: optimizers and schedulers, by the name of the objective.
+        sync: the worker's gradient synchronization.
+    """
+
+    def __init__(self, holding: LocalModel, trainers: Mapping[str, ObjectiveUpdate], sync: GradientSync) -> None:
+        self._local_model, self._trainers, self._sync = holding, trainers, sync
+        plan = holding.prepared.plan
+        self._replica = plan.stage_and_replica(holding.world.rank)[1]
+        self.replicas = plan.degree("data", holding.stage)
+        # Weights, buffers and momenta of local SGD are each replica's own.
+        self._variant = f"@{self._replica}" if plan.sync.every > 1 else ""
+        # Running statistics of asynchronous replicas are, whose weights are the servers'.
+        self._buffer_variant = f"@{self._replica}" if plan.sync.is_replica_local else ""
+
+    def collect(self) -> WorkerState:
+        """Return what this worker adds to a checkpoint.
+
+        Raises:
+            PolylaneError: a state of an optimizer or scheduler is of a type that no file has.
+        """
+        found, holding = WorkerState(), self._local_model
+        on_servers = self._sync.server_parameters
+        for held in model_tensors(holding):
+            name = held.name.partition("/")[2]
+            if speaks_for(holding, name) and name not in on_servers:
+                found.add(held.name + self._variant_of(name), held.region, held.local)
+        for name, trainer in self._trainers.items():
+            if not on_servers:
+                parts = optimized_parts(holding, trainer.local_parameters)
+                mine = {n: part for n, part in parts.items() if speaks_for(holding, n)}
+                found.extend(collect_optimizer(name, trainer.optimizer, mine, self._variant))
+            if holding.world.rank == 0:
+                found.plain |= collect_options(name, trainer.optimizer, trainer.scheduler)
+        found.extend(self._sync.collect_state(self._replica))
+        found.extend(_collect_residuals(self))
+        found.extend(_collect_random(holding.world.rank))
+        found.plain |= collect_python_state(holding, self._replica)
+        if holding.world.rank == 0:
+            found.plain |= {"replicas": self.replicas, "weights": state_dict_names(holding)}
+        return found
+
+    def restore(self, saved: SavedState) -> None:
+        """Make the state of this worker that of a checkpoint.
+
+        Raises:
+            PolylaneError: it is of another model or optimizer, or damaged.
+        """
+        holding = self._local_model
+        saved.refuse_other_weights(state_dict_names(holding))
+        for held in model_tensors(holding):
+            name = held.name.partition("/")[2]
+            saved.fill(held.name + self._variant_of(name), held.region, held.local)
+        holding.buffers.mark_restored()
+        for name, trainer in self._trainers.items():
+            if not self._sync.server_parameters:
+                parts = optimized_parts(holding, trainer.local_parameters)
+                restore_optimizer(name, trainer.optimizer, parts, saved.plain, saved.fill, self._variant)
+            restore_options(name, trainer.optimizer, trainer.scheduler, saved.plain)
+        self._sync.restore_state(saved, self._replica)
+        restore_python_state(holding, self._replica, saved.plain)
+        _restore_residuals(self, saved)
+        if saved.is_same_plan:
+            _restore_random(holding.world.rank, saved)
+
+    def _variant_of(self, name: str) -> str:
+        is_buffer = name not in self._local_model.owning_stages
+        if is_buffer and name not in self._local_model.tensors.buffers():
+            return ""
+        return self._buffer_variant if is_buffer else self._variant
+
+    @property
+    def compressors(self) -> Mapping[str, Any]:
+        """The gradient compressors by objective."""
+        return {name: trainer.compressor for name, trainer in self._trainers.items()}
+
+
+def _collect_residuals(state: WorkerTrainingState) -> WorkerState:
+    found, holding = WorkerState(), state._local_model
+    for name, compressor in state.compressors.items():
+        found.extend(compressor.collect_state(name, holding, state._replica))
+    return found
+
+
+def _restore_residuals(state: WorkerTrainingState, saved: SavedState) -> None:
+    for name, compressor in state.compressors.items():
+        compressor.restore_state(name, state._local_model, state._replica, saved)
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def _collect_random(rank: int) -> WorkerState:
+    """Return the states of this process's generators, from which the user's own code may draw."""
+    found = WorkerState()
+    found.add(f"random/torch/{rank}", whole_region(torch.get_rng_state().shape), torch.get_rng_state())
+    found.plain[f"random/python/{rank}"] = random.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        found.plain[f"random/numpy/{rank}"] = (kind, keys.tolist(), *rest)
+    return found
+
+
+def _restore_random(rank: int, saved: SavedState) -> None:
+    now = torch.get_rng_state()
+    if saved.has(f"random/torch/{rank}"):
+        saved.fill(f"random/torch/{rank}", whole_region(now.shape), now)
+        torch.set_rng_state(now)
+    if (state := saved.plain.get(f"random/python/{rank}")) is not None:
+        random.setstate(state)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and (state := saved.plain.get(f"random/numpy/{rank}")) is not None:
+        kind, keys, *rest = state
+        numpy.random.set_state((kind, numpy.array(keys, dtype="uint32"), *rest))

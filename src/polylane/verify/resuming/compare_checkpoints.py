@@ -1,0 +1,93 @@
+"""Comparison of two checkpoints: bit for bit, or by relative errors where two plans have saved them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.checkpoint.manifest import Manifest, read_manifest
+from polylane.checkpoint.read_tensors import CheckpointReader
+from polylane.graph.rounding_noise import max_difference, max_magnitude
+from polylane.runtime.transport.serialization import from_json
+from polylane.verify.rounding_floor import divide_by_scale
+
+_MODEL, _OPTIMIZER = "model/", "optimizer/"
+
+
+@dataclass(frozen=True)
+class CheckpointDifference:
+    """How two checkpoints differ.
+
+    Attributes:
+        first: name of the first tensor or plain value that differs; "" for none.
+        worst: largest relative error of any tensor.
+        tensors: number of tensors that were compared.
+    """
+
+    first: str
+    worst: float
+    tensors: int
+
+
+def compare_bits(expected: Path, found: Path) -> CheckpointDifference:
+    """Compare every tensor and every plain value of two checkpoints of one plan, bit for bit."""
+    one, other = _open(expected), _open(found)
+    first, worst = "", 0.0
+    names = sorted({*one.manifest.tensors, *other.manifest.tensors}, key=_order)
+    for name in names:
+        if name not in one.manifest.tensors or name not in other.manifest.tensors:
+            first, worst = first or name, float("inf")
+            continue
+        a, b = one.read_whole(name), other.read_whole(name)
+        if a.shape != b.shape or not _same_bits(a, b):
+            first, worst = first or name, max(worst, _relative_error(a, b))
+    return CheckpointDifference(first or _first_plain(one.manifest, other.manifest), worst, len(names))
+
+
+def compare_values(expected: Path, found: Path) -> dict[str, float]:
+    """Return relative errors of the weights, buffers and optimizer states that two plans have saved, by name.
+
+    State that only one of the plans has, such as that of a random generator of one worker, is no part of this.
+    """
+    one, other = _open(expected), _open(found)
+    names = [name for name in one.manifest.tensors if name.startswith((_MODEL, _OPTIMIZER))]
+    names = sorted((name for name in names if name.startswith(_MODEL) or name in other.manifest.tensors), key=_order)
+    return {name: _relative_error(one.read_whole(name), other.read_whole(name)) for name in names}
+
+
+def _open(folder: Path) -> CheckpointReader:
+    return CheckpointReader(folder, read_manifest(folder))
+
+
+def _order(name: str) -> tuple[bool, bool, str]:
+    """Weights come first, then the states of optimizers: what differs in these follows from the weights."""
+    return not name.startswith(_MODEL), not name.startswith(_OPTIMIZER), name
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.dtype != b.dtype:
+        return False
+    bits = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b) if each.numel()]
+    return not bits or torch.equal(*bits)
+
+
+def _relative_error(a: Tensor, b: Tensor) -> float:
+    if a.shape != b.shape:
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    a, b = a.to(torch.float64), b.to(torch.float64)
+    return divide_by_scale(max_difference(a, b), max_magnitude(a))
+
+
+def _first_plain(one: Manifest, other: Manifest) -> str:
+    a, b = from_json(one.plain), from_json(other.plain)
+    return next((name for name in sorted({*a, *b}) if _text(a.get(name)) != _text(b.get(name))), "")
+
+
+def _text(value: Any) -> str:
+    return repr(value)  # NaN equals NaN here, and -0.0 is not 0.0

@@ -1,0 +1,182 @@
+"""A training that goes on from a checkpoint is the unbroken one: bit for bit on its plan, in float64 on any other."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compiling import compile_training
+from polylane.checkpoint.read_tensors import CheckpointReader
+from polylane.checkpoint.store import open_checkpoint
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.objectives import build_objectives
+from polylane.runtime.job import Job
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
+from training import batch_of, classify
+
+SAMPLES, BATCH, STEPS = 20, 8, 6  # three batches an epoch, the last one short: the checkpoint is in mid-epoch
+AT = 4
+
+PLANS = (
+    "data=1,microbatches=2",
+    "data=2,microbatches=2",
+    "data=3,microbatches=2",
+    "pipeline=2,microbatches=2",
+    "pipeline=3,microbatches=2",
+    "tensor=2,microbatches=2",
+    "data=2,tensor=2,microbatches=2",
+    "data=2,pipeline=2,microbatches=2",
+    "pipeline=2,tensor=2,microbatches=2",
+    "data=2,shard=optimizer,microbatches=2",
+    "data=3,shard=parameters,microbatches=2",
+    "data=2,servers=2,microbatches=2",
+)
+OWN = (  # those whose numbers are their own
+    "data=2,every=3",
+    "data=2,every=3,outer=0.7:0.9",
+    "data=2,compress=powersgd:2",
+    "data=2,compress=top_k:0.25",
+    "pipeline=2,schedule=pipedream,microbatches=2",
+    "pipeline=2,schedule=pipedream-2bw,microbatches=2",
+    "data=2,servers=1,dedicated=yes",
+)
+
+
+class Net(nn.Module):
+    """Dropout, running statistics, a tied weight and a parameter that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop = nn.Linear(6, 12, bias=False), nn.BatchNorm1d(12), nn.Dropout(0.2)
+        self.second, self.third, self.last = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 4)
+        self.frozen = nn.Parameter(torch.ones(12), requires_grad=False)
+        self.third.weight = self.second.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.drop(torch.relu(self.norm(self.first(x)))) * self.frozen
+        return self.last(torch.tanh(self.third(torch.relu(self.second(hidden)))))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    named = list(parameters)
+    groups = [{"params": [p for n, p in named if (p.dim() > 1) == matrix]} for matrix in (True, False)]
+    groups[0]["weight_decay"] = 0.1
+    return torch.optim.AdamW(groups, lr=0.01)
+
+
+def warm(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=20)
+
+
+DATA = list(zip(*batch_of(SAMPLES), strict=True))
+
+
+def train(job: Job, steps: int, save: tuple[int, Path] | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    losses = []
+    for batch in job.batches(DATA, BATCH, epochs=9, start=job.position):
+        losses.append(job.step(batch).loss)
+        if save is not None and job.position.step == save[0]:
+            job.save_checkpoint(save[1])
+        if len(losses) == steps:
+            break
+    return losses, job.state_dict()
+
+
+@functools.cache
+def compiled_once(plan: str) -> CompiledTraining:
+    """A plan's training, cut into the same stages whenever it goes on: where these are cut, measured times decide."""
+    return compile_training(model(), build_objectives(classify, adamw, warm), batch_of(BATCH), plan)
+
+
+def run(plan: str, work: Callable[[Job], Any]) -> Any:
+    prepared, clip_norm = compiled_once(plan), None if "pipedream" in plan else 0.5
+
+    def worker(_: Any) -> Any:
+        with Job(prepared, World.join(), example=batch_of(BATCH), seed=3, clip_norm=clip_norm) as job:
+            return work(job)
+
+    return fork_workers(worker, prepared.plan.processes)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[float], dict[str, Tensor]]]:
+    """By plan: the folder of its checkpoints, and what the run that goes on without a break comes to."""
+
+    @functools.cache
+    def save(plan: str) -> tuple[Path, list[float], dict[str, Tensor]]:
+        folder = tmp_path_factory.mktemp("checkpoints")
+        return (folder, *run(plan, lambda job: train(job, STEPS, (AT, folder))))
+
+    return save
+
+
+def resume(plan: str, folder: Path) -> tuple[list[float], dict[str, Tensor]]:
+    def work(job: Job) -> Any:
+        assert job.load_checkpoint(folder).position.step == AT
+        return train(job, STEPS - AT)
+
+    result: tuple[list[float], dict[str, Tensor]] = run(plan, work)
+    return result
+
+
+QUICK = {  # one of every kind of state; all are slow
+    "data=2,microbatches=2",
+    "pipeline=2,tensor=2,microbatches=2",
+    "data=2,every=3,outer=0.7:0.9",
+    "data=2,compress=powersgd:2",
+    "pipeline=2,schedule=pipedream,microbatches=2",
+    "data=2,servers=1,dedicated=yes",
+}
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [pytest.param(plan, marks=() if plan in QUICK else pytest.mark.slow) for plan in (*PLANS, *OWN)],
+)
+def test_on_its_own_plan_it_goes_on_bit_for_bit(plan: str, saved: Any) -> None:
+    folder, losses, state = saved(plan)
+    again, resumed = resume(plan, folder)
+    assert again == losses[AT:]
+    for name, value in state.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+# Every second plan with the next but one; all pairs are slow.
+PAIRS = [
+    pytest.param(first, then, marks=() if j == i + 2 and i % 3 == 1 else pytest.mark.slow)
+    for i, first in enumerate(PLANS)
+    for j, then in enumerate(PLANS)
+]
+
+
+@pytest.mark.parametrize(("first", "then"), PAIRS)
+def test_any_plan_goes_on_from_any_other(first: str, then: str, saved: Any, tmp_path: Path) -> None:
+    """What it loads it would save again, every bit; and then it trains as the first would have."""
+    folder, losses, state = saved(first)
+
+    def work(job: Job) -> Any:
+        job.load_checkpoint(folder)
+        job.save_checkpoint(tmp_path)
+        return train(job, STEPS - AT)
+
+    again, resumed = run(then, work)
+    before, after = (CheckpointReader(*open_checkpoint(each)) for each in (folder, tmp_path))
+    kept = [name for name in before.manifest.tensors if not name.startswith("random/")]
+    assert kept == [name for name in after.manifest.tensors if not name.startswith("random/")]
+    for name in kept:
+        assert torch.equal(before.read_whole(name), after.read_whole(name)), name
+    torch.testing.assert_close(again, losses[AT:], rtol=1e-12, atol=1e-12)
+    for name, value in state.items():
+        torch.testing.assert_close(resumed[name], value, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
