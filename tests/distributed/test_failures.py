@@ -126,10 +126,10 @@ def test_a_dataset_that_raises() -> None:
         for batch in job.batches(Torn(), 4, workers=loaders):
             job.step(batch)
 
+    told = r"batch \d of epoch 1: sample 7 of the dataset raised OSError: sample 7 cannot be read \(.*test_failures.py"
     for loaders in (0, 1):
-        error = failure_of(lambda job, n=loaders: work(job, n), mlp(6, 8, 4), "data=2", example=batch_of(4))
-        assert error.error_type == "OSError" and "sample 7 cannot be read" in str(error)
-        assert error.stage is None and "in __getitem__" in str(error)
+        with pytest.raises(PolylaneError, match=told):
+            workers(lambda job, n=loaders: work(job, n), mlp(6, 8, 4), "data=2", example=batch_of(4))
 
 
 def test_an_optimizer_that_raises() -> None:
@@ -150,15 +150,19 @@ def test_an_optimizer_that_raises() -> None:
             )
 
 
-def test_a_loss_that_raises_for_some_batches() -> None:
+def test_a_label_past_the_classes_is_one_sentence() -> None:
     def work(job: Job) -> None:
         inputs, labels = batch_of(8)
         labels[5] = 99  # no such class
         job.step((inputs, labels))
 
-    error = failure_of(work, mlp(6, 8, 4), "pipeline=2,microbatches=2")
-    assert error.error_type == "IndexError" and (error.stage, error.microbatch) == (1, 1)
-    assert error.module == "loss" and error.source is not None and "training.py" in error.source
+    place = {"pipeline=2,microbatches=2": "stage 1, microbatch 1", "tensor=2": "stage 0, microbatch 0"}
+    for plan, where in place.items():
+        told = (
+            rf"step 1: a number of the batch is past .* at {where}, in loss \(.*training.py:.* 99 is out of bounds; see"
+        )
+        with pytest.raises(PolylaneError, match=told):
+            workers(work, mlp(6, 8, 4), plan, example=batch_of(8))
 
 
 def test_evaluation_that_raises() -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import commands_run
 from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed
+from polylane.runtime.workers import fork as launch
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
 from processes import children
 
@@ -118,11 +119,11 @@ def test_messages_arrive_in_order_and_in_the_calling_thread():
 def test_a_slow_listener_does_not_hold_the_worker_up():
     def worker(context: WorkerContext) -> float:
         start = time.perf_counter()
-        for step in range(100):
+        for step in range(40):
             context.send_message({"step": step, "text": "x" * 1000})
         return time.perf_counter() - start
 
-    assert fork_workers(worker, 1, lambda rank, content: time.sleep(0.02))[0] < 100 * 0.02 / 2
+    assert fork_workers(worker, 1, lambda rank, content: time.sleep(0.02))[0] < 40 * 0.02 / 2
 
 
 def test_an_error_of_the_listener_ends_the_workers():
@@ -155,7 +156,9 @@ def test_one_raises_while_the_others_wait(failing: int):
     assert "runtime/workers/fork.py" not in text  # the launcher's frames are of no use to the user
 
 
-def test_one_raises_while_the_others_ignore_sigterm():
+def test_one_raises_while_the_others_ignore_sigterm(monkeypatch):
+    monkeypatch.setattr(launch, "TERM_SECONDS", 0.3)
+
     def worker(context: WorkerContext) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         context.world.connect()
@@ -226,8 +229,10 @@ def test_one_leaves_through_the_back_door():
 
 
 def test_sys_exit():
-    assert fork_workers(lambda context: sys.exit(0), 2) == [None, None]
-    with pytest.raises(WorkerFailed, match="SystemExit: 3"):
+    """Whatever its code: a worker that leaves has no result, and the others would wait for it."""
+    with pytest.raises(WorkerFailed, match=r"worker 1 failed: sys.exit\(0\) at .*:\d+ ended it before its work"):
+        fork_workers(lambda context: sys.exit(0) if context.rank else wait_for_peers(context), 2)
+    with pytest.raises(WorkerFailed, match=r"sys.exit\(3\) at .*test_launch.py"):
         fork_workers(lambda context: sys.exit(3), 2)
 
 

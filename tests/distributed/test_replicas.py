@@ -45,7 +45,7 @@ def trained(replicas: Any, model: nn.Module, accumulate: bool) -> tuple[list[flo
 
 
 @pytest.mark.parametrize("workers", covering.one_in(2, [2, 3], first=1))
-@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("accumulate", covering.one_in(2, [False, True], first=1))
 def test_replicas_train_as_one_worker_does(workers: int, accumulate: bool) -> None:
     def run(_: Any) -> tuple[list[float], dict[str, Tensor]]:
         model = network()
@@ -104,6 +104,38 @@ def test_parameters_that_only_some_replicas_reach_are_summed() -> None:
     for state in several:
         for name, value in alone.items():
             torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-14)
+
+
+def test_hooks_see_the_whole_gradient_of_a_pass() -> None:
+    def run(_: Any) -> tuple[list[float], dict[str, Tensor]]:
+        model, seen = network(), list[float]()
+        first, weight, bias = model[0].weight, model[4].weight, model[4].bias
+        first.register_hook(lambda g: g / g.norm())
+        first.register_hook(lambda g: g + 0.1 * torch.randn_like(g))
+        # What earlier passes of the step have accumulated is part of this one's.
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm().item()))
+        torch.autograd.graph.register_multi_grad_hook(
+            (weight, bias), lambda grads: seen.append(sum(g.norm().item() for g in grads))
+        )
+        return seen, trained(polylane.data_parallel(model), model, True)[1]
+
+    (seen, state), ((seen_of_two, of_two), _) = fork_workers(run, 1)[0], fork_workers(run, 2)
+    assert len(seen) == 40 and seen_of_two == pytest.approx(seen, rel=1e-11)
+    for name, value in state.items():
+        torch.testing.assert_close(of_two[name], value, rtol=1e-9, atol=1e-11)
+
+
+def test_hooks_of_one_worker_are_those_of_a_plain_loop() -> None:
+    model = network()
+    model[3].p = 0.0
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        each[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    replicas = polylane.data_parallel(model)
+    for inputs, labels in replicas.batches(samples(), 5):
+        for each in (model, plain):
+            F.cross_entropy(each(inputs), labels).backward()
+    assert torch.equal(model[0].weight.grad, plain[0].weight.grad)
 
 
 def test_weights_of_rank_0_count() -> None:

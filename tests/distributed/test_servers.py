@@ -83,7 +83,10 @@ def test_a_worker_that_raises(plan: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_left")
-@pytest.mark.parametrize(("plan", "rank"), [(SHARED, 1), (DEDICATED, 1), (DEDICATED, 3), (PLANS[2], 2)])
+@pytest.mark.parametrize(
+    ("plan", "rank"),
+    covering.one_in(2, [(SHARED, 1), (DEDICATED, 1), (DEDICATED, 3), (PLANS[2], 2)], first=1, several=True),
+)
 def test_a_worker_or_a_server_that_is_killed(plan: str, rank: int) -> None:
     def work(job: Job) -> None:
         if job.world.rank == rank and rank >= job.plan.workers:
@@ -211,16 +214,11 @@ def test_the_same_script_with_a_dedicated_server(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "count", "cold"),
-    covering.one_in(
-        2,
-        [
-            ("data=2,servers=1,dedicated=yes", 3, False),
-            ("data=2,servers=2,staleness=any", 2, True),
-            pytest.param("data=2,servers=1,dedicated=yes", 3, True, marks=pytest.mark.slow),
-        ],
-        first=1,
-        several=True,
-    ),
+    [
+        ("data=2,servers=1,dedicated=yes", 3, False),
+        pytest.param("data=2,servers=2,staleness=any", 2, True, marks=pytest.mark.slow),
+        pytest.param("data=2,servers=1,dedicated=yes", 3, True, marks=pytest.mark.slow),
+    ],
 )
 def test_a_script_that_never_closes_its_job(plan: str, count: int, cold: bool, tmp_path: Path) -> None:
     """Cold, interpreters come to their very end, which threads of servers must not see."""
@@ -274,7 +272,9 @@ def test_train_with_a_server_of_its_own(tmp_path: Path) -> None:
     assert sum("staleness" in row for row in rows) == 15
 
 
-@pytest.mark.parametrize("plan", ["data=2,servers=1,dedicated=yes", "data=2,servers=1,staleness=any,dedicated=yes"])
+@pytest.mark.parametrize(
+    "plan", covering.one_in(2, ["data=2,servers=1,dedicated=yes", "data=2,servers=1,staleness=any,dedicated=yes"])
+)
 def test_a_loss_that_is_no_number_stops_all(plan: str, tmp_path: Path) -> None:
     words = ["--batch", "8", "--epochs", "3", "--run", "run", "--stop-on-nan", "--set", "fault=yes"]
     done = train(tmp_path, "--plan", plan, *words)

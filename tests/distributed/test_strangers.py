@@ -22,9 +22,10 @@ import torch.distributed as dist
 
 import covering
 from polylane.errors import PolylaneError, WorkerFailed
-from polylane.runtime.transport import c10d
+from polylane.runtime.transport import c10d, plain_objects
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.workers import fork as launch
+from polylane.runtime.workers import spawn
 from polylane.runtime.workers.file_store import MeetingPlace
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 
@@ -229,6 +230,37 @@ def test_a_group_over_gloo_introduces_itself():
     assert fork_workers(worker, 3) == [[0, 1, 2]] * 3
 
 
+def test_a_proof_of_before_is_no_proof():
+    """Who was in a rank's place once, and heard the others' proofs, cannot repeat them in a group of the same name."""
+
+    def worker(context: WorkerContext) -> str:
+        context.world.connect()
+        said = dict[int, list[bytes]]()
+        exchange = plain_objects._exchange
+
+        def record(group: Any, ranks: Any, each: Any) -> dict[int, bytes]:
+            heard = exchange(group, ranks, each)
+            said.setdefault(len(said), []).append(each[1 - context.rank])
+            return heard
+
+        def repeat(group: Any, ranks: Any, each: Any) -> dict[int, bytes]:
+            before = said[turn.pop(0)][0]
+            return exchange(group, ranks, dict.fromkeys(ranks, before) if context.rank == 1 else each)
+
+        plain_objects._exchange = record
+        context.world.authenticate_group(dist.group.WORLD)
+        plain_objects._exchange, turn = repeat, [0, 1]
+        if context.rank == 0:
+            with pytest.raises(PolylaneError, match="who connected as rank 1 is not a worker of this job"):
+                context.world.authenticate_group(dist.group.WORLD)
+        else:
+            with suppress(PolylaneError):
+                context.world.authenticate_group(dist.group.WORLD)
+        return "held"
+
+    assert fork_workers(worker, 2) == ["held"] * 2
+
+
 def test_a_shared_secret_over_hosts(monkeypatch: pytest.MonkeyPatch):
     """Workers that an agent started know POLYLANE_SECRET, and who does not is refused when it connects."""
 
@@ -248,3 +280,29 @@ def test_a_shared_secret_over_hosts(monkeypatch: pytest.MonkeyPatch):
     assert fork_workers(lambda context: worker(context, ("same", "same")), 2) == [2.0, 2.0]
     with pytest.raises((PolylaneError, WorkerFailed), match="not a worker of this job"):
         fork_workers(lambda context: worker(context, ("same", "other")), 2)
+
+
+def test_who_connects_and_says_nothing_does_not_keep_workers_waiting(monkeypatch: pytest.MonkeyPatch):
+    """New processes report through a socket: a client that keeps silent, or lies, is dropped; the next one is heard."""
+    monkeypatch.setattr(spawn, "INTRODUCTION_SECONDS", 1.0)
+    place = MeetingPlace.in_folder()
+    office: Any = spawn._ReportServer(place, None)
+    try:
+        assert stat.S_IMODE(place.folder.stat().st_mode) == 0o700
+        lines = [socket.socket(socket.AF_UNIX) for _ in range(4)]
+        for line, said in zip(lines, (b"", b"\xff" * 64, struct.pack("!i", 32) + b"x" * 32), strict=False):
+            line.connect(office.address)
+            line.sendall(said)
+        lines[3].connect(office.address)
+        for said in (place.secret, b"3"):
+            lines[3].sendall(struct.pack("!i", len(said)) + said)
+        deadline = time.monotonic() + 10
+        while 3 not in office.lines:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert list(office.lines) == [3]
+    finally:
+        office.close()
+        place.remove_files()
+        for line in lines:
+            line.close()

@@ -1,0 +1,73 @@
+"""``polylane why``: why a run stood still or failed, from what its workers were doing at that moment."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from polylane.commands.printing import console, format_duration, make_table, print_json, write_text
+from polylane.commands.requests import WhyRequest
+from polylane.commands.running.run_folder import UNFINISHED, WHY
+from polylane.diagnosis import report_file
+from polylane.diagnosis.report import HangReport
+from polylane.errors import PolylaneError
+from polylane.observe.swimlane import render as swimlane
+
+LARGEST_BYTES = 64 << 20  # of a report that is read
+
+
+def run(request: WhyRequest) -> None:
+    """Print why a run stood still or failed, and write the pictures that are asked for.
+
+    Raises:
+        PolylaneError: the run has no report, or it cannot be read.
+    """
+    report = read_report(request.run)
+    timeline = report_file.draw_timeline(report)
+    if request.svg is not None:
+        write_text(request.svg, swimlane.svg(timeline))
+    if request.html is not None:
+        write_text(request.html, swimlane.html(timeline))
+    if request.json:
+        print_json(report_file.to_dict(report))
+        return
+    out = console()
+    print(_printable(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(report.wall))}: {report.sentence}"))
+    table = make_table("", "rank", "for", "where", "", left=("where", ""))
+    for each in report.ranks:
+        shown = each.waits_on if each.doing.name == "WAITING" else ""
+        what = f"{each.doing}{f' ({shown})' if shown else ''}"
+        table.add_row(str(each.rank), format_duration(each.stalled), _printable(each.place), _printable(what))
+    out.print(table)
+    draw = swimlane.ansi if sys.stdout.isatty() else swimlane.text
+    print(_printable(draw(timeline, out.width), keep="\x1b\n"))
+    for each in report.ranks:
+        if each.rank in report.culprits and each.stacks:
+            print(
+                f"What rank {each.rank} was calling, the innermost call first:\n{_printable(each.stacks, keep=chr(10))}"
+            )
+
+
+def read_report(run: Path) -> HangReport:
+    """Return the report of a run, the latest where an earlier run's files are in its folder.
+
+    Raises:
+        PolylaneError: there is none, or it cannot be read.
+    """
+    places = [place for place in (run / UNFINISHED / WHY, run / WHY) if place.is_file()]
+    if not places:
+        told = "is no folder" if not run.is_dir() else "has no report: none of its workers hung or failed"
+        raise PolylaneError(f"polylane why {run}: {run} {told}")
+    try:
+        if places[0].stat().st_size > LARGEST_BYTES:
+            raise ValueError(f"it is larger than {LARGEST_BYTES >> 20} MB")
+        return report_file.from_dict(json.loads(places[0].read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError) as error:
+        raise PolylaneError(f"polylane why {run}: {places[0]} cannot be read: {error}") from None
+
+
+def _printable(text: str, keep: str = "") -> str:
+    """Return text without control characters, which a terminal would obey."""
+    return "".join(letter if letter.isprintable() or letter in keep else "?" for letter in text)

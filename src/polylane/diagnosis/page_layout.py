@@ -1,0 +1,170 @@
+"""Page layout: where a worker says what it does, in memory that others read at any time, without a lock.
+
+    offset      content
+    0           two copies of the record of a step, in turn: the record, then its checksum
+    256         time of the last beat of the worker's heartbeat thread
+    264         the operation that is waited for: line << 48 | number, 0 for none
+    272         the phase and the action: round << 28 | phase << 24 | action + 1
+    512         for each line, how many of its operations were begun
+    8192        a ring of the last actions
+    65536       notes: length, then JSON lines of what does not change (lines, programs, code)
+
+A record that was torn, since its writer was at it or stopped there, has another checksum; the copy before it is read
+then. Words of 8 bytes are written in one go and cannot be torn. All times are of the monotonic clock in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
+
+PAGE_BYTES = 1 << 20
+BEAT_WORD, WAIT_WORD, STATE_WORD, COUNTERS_WORD = 32, 33, 34, 64  # positions of 8-byte words
+MOST_LINES = 900
+RING_START, RING_ENTRIES = 8192, 1024
+NOTES_START = 1 << 16
+_NUMBER_BITS = 48
+
+
+class Phase(IntEnum):
+    """What a worker is doing outside of its program, or that it runs it."""
+
+    STARTING = 1  # building the model's part, opening connections
+    LOADING = 2  # waiting for the user's data
+    COMPILING = 3  # capturing and compiling a form of batch that is new
+    TRAINING = 4  # a step
+    EVALUATING = 5
+    SAVING = 6
+    ENDING = 7
+    SERVING = 8  # a dedicated parameter server
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where a worker is.
+
+    Attributes:
+        version: number of the record, from 1.
+        changed: when it was written.
+        phase: what the worker is doing.
+        step: number of the training step, from 1; 0 before the first one.
+        round: number of programs that were begun, in training and evaluation, from 1.
+        program: number of the running program among the worker's notes.
+        action: position in that program; -1: none of its actions runs.
+        is_new: whether the program runs for the first time.
+        usual: longest time of a step, of late.
+    """
+
+    version: int = 0
+    changed: int = 0
+    phase: Phase = Phase.STARTING
+    step: int = 0
+    round: int = 0
+    program: int = 0
+    action: int = -1
+    is_new: bool = False
+    usual: int = 0
+
+
+_RECORD = struct.Struct("<QQBQQIi?Q")
+_CHECKSUM = struct.Struct("<I")
+_WORD = struct.Struct("<Q")
+_ROUNDS = (1 << 36) - 1
+RECORD_BYTES = _RECORD.size + _CHECKSUM.size
+COPY_BYTES = 128  # distance of the two copies
+
+
+def pack_record(*fields: Any) -> bytes:
+    """Return the bytes of a record with its checksum; the fields are those of :class:`Record`, in order."""
+    content = _RECORD.pack(*fields)
+    return content + _CHECKSUM.pack(zlib.crc32(content))
+
+
+def read_record(page: memoryview) -> Record:
+    """Return where the worker of a page is: its latest whole record, with its phase and action of now."""
+    found = Record()
+    for start in (0, COPY_BYTES):
+        data = bytes(page[start : start + RECORD_BYTES])
+        content, checksum = data[: _RECORD.size], data[_RECORD.size :]
+        if _CHECKSUM.pack(zlib.crc32(content)) == checksum:
+            version, changed, phase, *rest = _RECORD.unpack(content)
+            if version > found.version:
+                found = Record(version, changed, Phase(phase), *rest)
+    (state,) = _WORD.unpack_from(page, STATE_WORD * _WORD.size)
+    if state == 0:
+        return found
+    # The word may be a step ahead of the record, or behind it: an action is one of the record's step alone.
+    is_same = state >> 28 == found.round & _ROUNDS
+    return replace(found, phase=Phase(state >> 24 & 15), action=(state & 0xFFFFFF) - 1 if is_same else -1)
+
+
+def pack_state(round_number: int, phase: int, action: int) -> int:
+    """Return the word for a phase, and an action of a round; -1 for none."""
+    return (round_number & _ROUNDS) << 28 | phase << 24 | action + 1
+
+
+def pack_wait(line: int, number: int) -> int:
+    """Return the word for an operation that is waited for."""
+    return line << _NUMBER_BITS | number
+
+
+def unpack_wait(word: int) -> tuple[int, int] | None:
+    """Return (line, number) of the operation that is waited for; None where nothing is."""
+    return None if word == 0 else (word >> _NUMBER_BITS, word & (1 << _NUMBER_BITS) - 1)
+
+
+@dataclass(frozen=True)
+class PastAction:
+    """An action that a worker has finished.
+
+    Attributes:
+        number: which one, from 0.
+        round: number of the program's run.
+        program: number of the program among the worker's notes.
+        action: position in the program.
+        start: clock when it began.
+        end: clock when it ended.
+    """
+
+    number: int
+    round: int
+    program: int
+    action: int
+    start: int
+    end: int
+
+
+RING = struct.Struct("<QQIIQQ")
+
+
+def read_ring(page: memoryview) -> list[PastAction]:
+    """Return the last actions of a page, in order; an entry that is being overwritten is left out."""
+    entries = range(RING_START, RING_START + RING_ENTRIES * RING.size, RING.size)
+    past = (PastAction(*RING.unpack(page[at : at + RING.size])) for at in entries)
+    found = sorted((each for each in past if 0 < each.start <= each.end), key=lambda each: each.number)
+    return [each for each in found if found[-1].number - each.number < RING_ENTRIES]
+
+
+def append_note(page: memoryview, note: Any) -> bool:
+    """Append a note to a page; return whether there was room."""
+    (length,) = struct.unpack_from("<Q", page, NOTES_START)
+    text = json.dumps(note, separators=(",", ":")).encode() + b"\n"
+    start = NOTES_START + 8 + length
+    if start + len(text) > len(page):
+        return False
+    page[start : start + len(text)] = text
+    struct.pack_into("<Q", page, NOTES_START, length + len(text))  # last: readers see whole notes only
+    return True
+
+
+def read_notes(page: memoryview) -> Iterator[Any]:
+    """Yield the notes of a page, in order."""
+    (length,) = struct.unpack_from("<Q", page, NOTES_START)
+    start = NOTES_START + 8
+    for line in bytes(page[start : min(start + length, len(page))]).splitlines():
+        yield json.loads(line)

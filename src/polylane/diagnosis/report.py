@@ -1,0 +1,209 @@
+"""Report: what every rank was doing when a training stood still or failed, as one sentence, a table and plain data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from polylane.diagnosis.culprit import Finding
+from polylane.diagnosis.page_layout import Phase
+from polylane.errors import format_plural
+from polylane.observe.timeline import Timeline
+from polylane.schedule.action import Action, ActionKind
+
+BEATS_LATE_SECONDS = 2.5  # a heartbeat that is later than this is held up
+
+
+class Doing(StrEnum):
+    """What a worker's process does; the words follow "it"."""
+
+    STOPPED = "is stopped (SIGSTOP, or Ctrl-Z)"
+    DEBUGGED = "is held by a debugger"
+    HOLDS_INTERPRETER = "holds Python's interpreter lock (GIL) in native code and lets no other thread run"
+    IN_SYSTEM = "waits inside the operating system (a disk, or a file system over the network)"
+    LOADING = "is in its loader"
+    COMPILING = "captures or compiles"
+    SAVING = "writes weights"
+    STARTING = "starts"
+    IN_USER_CODE = "is in the user's code"
+    COMPUTING = "computes"
+    WAITING = "waits for others"
+    GONE = "has ended"
+
+
+FROZEN = frozenset({Doing.STOPPED, Doing.DEBUGGED, Doing.HOLDS_INTERPRETER})
+_BY_PHASE = {
+    Phase.LOADING: Doing.LOADING,
+    Phase.COMPILING: Doing.COMPILING,
+    Phase.SAVING: Doing.SAVING,
+    Phase.STARTING: Doing.STARTING,
+}
+
+
+def classify(state: str, beat_late: float, phase: Phase, is_waiting: bool) -> Doing:
+    """Return what a process does.
+
+    Args:
+        state: the letter of /proc/PID/stat; "" where there is no such process.
+        beat_late: seconds since the last beat of its heartbeat.
+        phase: what its page says.
+        is_waiting: whether its page says that it waits for others.
+    """
+    if state in ("", "Z", "X"):
+        return Doing.GONE
+    if state == "T":
+        return Doing.STOPPED
+    if state == "t":
+        return Doing.DEBUGGED
+    if beat_late > BEATS_LATE_SECONDS:
+        return Doing.IN_SYSTEM if state == "D" else Doing.HOLDS_INTERPRETER
+    if is_waiting:
+        return Doing.WAITING
+    return Doing.IN_SYSTEM if state == "D" else _BY_PHASE.get(phase, Doing.COMPUTING)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank at the moment of a report.
+
+    Attributes:
+        rank, host, pid: rank of the worker, name of its host, number of its process.
+        phase: name of what it is doing, in lower case.
+        step: number of the training step, from 1; 0 before the first one.
+        action: the action that it has begun and not ended; None outside of a program.
+        stalled: seconds since its page changed.
+        doing: what the process does.
+        operator: name of the operator, or of the user's function; "" where it is not known.
+        source: the user's own line; "" where it is not known.
+        waits_on: the operation that it waits for, in words; "" where it waits for nothing.
+        stacks: what its threads were calling; "" where that could not be read.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    phase: str
+    step: int
+    action: Action | None
+    stalled: float
+    doing: Doing
+    operator: str = ""
+    source: str = ""
+    waits_on: str = ""
+    stacks: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where in the training it is, in words."""
+        parts = [f"step {self.step}"] if self.step else []
+        parts += [describe_action(self.action)] if self.action else ([] if self.step else [self.phase])
+        if self.operator or self.source:
+            parts.append(f"at {self.operator or 'a line'}{f' ({self.source})' if self.source else ''}")
+        return ", ".join(parts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        a = self.action
+        action = None if a is None else [str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient]
+        return {**self.__dict__, "doing": self.doing.name, "action": action}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> RankReport:
+        """Return the report that :meth:`to_dict` wrote."""
+        kind, *rest = data["action"] or (None,)
+        action = None if kind is None else Action(ActionKind(kind), *rest)
+        return RankReport(**{**data, "doing": Doing[data["doing"]], "action": action})
+
+
+def describe_action(action: Action) -> str:
+    """Describe an action, as ``forward of microbatch 0 on stage 1``."""
+    what = str(action.kind).replace("_", " ")
+    if action.kind in (ActionKind.SEND, ActionKind.RECEIVE):
+        towards = "to" if action.kind is ActionKind.SEND else "from"
+        what += f" of {'the gradient of ' if action.gradient else ''}{action.value} {towards} rank {action.peer}"
+    elif action.kind is ActionKind.REDUCE:
+        what += f" of {action.value}"
+    elif action.kind is ActionKind.STEP:
+        return "the optimizer's step"
+    microbatch = "" if action.microbatch is None else f" of microbatch {action.microbatch}"
+    return f"{what}{microbatch} on stage {action.stage}"
+
+
+@dataclass(frozen=True)
+class HangReport:
+    """What was found of a training that stood still, or failed.
+
+    Attributes:
+        sentence: what happened, for people.
+        culprits: the ranks to blame; empty where it is a link.
+        ranks: every rank, ascending.
+        timeline: the last actions of all ranks up to that moment, without those that had not ended.
+        unfinished: by rank, the action that had not ended, and since when on the timeline's clock.
+        now: the moment on the timeline's clock.
+        wall: the moment, in seconds since 1970.
+    """
+
+    sentence: str
+    culprits: tuple[int, ...]
+    ranks: tuple[RankReport, ...]
+    timeline: Timeline
+    unfinished: Mapping[int, tuple[Action, float]] = field(default_factory=dict)
+    now: float = 0.0
+    wall: float = field(default_factory=time.time)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 1``, ``ranks 0 and 2``, ``ranks 0 to 13``."""
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def describe_rank(report: RankReport, waiting: Sequence[int], wall: float) -> str:
+    """Return one sentence about a rank that does not go on.
+
+    Args:
+        report: what is known of the rank.
+        waiting: ranks that wait for it.
+        wall: the moment of the report, in seconds since 1970.
+    """
+    since = time.strftime("%H:%M:%S", time.localtime(wall - report.stalled))
+    place = f" in {report.place}" if report.place else ""
+    remedy = f"; kill -CONT {report.pid} lets it go on" if report.doing is Doing.STOPPED else ""
+    verb = "waits" if len(waiting) == 1 else "wait"
+    others = f"; {format_ranks(waiting)} {verb} for it" if waiting else ""
+    return (
+        f"rank {report.rank} (process {report.pid} on {report.host}) has not gone on for {report.stalled:.1f} s, since "
+        f"{since},{place}: it {report.doing}{remedy}{others}"
+    )
+
+
+def describe_finding(finding: Finding, ranks: Mapping[int, RankReport], wall: float) -> str:
+    """Return one sentence about what the walk has found.
+
+    Args:
+        finding: where the walk ended.
+        ranks: the report of every rank, by rank.
+        wall: the moment of the report, in seconds since 1970.
+    """
+    if finding.culprits:
+        first, *more = finding.culprits
+        also = f"; so {'does' if len(more) == 1 else 'do'} {format_ranks(more)}" if more else ""
+        return describe_rank(ranks[first], finding.waiting_for(first), wall) + also
+    stuck = finding.link.ranks if finding.link else finding.circle
+    known = [rank for rank in stuck if rank in ranks]
+    stalled = min((ranks[rank].stalled for rank in known), default=0.0)
+    since = time.strftime("%H:%M:%S", time.localtime(wall - stalled))
+    place = f", {ranks[known[0]].place}" if known else ""
+    if finding.link is not None:
+        return (
+            f"{format_ranks(stuck)} have all begun {format_plural(1, 'operation')} between them and have waited for it "
+            f"for {stalled:.1f} s, since {since}{place}: no worker is to blame, the link between them carries nothing"
+        )
+    return f"{format_ranks(stuck)} wait for each other since {since}{place}"

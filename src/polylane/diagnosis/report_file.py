@@ -1,0 +1,87 @@
+"""Report file: a report as JSON in a run's folder, and as the picture of the last steps with the culprit in red."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from polylane.diagnosis.report import HangReport, RankReport
+from polylane.observe.timeline import Span, Timeline
+from polylane.schedule.action import Action, ActionKind
+
+_KIND = "why"
+# Most of a picture that what did not end may take, as a part of what came before.
+_LONGEST_END = 0.5
+
+
+def to_dict(report: HangReport) -> dict[str, Any]:
+    """Return a report as plain data for JSON; see :func:`from_dict`."""
+    running = {f"{rank}": [_action_row(action), since] for rank, (action, since) in report.unfinished.items()}
+    return {
+        "polylane": 1,
+        "kind": _KIND,
+        "sentence": report.sentence,
+        "culprits": list(report.culprits),
+        "wall": report.wall,
+        "now": report.now,
+        "ranks": [each.to_dict() for each in report.ranks],
+        "unfinished": running,
+        "timeline": report.timeline.to_dict(),
+    }
+
+
+def _action_row(action: Action) -> list[Any]:
+    return [str(action.kind), action.stage, action.microbatch, action.value, action.peer, action.gradient]
+
+
+def from_dict(data: Mapping[str, Any]) -> HangReport:
+    """Return the report that :func:`to_dict` wrote.
+
+    Raises:
+        ValueError: this is no such report, or a part of it is missing or not what it should be.
+    """
+    if data.get("polylane") != 1 or data.get("kind") != _KIND:
+        raise ValueError('expected "polylane": 1 and "kind": "why"')
+    try:
+        unfinished = {
+            int(rank): (Action(ActionKind(kind), *rest), float(since))
+            for rank, ((kind, *rest), since) in data["unfinished"].items()
+        }
+        return HangReport(
+            str(data["sentence"]),
+            tuple(data["culprits"]),
+            tuple(RankReport.from_dict(each) for each in data["ranks"]),
+            Timeline.from_dict(data["timeline"]),
+            unfinished,
+            float(data["now"]),
+            float(data["wall"]),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"a part of it is missing or wrong: {error!r}") from error
+
+
+def draw_timeline(report: HangReport) -> Timeline:
+    """Return the last steps up to the moment of a report, with what had not ended; that of the culprits is red.
+
+    What had not ended is drawn shorter than it was, where it would leave no room for the steps before.
+    """
+    spans = report.timeline.spans
+    first = min((span.start for span in spans), default=report.now - 1.0)
+    last = max((span.end for span in spans), default=report.now - 1.0)
+    until = min(report.now, last + max(_LONGEST_END * (last - first), 1e-6))
+    cut = f", of which {until - last:.3g} s are drawn" if until < report.now else ""
+    title = f"the last steps; then nothing for {report.now - last:.1f} s{cut}"
+    return replace(report.timeline, spans=(*spans, *_unfinished_spans(report, first, until)), title=title).from_zero()
+
+
+def _unfinished_spans(report: HangReport, first: float, until: float) -> Iterator[Span]:
+    lanes = report.timeline.lanes()
+    for rank in range(report.timeline.ranks):
+        is_hung = rank in report.culprits
+        action, since = report.unfinished.get(rank, (None, lanes[rank][-1].end if lanes[rank] else first))
+        if action is None and is_hung:  # outside of its program: in its loader, say
+            phases = {each.rank: each.phase for each in report.ranks}
+            action = Action(ActionKind.STEP, lanes[rank][-1].action.stage if lanes[rank] else 0, None, phases.get(rank))
+        if action is not None:
+            yield Span(rank, action, max(first, min(since, until)), until, is_hung=is_hung)

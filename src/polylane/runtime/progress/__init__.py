@@ -1,0 +1,1 @@
+"""Progress: what every worker says of where it is, and the watch over it."""

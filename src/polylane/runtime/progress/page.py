@@ -1,0 +1,321 @@
+"""Progress page: a worker writes where it is into shared memory, at about a microsecond an action.
+
+    what changes                     how it is written
+    step, program, usual time        a record with its checksum, in two copies in turn
+    phase, action, operations begun and waited for  single words of 8 bytes
+    lines, programs, code            notes, once
+
+A thread beats four times a second. While its process runs and the beat stands still, nobody lets go of the
+interpreter's lock. Who reads: :mod:`polylane.runtime.progress.watch`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import mmap
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from polylane.diagnosis.page_layout import (
+    BEAT_WORD,
+    COPY_BYTES,
+    COUNTERS_WORD,
+    MOST_LINES,
+    PAGE_BYTES,
+    RECORD_BYTES,
+    RING,
+    RING_ENTRIES,
+    RING_START,
+    STATE_WORD,
+    WAIT_WORD,
+    Phase,
+    append_note,
+    pack_record,
+    pack_state,
+    pack_wait,
+)
+from polylane.graph.graph import Node
+from polylane.program.program import Program
+
+T = TypeVar("T")
+
+BEAT_SECONDS = 0.25
+USUAL_DECAY = 0.95  # by which the longest step of late counts less with every further step
+
+# The signal at which a worker writes its stacks: one that neither users nor schedulers of clusters send.
+STACK_SIGNAL = signal.SIGRTMIN + 11 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+
+
+class GeneratedLines(Protocol):
+    """Generated code, whose lines are operators."""
+
+    @property
+    def file(self) -> str:
+        """The name of its file in a traceback."""
+
+    @property
+    def nodes_by_line(self) -> Mapping[int, Node]:
+        """The operators by their line."""
+
+
+@dataclass(frozen=True)
+class ProgressMemory:
+    """The memory of one worker's page, and the file for its stacks: both without a name, so that nothing is left.
+
+    Attributes:
+        page: shared memory, all zeros at first.
+        file: descriptor of the page; -1 where only this process and those that it forks can open it.
+        stacks: descriptor of a file which the worker's stacks are appended to.
+    """
+
+    page: mmap.mmap
+    file: int
+    stacks: int
+
+    @classmethod
+    def allocate_for_fork(cls) -> ProgressMemory:
+        """Make the page of a worker that this process will fork: memory that no limit on files applies to."""
+        return cls(mmap.mmap(-1, PAGE_BYTES), -1, _open_nameless("stacks"))
+
+    @classmethod
+    def allocate(cls) -> ProgressMemory:
+        """Make the page of this process, which others can open."""
+        file, stacks = _open_nameless("page"), _open_nameless("stacks")
+        os.ftruncate(file, PAGE_BYTES)
+        return cls(mmap.mmap(file, PAGE_BYTES), file, stacks)
+
+    @classmethod
+    def of_process(cls, pid: int, file: int, stacks: int) -> ProgressMemory:
+        """Open the page that another process of this user on this host has made, by its descriptors there."""
+        page, written = (os.open(f"/proc/{pid}/fd/{each}", os.O_RDWR) for each in (file, stacks))
+        return cls(mmap.mmap(page, PAGE_BYTES), page, written)
+
+    def close(self) -> None:
+        """Free the memory, and close the files."""
+        self.page.close()
+        for descriptor in (self.file, self.stacks):
+            if descriptor >= 0:
+                os.close(descriptor)
+
+
+def _open_nameless(label: str) -> int:
+    """Open a new file of no name: in memory, where the system has such."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(f"polylane-{label}", os.MFD_CLOEXEC)
+    file, place = tempfile.mkstemp(prefix=f"polylane-{label}-")
+    os.unlink(place)
+    return file
+
+
+class Progress:
+    """Where a worker is; this one is for nobody to see, and does nothing.
+
+    Attributes:
+        is_watched: whether anybody can see it.
+        words: the page as words of 8 bytes; empty where nobody can see it.
+    """
+
+    is_watched = False
+    words = memoryview(b"").cast("Q")
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase, outside of any program."""
+
+    def during(self, phase: Phase) -> AbstractContextManager[None]:
+        """Return a context manager around a phase; then the one before goes on."""
+        return nullcontext()
+
+    def loading(self, batches: Iterator[T]) -> Iterator[T]:
+        """Return an iterator over batches, which are loaded in a phase of their own."""
+        return batches
+
+    def begin_round(self, program: int, step: int, is_new: bool) -> None:
+        """Begin to run a program.
+
+        Args:
+            program: its number, see :meth:`describe_program`.
+            step: number of the training step, from 0.
+            is_new: whether the program runs for the first time.
+        """
+
+    def begin_action(self, action: int) -> None:
+        """Begin the action at a position of the program."""
+
+    def end_action(self) -> None:
+        """End the action that was begun last."""
+
+    def describe_program(self, program: Program) -> int:
+        """Note a program, and return its number."""
+        return 0
+
+    def describe_code(self, codes: Iterable[GeneratedLines]) -> None:
+        """Note which operator, and which line of the user's, each line of generated code belongs to."""
+
+    def add_line(self, name: str, ranks: Sequence[int]) -> int | None:
+        """Note a line of operations, see :mod:`polylane.diagnosis.culprit`; return its number, None without room."""
+        return None
+
+    def begin_operation(self, line: int) -> int:
+        """Count an operation on a line; return its number, from 1."""
+        return 0
+
+    def begin_wait(self, line: int, number: int) -> None:
+        """Begin to wait for an operation."""
+
+    def end_wait(self) -> None:
+        """End the wait that was begun last."""
+
+
+class ProgressWriter(Progress):
+    """Where a worker is, written into its page.
+
+    Args:
+        memory: the page, and the file for stacks.
+        rank: rank of this worker.
+        serves: whether it is a dedicated parameter server, which is in that phase all the time.
+    """
+
+    is_watched = True
+
+    def __init__(self, memory: ProgressMemory, rank: int, serves: bool = False) -> None:
+        self._page = memoryview(memory.page)
+        self.words = self._page.cast("Q")
+        self._version, self._step, self._round, self._program = 0, 0, 0, 0
+        self._phase, self._serves = Phase.SERVING if serves else Phase.STARTING, serves
+        self._action, self._is_new, self._usual, self._state_of_round = -1, False, 0, 0
+        self._lines, self._programs, self._files = 0, dict[str, int](), set[str]()
+        self._finished, self._action_began, self._round_began = 0, 0, 0
+        main = threading.main_thread().ident or 0
+        append_note(
+            self._page,
+            {"kind": "worker", "rank": rank, "pid": os.getpid(), "host": socket.gethostname(), "thread": main},
+        )
+        faulthandler.register(STACK_SIGNAL, file=memory.stacks, all_threads=True)
+        self._write()
+        threading.Thread(target=self._beat, name="polylane-heartbeat", daemon=True).start()
+
+    def _beat(self) -> None:
+        while True:
+            self.words[BEAT_WORD] = time.monotonic_ns()
+            time.sleep(BEAT_SECONDS)
+
+    def _write(self) -> None:
+        self._version = version = self._version + 1
+        start = (version & 1) * COPY_BYTES
+        self._page[start : start + RECORD_BYTES] = pack_record(
+            version,
+            time.monotonic_ns(),
+            self._phase,
+            self._step,
+            self._round,
+            self._program,
+            self._action,
+            self._is_new,
+            self._usual,
+        )
+
+    def enter(self, phase: Phase) -> None:
+        self._phase, self._action = Phase.SERVING if self._serves else phase, -1
+        self.words[STATE_WORD] = pack_state(self._round, self._phase, -1)
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        before = self._phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def loading(self, batches: Iterator[T]) -> Iterator[T]:
+        while True:
+            self.enter(Phase.LOADING)
+            batch = next(batches, self)
+            self.enter(Phase.TRAINING)
+            if batch is self:
+                return
+            yield batch  # type: ignore[misc]
+
+    def begin_round(self, program: int, step: int, is_new: bool) -> None:
+        now = time.monotonic_ns()
+        if self._round_began and not self._is_new:
+            self._usual = max(now - self._round_began, int(self._usual * USUAL_DECAY))
+        self._round_began, self._round = now, self._round + 1
+        self._program, self._step, self._action, self._is_new = program, step + 1, -1, is_new
+        self._write()
+        self._state_of_round = pack_state(self._round, self._phase, 0)
+        self.words[STATE_WORD] = self._state_of_round - 1
+
+    def begin_action(self, action: int) -> None:
+        self._action, self._action_began = action, time.monotonic_ns()
+        self.words[STATE_WORD] = self._state_of_round + action
+
+    def end_action(self) -> None:
+        start = RING_START + self._finished % RING_ENTRIES * RING.size
+        now, begun = time.monotonic_ns(), self._action_began
+        RING.pack_into(self._page, start, self._finished, self._round, self._program, max(self._action, 0), begun, now)
+        self._finished += 1
+
+    def describe_program(self, program: Program) -> int:
+        rows = [
+            [str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, a.steps_back] for a in program.actions
+        ]
+        note = {"kind": "program", "actions": rows, "buckets": {b.name: list(b.ranks) for b in program.buckets}}
+        key = json.dumps(note)
+        if key not in self._programs:
+            self._programs[key] = len(self._programs)
+            append_note(self._page, {**note, "number": self._programs[key]})
+        return self._programs[key]
+
+    def describe_code(self, codes: Iterable[GeneratedLines]) -> None:
+        for code in codes:
+            if code.file not in self._files:
+                self._files.add(code.file)
+                lines = {str(line): [node.name, node.source] for line, node in code.nodes_by_line.items()}
+                append_note(self._page, {"kind": "code", "file": code.file, "lines": lines})
+
+    def add_line(self, name: str, ranks: Sequence[int]) -> int | None:
+        if self._lines == MOST_LINES:
+            return None
+        self._lines += 1  # from 1: the word 0 is no wait
+        append_note(self._page, {"kind": "line", "number": self._lines, "name": name, "ranks": list(ranks)})
+        return self._lines
+
+    def begin_operation(self, line: int) -> int:
+        count = self.words[COUNTERS_WORD + line] + 1
+        self.words[COUNTERS_WORD + line] = count
+        return count
+
+    def begin_wait(self, line: int, number: int) -> None:
+        self.words[WAIT_WORD] = pack_wait(line, number)
+
+    def end_wait(self) -> None:
+        self.words[WAIT_WORD] = 0
+
+
+UNWATCHED = Progress()
+
+
+def group_name(tag: int, ranks: Iterable[int]) -> str:
+    """Return the name of the line of a group's collectives on the transport with a tag."""
+    return f"{tag}: {', '.join(map(str, ranks))}"
+
+
+def channel_name(tag: int, sender: int, receiver: int) -> str:
+    """Return the name of the line of messages from one rank to another on the transport with a tag."""
+    return f"{tag}: {sender} > {receiver}"
+
+
+def open_lines(progress: Progress, rank: int, names: Iterable[tuple[str, Sequence[int]]]) -> dict[Any, int]:
+    """Note the lines that a rank is a member of; return their numbers by name."""
+    own = {name: progress.add_line(name, ranks) for name, ranks in names if rank in ranks}
+    return {name: number for name, number in own.items() if number is not None}

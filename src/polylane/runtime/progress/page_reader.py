@@ -1,0 +1,111 @@
+"""Page reader: what one worker's page says, read in another process, and its stacks on demand."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polylane.diagnosis.culprit import RankState, Wait
+from polylane.diagnosis.page_layout import (
+    BEAT_WORD,
+    COUNTERS_WORD,
+    MOST_LINES,
+    STATE_WORD,
+    WAIT_WORD,
+    PastAction,
+    Record,
+    read_notes,
+    read_record,
+    read_ring,
+    unpack_wait,
+)
+from polylane.runtime.progress.page import ProgressMemory
+from polylane.runtime.progress.processes import read_stacks, request_stacks
+from polylane.schedule.action import Action, ActionKind
+
+
+@dataclass(frozen=True)
+class PageNotes:
+    """What a page says of a worker that does not change."""
+
+    worker: Mapping[str, Any]
+    lines: Mapping[int, tuple[str, tuple[int, ...]]]
+    programs: Mapping[int, tuple[Action, ...]]
+    codes: Mapping[str, Mapping[str, list[str]]]
+
+
+class PageReader:
+    """Reads one worker's page, and asks its process for its stacks.
+
+    Args:
+        rank: rank of the worker whose page it is.
+        memory: page of the worker, and the file for its stacks.
+    """
+
+    def __init__(self, rank: int, memory: ProgressMemory) -> None:
+        self.rank, self._memory = rank, memory
+        self._page = memoryview(memory.page)
+        self._words = self._page.cast("Q")
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._words.release()
+        self._page.release()
+        self._memory.close()
+
+    def signature(self) -> tuple[int, int, bytes]:
+        """Return what differs once the worker has gone on."""
+        counters = self._page[COUNTERS_WORD * 8 : (COUNTERS_WORD + MOST_LINES + 1) * 8]
+        record = read_record(self._page).version
+        return record, self._words[WAIT_WORD], self._words[STATE_WORD].to_bytes(8) + bytes(counters)
+
+    @property
+    def record(self) -> Record:
+        """Where the worker is."""
+        return read_record(self._page)
+
+    def notes(self) -> PageNotes | None:
+        """Return what the worker has noted; None before it has said who it is."""
+        worker: Mapping[str, Any] | None = None
+        lines, programs, codes = {}, {}, {}
+        for note in read_notes(self._page):
+            if note["kind"] == "worker":
+                worker = note
+            elif note["kind"] == "line":
+                lines[note["number"]] = note["name"], tuple(note["ranks"])
+            elif note["kind"] == "program":
+                programs[note["number"]] = tuple(Action(ActionKind(kind), *rest) for kind, *rest in note["actions"])
+            else:
+                codes[note["file"]] = note["lines"]
+        return None if worker is None else PageNotes(worker, lines, programs, codes)
+
+    def beat_late(self) -> float:
+        """Return the seconds since the last beat of the worker's heartbeat; 0 before the first one."""
+        beat = self._words[BEAT_WORD]
+        return (time.monotonic_ns() - beat) / 1e9 if beat else 0.0
+
+    def state(self, notes: PageNotes, is_frozen: bool) -> RankState:
+        """Return what the walk needs of the worker."""
+        begun = {name: self._words[COUNTERS_WORD + number] for number, (name, _) in notes.lines.items()}
+        wait = None
+        if (waited := unpack_wait(self._words[WAIT_WORD])) is not None:
+            name, ranks = notes.lines.get(waited[0], ("", ()))
+            wait = Wait(name, waited[1], ranks)
+        return RankState(wait, begun, is_frozen)
+
+    def past_actions(self) -> list[PastAction]:
+        """Return the last actions that the worker has finished."""
+        return read_ring(self._page)
+
+    def ask_stacks(self, pid: int, continues: bool) -> int:
+        """Ask the worker for its stacks; return where they will begin in its file."""
+        start = os.fstat(self._memory.stacks).st_size
+        request_stacks(pid, continues)
+        return start
+
+    def read_stacks(self, pid: int, start: int) -> str:
+        """Return the stacks that were asked for."""
+        return read_stacks(pid, self._memory.stacks, start)

@@ -1,0 +1,125 @@
+"""Reports: what is said of a worker that does not go on, when, and that a file holds all of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from polylane.cli import app
+from polylane.diagnosis.culprit import Finding, Wait
+from polylane.diagnosis.page_layout import Phase, Record
+from polylane.diagnosis.patience import LONG_SECONDS, MARGIN_SECONDS, choose_bound
+from polylane.diagnosis.report import Doing, HangReport, RankReport, classify, describe_finding, format_ranks
+from polylane.diagnosis.report_file import draw_timeline, from_dict, to_dict
+from polylane.diagnosis.stacks import CodePlace, find_place, parse_stacks
+from polylane.observe.swimlane import render as swimlane
+from polylane.observe.timeline import Span, Timeline
+from polylane.schedule.action import Action, ActionKind
+
+FORWARD = Action(ActionKind.FORWARD, 1, 0)
+RECEIVE = Action(ActionKind.RECEIVE, 0, 0, "h", 1, True)
+WAITS = "message 3 from rank 1 to rank 0"
+RANKS = {
+    0: RankReport(0, "a", 40, "training", 12, RECEIVE, 9.0, Doing.WAITING, waits_on=WAITS),
+    1: RankReport(1, "a", 41, "training", 12, FORWARD, 9.1, Doing.STOPPED, "mlp/linear", "model.py:31", stacks="T"),
+}
+TIMELINE = Timeline((Span(0, Action(ActionKind.FORWARD, 0, 0), 1.0, 1.5), Span(1, FORWARD, 1.5, 2.0)), 2)
+WALL = time.mktime((2026, 5, 4, 14, 3, 22, 0, 0, -1))
+RUNNING = {0: (RECEIVE, 1.5), 1: (FORWARD, 2.0)}
+REPORT = HangReport("rank 1 hangs", (1,), tuple(RANKS.values()), TIMELINE, RUNNING, 11.0, WALL)
+
+
+def test_the_sentence_says_who_where_since_when_what_and_who_waits() -> None:
+    assert describe_finding(Finding((1,), waits_for={0: (1,)}), RANKS, WALL) == (
+        "rank 1 (process 41 on a) has not gone on for 9.1 s, since 14:03:12, in step 12, forward of microbatch 0 on "
+        "stage 1, at mlp/linear (model.py:31): it is stopped (SIGSTOP, or Ctrl-Z); kill -CONT 41 lets it go on; rank 0 "
+        "waits for it"
+    )
+
+
+def test_a_link_is_to_blame_where_all_have_arrived() -> None:
+    said = describe_finding(Finding(link=Wait("all", 3, (0, 1)), waits_for={0: (), 1: ()}), RANKS, WALL)
+    assert "no worker is to blame, the link between them carries nothing" in said
+
+
+@pytest.mark.parametrize(
+    ("state", "late", "phase", "waits", "doing"),
+    [
+        ("T", 9, Phase.LOADING, False, Doing.STOPPED),
+        ("t", 9, Phase.TRAINING, True, Doing.DEBUGGED),
+        ("S", 9, Phase.TRAINING, False, Doing.HOLDS_INTERPRETER),
+        ("D", 9, Phase.TRAINING, False, Doing.IN_SYSTEM),
+        ("S", 0.1, Phase.TRAINING, True, Doing.WAITING),
+        ("R", 0.1, Phase.LOADING, False, Doing.LOADING),
+        ("R", 0.1, Phase.TRAINING, False, Doing.COMPUTING),
+        ("Z", 9, Phase.TRAINING, True, Doing.GONE),
+    ],
+)
+def test_what_a_process_does(state: str, late: float, phase: Phase, waits: bool, doing: Doing) -> None:
+    assert classify(state, late, phase, waits) is doing
+
+
+def test_the_bound_follows_the_step_times_and_long_phases_are_no_hangs() -> None:
+    step = Record(1, phase=Phase.TRAINING, round=7, usual=3_000_000_000)
+    assert choose_bound(step, Doing.COMPUTING, None) == 3 + MARGIN_SECONDS
+    assert choose_bound(step, Doing.COMPUTING, 2.0) == 2.0
+    for long in (replace(step, is_new=True), replace(step, phase=Phase.LOADING), replace(step, phase=Phase.COMPILING)):
+        assert choose_bound(long, Doing.COMPUTING, 2.0) == LONG_SECONDS
+        assert choose_bound(long, Doing.STOPPED, 2.0) == 2.0
+
+
+def test_the_users_line_is_the_innermost_of_no_library() -> None:
+    frames = parse_stacks("""Thread 0x0000000000000010 (most recent call first):
+  File "/x/threading.py", line 1 in run
+
+Current thread 0x0000000000000020 (most recent call first):
+  File "/v/lib/python3/site-packages/torch/_ops.py", line 5 in __call__
+  File "<stage 0 (3)>", line 8 in forward
+  File "/home/me/train.py", line 30 in main
+""")[0x20]
+    assert find_place(frames, {"<stage 0 (3)>": {"8": ["fc/linear", "m.py:4"]}}) == CodePlace("fc/linear", "m.py:4")
+    assert find_place(frames, {}) == CodePlace("main", "train.py:30")
+    assert find_place([], {}) == CodePlace()
+
+
+def test_ranks_in_words() -> None:
+    said = ["rank 1", "ranks 0 and 2", "ranks 0 to 2", "ranks 0, 1 and 5"]
+    assert [format_ranks(ranks) for ranks in ([1], [2, 0], [0, 1, 2], [0, 1, 5])] == said
+
+
+def test_a_file_holds_all_of_a_report() -> None:
+    assert from_dict(json.loads(json.dumps(to_dict(REPORT)))) == REPORT
+
+
+@pytest.mark.parametrize("data", [{}, {"polylane": 1, "kind": "why"}, {**to_dict(REPORT), "ranks": [3]}])
+def test_what_is_no_report_is_refused(data: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        from_dict(data)
+
+
+def test_the_culprit_is_red_and_the_steps_before_have_room() -> None:
+    drawn = draw_timeline(REPORT)
+    assert [span.rank for span in drawn.spans if span.is_hung] == [1]
+    assert drawn.makespan() == 1.5  # one second of steps, and no more than half of that for what did not end
+    assert "#ff0000" in swimlane.svg(drawn) and "does not go on" in swimlane.html(drawn)
+    assert "!" in swimlane.text(drawn)
+
+
+def test_the_command_tells_it_again(tmp_path: Path) -> None:
+    runner = CliRunner()
+    missing = runner.invoke(app, ["why", str(tmp_path)])
+    assert missing.exit_code == 2 and "none of its workers hung or failed" in missing.stderr
+    (tmp_path / "why.json").write_text(json.dumps(to_dict(REPORT)))
+    told = runner.invoke(app, ["why", str(tmp_path), "--svg", str(tmp_path / "why.svg")])
+    assert told.exit_code == 0, told.stderr
+    for words in ("rank 1 hangs", "is stopped", "message 3 from rank 1", "What rank 1 was calling"):
+        assert words in told.stdout
+    assert "#ff0000" in (tmp_path / "why.svg").read_text()
+    (tmp_path / "why.json").write_text("[" * 100_000)
+    broken = runner.invoke(app, ["why", str(tmp_path)])
+    assert broken.exit_code == 2 and "cannot be read" in broken.stderr
