@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from polylane.cli import app
 from polylane.commands.requests import WorkersRequest
 from polylane.commands.user_inputs import choose_plan
 from polylane.plan.plan_file import load
+from polylane.probe import machine
 from polylane.schedule.schedules import ASYNCHRONOUS
 
 RECIPE = """
@@ -122,6 +124,34 @@ def test_a_plan_that_says_its_cuts_is_not_interleaved(recipe: Path) -> None:
     result = call("simulate", "layers.py", "--cluster", "2:a100-80g", "--plan", "plan.yaml", "--chunks", "2")
     assert result.exit_code == 2 and result.stderr.count("\n") == 1
     assert "plan plan.yaml says where its stages begin" in result.stderr
+
+
+def test_the_schedule_of_a_plan_file_is_not_exchanged(recipe: Path) -> None:
+    """Also where it is the default: only a file without the key leaves the schedule open."""
+    call("inspect", "layers.py", "--plan", "pipeline=2,microbatches=4", "--write", "plan.yaml")
+    text = Path("plan.yaml").read_text()
+    Path("open.yaml").write_text(text.replace("schedule: 1f1b\n", ""))
+    line = "simulate layers.py --cluster 2:a100-80g --schedule afab --json --plan"
+    result = call(*line.split(), "plan.yaml")
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "--schedule afab, but the plan says schedule=1f1b: leave one of them out" in result.stderr
+    assert "schedule=afab" in json.loads(call(*line.split(), "open.yaml").stdout)["plan"]
+
+
+@pytest.mark.parametrize("key", ["servers=1", "every=4"])
+def test_a_plan_with_keys_of_replicas_has_replicas(recipe: Path, key: str) -> None:
+    """On these slow links one worker is faster, which has nobody to synchronize with."""
+    line = "plan layers.py --cluster 2x1:a100-80g,hosts=internet-1g --json"
+    assert json.loads(call(*line.split()).stdout)["plans"][0]["workers"] == 1
+    result = call(*line.split(), "--plan", key)
+    plans = [row["plan"] for row in json.loads(result.stdout)["plans"]]
+    assert plans and all(plan.startswith("data=2,") and key in plan for plan in plans)
+
+
+def test_plans_that_were_passed_over_are_not_counted_as_too_large(recipe: Path) -> None:
+    shown = call("plan", "layers.py", "--cluster", "8:a100-80g,link=pcie-3", "--top", "1").stdout
+    title = re.search(r"Of (\d+) plans, (\d+) fit \((\d+) more cannot be the fastest\)", " ".join(shown.split()))
+    assert title is not None and title[1] == title[2]  # all of them fit into 80 GB
 
 
 def test_a_straggler_is_slower(recipe: Path) -> None:
@@ -500,8 +530,11 @@ def data(split):
         ("x if x[0, 0].item() > 0 else -x", "a value of a tensor"),
     ],
 )
-def test_what_depends_on_the_data_is_not_predicted(recipe: Path, chosen: str, unknown: str) -> None:
+def test_what_depends_on_the_data_is_not_predicted_of_a_model_too_large_for_weights(
+    recipe: Path, chosen: str, unknown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One sentence names the module and the user's line, and says what to do."""
+    monkeypatch.setattr(machine, "available_memory", lambda: 100)
     file = recipe.with_name("masks.py")
     file.write_text(MASKS.replace("CHOSEN", chosen))
     for command in ("plan", "simulate"):
@@ -510,4 +543,12 @@ def test_what_depends_on_the_data_is_not_predicted(recipe: Path, chosen: str, un
         assert result.exit_code == 2
         assert f"1 depends on {unknown} (" in result.stderr
         assert "masks.py:7), and predictions are made without data: keep the sizes" in result.stderr
+    sys.modules.pop("masks", None)
+
+
+@pytest.mark.parametrize("chosen", ["x * (2 if not (x > 0).all() else 1)", "x[x[:, 0] > 0]"])
+def test_what_depends_on_the_data_is_predicted_with_weights(recipe: Path, chosen: str) -> None:
+    recipe.with_name("masks.py").write_text(MASKS.replace("CHOSEN", chosen))
+    result = call("simulate", "masks.py", "--cluster", "2:a100-80g", "--batch", "16", "--plan", "data=2")
+    assert result.exit_code == 0, result.stderr
     sys.modules.pop("masks", None)

@@ -50,7 +50,7 @@ def run(output: Path | None, **change: Any) -> None:
 def captured(request: RecipeRequest) -> Graph:
     """The graph that predictions look a profile up for."""
     asked = PredictRequest(recipe=request.recipe, batch=request.batch, settings=request.settings, cluster="2:cpu")
-    return planning.capture_on_meta(inputs.open_recipe(asked), parse(asked.cluster), asked)[1].graph
+    return planning.capture_for_prediction(inputs.open_recipe(asked), parse(asked.cluster), asked)[1].graph
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +19,11 @@ import torch
 from safetensors.torch import load_file
 
 import commands_run
-from polylane.commands.run_folder import MODEL, NAMES, UNFINISHED, RunFolder
+from polylane.commands.running.run_folder import MODEL, NAMES, UNFINISHED, RunFolder
 from polylane.errors import NotFinite, PolylaneError
+from polylane.observe.timeline import Timeline
 from polylane.runtime.parameters import broadcast as weights
+from polylane.runtime.workers.fork import fork_workers
 
 RECIPE = '''
 """Learn a logarithm; from some step on its argument is negative."""
@@ -279,3 +282,124 @@ def test_a_full_disk_is_one_sentence(folder: Path, good: bytes) -> None:
     assert "Traceback" not in err
     assert "cannot be written: File too large" in err
     assert (folder / "run/x" / MODEL).read_bytes() == good
+
+
+# ---- faults of the disk ----------------------------------------------------------------------------------------------
+
+
+def test_metrics_that_cannot_be_written_end_with_a_whole_line(tmp_path: Path) -> None:
+    """The process may write 40 bytes, as on a disk with 40 bytes left; the run goes on, and this is said once."""
+    said: list[str] = []
+
+    def write() -> list[str]:
+        place = RunFolder(tmp_path / "x", warn=said.append)
+        place.claim()
+        place.begin()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40, 40))
+        for step in range(9):
+            place.metric({"step": step, "loss": 0.5})
+        place.timeline(Timeline((), 1))
+        return said
+
+    (told,) = fork_workers(lambda context: write(), 1)
+    metrics = tmp_path / "x/metrics.jsonl"
+    assert told == [
+        f"--run {tmp_path}/x: {metrics} cannot be written: File too large; the training goes on, and the metrics from "
+        "here on are lost"
+    ]
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [0]
+    assert {each.name for each in (tmp_path / "x").iterdir()} == {"metrics.jsonl"}  # no half of a timeline
+
+
+def test_a_folder_that_vanishes_is_noticed_at_the_next_line(tmp_path: Path) -> None:
+    said: list[str] = []
+    for warn in (said.append, None):
+        place = RunFolder(tmp_path / "x", warn=warn)
+        with place.claimed(True):
+            place.begin()
+            place.metric({"step": 1})
+            shutil.rmtree(tmp_path / "x")
+            if warn is None:
+                with pytest.raises(PolylaneError, match=r"metrics\.jsonl cannot be written: it was removed"):
+                    place.metric({"step": 2})
+            else:
+                place.metric({"step": 2})
+                place.metric({"step": 3})
+                place.timeline(Timeline((), 1))
+                place.finish()
+                assert (tmp_path / "x/timeline.json").exists()
+    assert len(said) == 1 and "metrics.jsonl cannot be written: it was removed; the training goes on" in said[0]
+
+
+def test_a_later_attempt_of_torchrun_goes_on_in_the_folder(tmp_path: Path) -> None:
+    """It finds the folder by who started it, and keeps all whole lines; another start does not."""
+
+    def attempt(launch: str, step: int, ends: bool = False) -> Path:
+        place = RunFolder(tmp_path / "run" / "x", given=False, launch=launch)
+        place.claim()
+        place.begin()
+        place.metric({"step": step})
+        if ends:
+            place.finish()
+        place.leave()
+        return place.metrics
+
+    first = attempt("one", 1)
+    with first.open("a") as file:
+        file.write('{"step": 2, "lo')  # the worker died in the midst of it
+    assert attempt("one", 2) == first
+    assert [json.loads(line)["step"] for line in first.read_text().splitlines()] == [1, 2]
+    other = attempt("another", 7)
+    assert other.parent.name == "x-2" and first.read_text().count("\n") == 2
+    assert attempt("one", 3, ends=True) == first
+    assert attempt("one", 1).parent.name == "x-3"  # its run has ended: this is another one
+    assert {each.name for each in first.parent.iterdir()} == {"metrics.jsonl"}
+
+
+def test_a_later_attempt_keeps_what_is_unfinished_beside_an_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x/metrics.jsonl").write_text("earlier\n")
+    for step in (1, 2):
+        place = RunFolder(tmp_path / "x", launch="one")
+        with place.claimed(True):
+            place.begin()
+            place.metric({"step": step})
+    assert (tmp_path / "x/unfinished/metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert (tmp_path / "x/metrics.jsonl").read_text() == "earlier\n"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="a small disk is mounted by root alone")
+@pytest.mark.parametrize("option", ["", "--on-disk-error stop"])
+def test_a_disk_that_fills_up(folder: Path, option: str) -> None:
+    disk = folder / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("no disk can be mounted here")
+    try:
+        _, err = train(folder, f"--run disk/x --epochs 8 {option}", code=2)
+        rows = [json.loads(line) for line in (disk / "x/metrics.jsonl").read_text().splitlines()]
+        assert "Traceback" not in err and rows
+        if option:
+            assert err == "polylane: --run disk/x: disk/x/metrics.jsonl cannot be written: No space left on device\n"
+        else:
+            warning, lost = err.splitlines()
+            assert warning.endswith("the training goes on, and the metrics from here on are lost")
+            assert "the weights were not saved after 48 steps: the weights cannot be written to disk/x/" in lost
+            spare = Path(lost.partition("they are in ")[2].partition(" instead")[0])
+            assert set(load_file(spare)) == {"scale.weight", "scale.bias", "head.weight", "head.bias"}
+            shutil.rmtree(spare.parent)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_sys_exit_of_a_recipe_is_a_mistake(folder: Path) -> None:
+    text = RECIPE.replace("    torch.manual_seed(0)\n", "    raise SystemExit(0)\n")
+    (folder / "logs.py").write_text(text)
+    _, err = train(folder, "--steps 1", code=2)
+    assert err == "polylane: logs.py:16: model() raised SystemExit: 0\n"
+    (folder / "logs.py").write_text(
+        RECIPE.replace("        for i in range(24):", "        exit()\n        for i in (1,):")
+    )
+    _, err = train(folder, "--steps 1", code=2)
+    assert "logs.py:24: data('train') raised SystemExit: None" in err

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from polylane.commands.printing import console, format_plural, make_table, print_json, write_text
+from polylane.commands.printing import console, make_table, print_json, write_text
 from polylane.commands.requests import LanesRequest
+from polylane.errors import format_plural
 from polylane.inspection.schedule_comparison import ComparedModel, ComparedSchedules, compare_schedules
 from polylane.observe.swimlane.layout import format_number, format_percent
 from polylane.observe.swimlane.render import gallery

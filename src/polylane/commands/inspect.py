@@ -14,7 +14,7 @@ from rich.text import Text
 from polylane.cluster.figures import format_size
 from polylane.commands import printing
 from polylane.commands import user_inputs as inputs
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.inspection.graph_report import describe, readable_rows
 from polylane.observe.swimlane import render as swimlane
 from polylane.plan.fixed_keys import parse_auto
@@ -120,7 +120,7 @@ def _table(title: str, *columns: str, left: int = 1) -> Table:
 
 def _show(graph: Graph, found: dict[str, Any]) -> None:
     out = printing.console()
-    of = f"for {printing.format_plural(graph.samples, 'sample')}" + (f": {found['share']}" if "plan" in found else "")
+    of = f"for {format_plural(graph.samples, 'sample')}" + (f": {found['share']}" if "plan" in found else "")
     table = _table(f"{found['recipe']}, forward, {of}", "module", "nodes", "parameters", "FLOPs", "activations")
     for row in readable_rows(graph):
         name = row.module or "(the model itself)"
@@ -129,9 +129,9 @@ def _show(graph: Graph, found: dict[str, Any]) -> None:
     table.add_row("all", *_numbers(found))
     out.print(table)
     for alias, name in graph.tied.items():
-        print(f"{alias} is tied to {name}")
+        printing.print_line(f"{alias} is tied to {name}")
     for note in graph.notes:
-        print(f"note: {note}")
+        printing.print_line(f"note: {note}")
     if not graph.notes:
         print("everything was captured")
     if "plan" in found:
@@ -139,9 +139,9 @@ def _show(graph: Graph, found: dict[str, Any]) -> None:
         _show_cut(out, found)
         show_splits(found["plan"], {axis: split["lines"] for axis, split in found["splits"].items()})
     if "file" in found:
-        print(f"\n{found['file']} has this plan")
+        printing.print_line(f"\n{found['file']} has this plan")
     if "svg" in found:
-        print(f"{found['svg']} shows a step of it as these times let it be at best")
+        printing.print_line(f"{found['svg']} shows a step of it as these times let it be at best")
 
 
 def show_splits(plan: str, splits: Mapping[str, Sequence[str]]) -> None:
@@ -182,11 +182,11 @@ def _show_cut(out: Console, found: dict[str, Any]) -> None:
     if not found["crossings"]:
         print("no value crosses between stages")
         return
-    title = f"What crosses, for {printing.format_plural(found['samples'], 'sample')}"
+    title = f"What crosses, for {format_plural(found['samples'], 'sample')}"
     crossings = _table(title, "value", "shape", "stages", "gradient", "bytes", left=4)
     for crossing in found["crossings"]:
         crossings.add_row(
-            Text(crossing["value"]),
+            crossing["value"],
             f"{crossing['dtype']} {' x '.join(map(str, crossing['shape']))}",
             f"{crossing['from']} -> {', '.join(map(str, crossing['to']))}",
             "comes back" if crossing["gradient"] else "none",
@@ -209,8 +209,8 @@ def _show_stages(out: Console, found: dict[str, Any]) -> None:
             str(stage["stage"]),
             printing.format_ranges(stage["devices"]),
             *own,
-            Text(stage["first"]),
-            Text(stage["last"]),
+            stage["first"],
+            stage["last"],
             format_size(stage["parameter_bytes"]),
             format_size(stage["gradient_bytes"]),
             format_size(stage["held"]),

@@ -11,7 +11,7 @@ from rich.text import Text
 from polylane.cluster.figures import format_size
 from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
@@ -42,10 +42,10 @@ def run(request: PlanRequest) -> None:
     cluster = load_or_parse(request.cluster)
     fixed, reserve = planning.fixed_keys(request.plan, request), planning.reserve_of(request)
     if request.workers is not None and request.workers > cluster.count:
-        devices = printing.format_plural(cluster.count, "device")
+        devices = format_plural(cluster.count, "device")
         raise PolylaneError(f"--workers {request.workers}: the cluster has {devices}")
     refuse_whole_reserve(cluster, request.workers or cluster.count, reserve)
-    _, problem = planning.capture_on_meta(inputs.open_recipe(request), cluster, request)
+    _, problem = planning.capture_for_prediction(inputs.open_recipe(request), cluster, request)
     answer = find_plans(
         problem,
         cluster,
@@ -123,7 +123,8 @@ def _row(found: RankedPlan, cluster: Cluster) -> dict[str, Any]:
 
 
 def _show(answer: SearchResult, cluster: Cluster, words: Sequence[str]) -> None:
-    title = f"Of {answer.compared_count} plans, {len(answer.fitting_candidates)} fit; the fastest"
+    skipped = f" ({answer.skipped_count} more cannot be the fastest)" if answer.skipped_count else ""
+    title = f"Of {answer.rated_count} plans, {len(answer.fitting_candidates)} fit{skipped}; the fastest"
     columns = ("plan", "workers", "step", "samples/s", "memory", "computing", "messages", "price")
     grid = printing.make_table(title, *columns, left=["plan"])
     grid.columns[0].overflow, grid.columns[0].ratio = "fold", 1

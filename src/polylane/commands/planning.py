@@ -1,4 +1,4 @@
-"""Shared by ``simulate`` and ``plan``: the training captured on the meta device, and the options of its cost model."""
+"""Shared by ``simulate`` and ``plan``: the training captured without weights, and the options of its cost model."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def gc_disabled() -> Iterator[None]:
             gc.enable()
 
 
-def capture_on_meta(
+def capture_for_prediction(
     recipe: Recipe,
     cluster: Cluster,
     request: PredictRequest,
     pins: Mapping[str, Mapping[str, str]] | None = None,
 ) -> tuple[TrainingProblem, CapturedProblem]:
-    """Return the recipe's training with a model without weights, and its capture with what predictions need.
+    """Return the recipe's training and its capture with what predictions need, if possible of a model without weights.
 
     Args:
         recipe: the user's functions, as they were opened.
@@ -62,12 +62,38 @@ def capture_on_meta(
     from polylane.runtime.workers.fork import limit_to_one_thread
 
     limit_to_one_thread()
-    model = _without_weights(recipe)
-    example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), EXAMPLE)
-    problem = inputs.problem_of(recipe, model, example, request.batch)
-    graph = problem.capture()
+    problem, graph = _capture(recipe, request.batch)
     profile = _profile(graph, cluster, request.recipe) if request.profile else None
     return problem, problem.captured(graph, pins=pins or {}, profile=profile)
+
+
+def _capture(recipe: Recipe, batch: int) -> tuple[TrainingProblem, Graph]:
+    """Capture a model without weights; one with weights where values decide what is computed, if it is small enough."""
+    example = inputs.example_batch(recipe, inputs.open_data(recipe, "train"), EXAMPLE)
+    problem = inputs.problem_of(recipe, _without_weights(recipe), example, batch)
+    try:
+        graph = problem.capture()
+    except PolylaneError:
+        if not _can_have_weights(problem.model):
+            raise
+    else:
+        # What asks about its batch is whole only where it is answered; without values it runs as the user's own Python.
+        if not any(node.op == "leaf" for node in graph.nodes) or not _can_have_weights(problem.model):
+            return problem, graph
+    problem = inputs.problem_of(recipe, inputs.build_model(recipe, seed=0), example, batch)
+    return problem, problem.capture()
+
+
+def _can_have_weights(model: Any) -> bool:
+    """Return whether a model is without weights, and this machine has the memory to train it with some."""
+    from polylane.probe.machine import available_memory
+
+    tensors = [*model.parameters(), *model.buffers()]
+    if not any(tensor.is_meta for tensor in tensors):
+        return False
+    # Weights, their gradients, and copies of both while a capture is compared with the model.
+    needed: int = 4 * sum(tensor.nbytes for tensor in tensors)
+    return needed < available_memory() // 2
 
 
 def _profile(graph: Graph, cluster: Cluster, path: str) -> Profile:
@@ -138,7 +164,7 @@ def patch_plan(plan: Spec | Plan, request: SimulateRequest) -> Spec | Plan:
     """
     from polylane.plan.plan import Plan, check
     from polylane.plan.recompute import NONE, format_recompute, parse_recompute
-    from polylane.plan.spec import PRECISIONS, Spec, says_schedule
+    from polylane.plan.spec import PRECISIONS, Spec
     from polylane.plan.sync import SUM
 
     given = sync_options(request)
@@ -158,12 +184,28 @@ def patch_plan(plan: Spec | Plan, request: SimulateRequest) -> Spec | Plan:
     if plan.recompute not in (NONE, recompute):
         both = f"--recompute {request.recompute}, but the plan says recompute={format_recompute(plan.recompute)}"
         raise PolylaneError(f"{both}: leave one of them out")
-    plan = _with_schedule(plan, request.schedule, said=isinstance(plan, Spec) and says_schedule(request.plan))
+    plan = _with_schedule(plan, request.schedule, said=_says_schedule(plan, request.plan))
     if isinstance(plan, Plan):
         patched = plan.model_copy(update={"sync": sync, "precision": precision, "recompute": recompute})
         check(patched)  # pydantic does not validate a copy with changes
         return patched
     return replace(plan, sync=sync, precision=precision, recompute=recompute)
+
+
+def with_microbatches(plan: Spec | Plan, graph: Graph, batch: int) -> Spec | Plan:
+    """Return a plan with the number of microbatches that its training takes, where the plan leaves that open.
+
+    Args:
+        plan: the plan, as it was read.
+        graph: the captured graph, whose batches may have to stay whole.
+        batch: samples of a step, over all workers.
+    """
+    from polylane.plan.spec import Spec, default_microbatches
+    from polylane.samples.batch_division import choose_whole_batches
+
+    if not isinstance(plan, Spec) or plan.microbatches is not None:
+        return plan
+    return replace(plan, microbatches=choose_whole_batches(plan, [graph], default_microbatches(plan, batch)))
 
 
 def _check_chunks(plan: Spec | Plan, chunks: int | None) -> None:
@@ -177,6 +219,14 @@ def _check_chunks(plan: Spec | Plan, chunks: int | None) -> None:
     own = plan.most_chunks if isinstance(plan, Plan) else plan.chunks
     if chunks is not None and own > 1 and chunks != own:
         raise PolylaneError(f"--chunks {chunks}, but the plan says chunks={own}: leave one of them out")
+
+
+def _says_schedule(plan: Spec | Plan, text: str) -> bool:
+    """Return whether a plan names its schedule, be it the default: a file by its key, a line by its word."""
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import says_schedule
+
+    return "schedule" in plan.model_fields_set if isinstance(plan, Plan) else says_schedule(text)
 
 
 def _with_schedule(plan: Spec | Plan, schedule: str | None, said: bool) -> Spec | Plan:

@@ -13,8 +13,9 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from polylane.errors import PolylaneError
+from polylane.errors import LINES, PolylaneError, clean_text
 from polylane.observe.swimlane import layout
 
 FEW = 8  # most numbers that are listed one by one
@@ -43,9 +44,22 @@ def _null_if_infinite(data: Any) -> Any:
     return data
 
 
-def console() -> Console:
-    """Return a rich console on stdout: as wide as the terminal, 120 characters in a pipe."""
-    return Console(highlight=False, width=shutil.get_terminal_size((120, 24)).columns)
+class _PlainConsole(Console):
+    """Console that prints every text as it is: names of modules and files may read like markup, emoji or commands."""
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(clean_text(text, keep=LINES), **options)
+
+
+def console(stderr: bool = False) -> Console:
+    """Return a rich console on stdout or stderr: as wide as the terminal, 120 characters in a pipe."""
+    width = shutil.get_terminal_size((120, 24)).columns
+    return _PlainConsole(highlight=False, markup=False, emoji=False, width=width, stderr=stderr)
+
+
+def print_line(line: str) -> None:
+    """Print a line that has names of the user's: cleaned, and never wrapped."""
+    print(clean_text(line, keep=LINES))
 
 
 def make_table(title: str, *columns: str, left: Collection[str] = ()) -> Table:
@@ -102,8 +116,3 @@ def format_ranges(numbers: Sequence[int]) -> str:
     runs = [f"{numbers[a]}-{numbers[b]}" if b > a else f"{numbers[a]}" for a, b in zip(starts, ends, strict=True)]
     shown = runs if len(runs) <= FEW // 2 else [*runs[:2], "...", runs[-1]]
     return f"{', '.join(shown)} ({len(numbers):,})"
-
-
-def format_plural(number: int, word: str) -> str:
-    """Return ``1 worker``, ``4 workers``."""
-    return f"{number} {word}" + ("" if number == 1 else "s")

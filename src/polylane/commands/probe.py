@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from polylane.commands import user_inputs as inputs
-from polylane.commands.printing import format_plural, print_json, write_text
-from polylane.errors import PolylaneError
+from polylane.commands.printing import print_json, print_line, write_text
+from polylane.errors import PolylaneError, format_plural
 
 if TYPE_CHECKING:
     from polylane.cluster.device import Device
@@ -101,7 +101,7 @@ def _print_machine(measured: MeasuredMachine, output: Path, seconds: float, load
         print(f"messages: {link.bandwidth / 1e9:.2f} GB/s, told to within {median:.0%} (median; worst {worst:.0%})")
     if load > BUSY * cores():
         print(f"the machine was busy ({load:.1f} processes at work before): measure again when it is idle")
-    print(f"{output} is written, in {seconds:.0f} s")
+    print_line(f"{output} is written, in {seconds:.0f} s")
 
 
 def _check_writable(path: Path) -> None:

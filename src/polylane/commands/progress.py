@@ -11,7 +11,8 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from polylane.commands.printing import format_plural, format_seconds
+from polylane.commands.printing import format_seconds
+from polylane.errors import format_plural
 
 LINE_SECONDS = 5.0  # least time between two lines of a log
 RATE_STEPS = 20  # number of the last steps over which samples/s are averaged

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from polylane.runtime.workers.stop_request import GRACE
 
 if TYPE_CHECKING:
     from polylane.commands.learning_rates import LearningRateOptions
@@ -15,6 +17,27 @@ if TYPE_CHECKING:
     from polylane.plan.spec import Spec
 
 OnNan = Literal["stop", "warn"]
+OnDiskError = Literal["warn", "stop"]
+OnHang = Literal["stop", "restart", "wait"]
+
+
+class WorkerRange(NamedTuple):
+    """The workers that a training may have.
+
+    Attributes:
+        fewest: number of workers down to which it goes on when some are lost; None: it needs all.
+        most: number of workers that it starts with.
+    """
+
+    fewest: int | None
+    most: int
+
+
+def default_restarts(given: int | None, workers: WorkerRange | None) -> int:
+    """Return how often workers are started again: as given, or else once for each that may be lost."""
+    if given is not None:
+        return given
+    return 0 if workers is None or workers.fewest is None else workers.most - workers.fewest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,27 +75,145 @@ class WorkersRequest(RecipeRequest):
     clip_norm: float | None = None
 
 
+@dataclass(frozen=True)
+class SavingOptions:
+    """The options of checkpoints.
+
+    Attributes:
+        save_every: text of the interval of checkpoints: "500" steps, "10m", or "auto"; None: none are saved.
+        keep: number of newest complete checkpoints that are kept.
+        resume: "auto" for the newest complete checkpoint of the run's folder, or a fresh start where there is none; or
+            the path of a checkpoint; None: a fresh start.
+        max_restarts: times that workers are started again after one has died.
+    """
+
+    save_every: str | None = None
+    keep: int = 3
+    resume: str | None = None
+    max_restarts: int = 0
+
+
+@dataclass(frozen=True)
+class TroubleOptions:
+    """The options for what may happen to a run.
+
+    Attributes:
+        on_hang: reaction to a worker that does not go on: "stop" the training, "restart" it, or "wait".
+        hang_after: seconds without progress after which a worker hangs; None: from the run's own step times.
+        on_disk_error: reaction to a run folder that cannot be written to any more: "warn" and go on, or "stop".
+        grace: seconds that a stop signal leaves for a checkpoint.
+    """
+
+    on_hang: OnHang = "stop"
+    hang_after: float | None = None
+    on_disk_error: OnDiskError = "warn"
+    grace: float = GRACE
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(WorkersRequest):
     """The options of ``polylane train``.
 
     Attributes:
+        fewest_workers: number of workers down to which the training goes on when some are lost; None: none may be.
         epochs: times through the training data; None: as many as ``steps`` take, or one where these are None as well.
         steps: optimizer steps after which the training ends; None: it ends after ``epochs``.
         run_folder: the folder for the run's files; None: a new folder below ``run/``.
         on_nan: reaction to a loss that is not finite: "stop", naming the first operator, or "warn" and go on.
         drop_last: leave out an epoch's last batch where it has fewer samples than the others.
         rates: changes to the recipe's optimizer and learning rates.
+        saving: checkpoints, and going on from one.
+        trouble: reactions to hangs, disks and signals.
         model_path: the file that the weights are written to; None until the run's folder is claimed.
+        checkpoints: folder of the run's checkpoints; None until the run's folder is claimed.
+        resume_from: folder of the checkpoint that was found for ``resume``; None: a fresh start.
     """
 
+    fewest_workers: int | None = None
     epochs: int | None = None
     steps: int | None = None
     run_folder: Path | None = None
     on_nan: OnNan = "stop"
     drop_last: bool = False
     rates: LearningRateOptions
+    saving: SavingOptions = SavingOptions()
+    trouble: TroubleOptions = TroubleOptions()
     model_path: Path | None = None
+    checkpoints: Path | None = None
+    resume_from: Path | None = None
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        """Whether checkpoints are saved during the training, so that a stop signal waits for one."""
+        return self.saving.save_every is not None
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the training may go on with another number of workers than its plan takes."""
+        return self.fewest_workers is not None or self.saving.resume == "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportRequest:
+    """The options of ``polylane export``.
+
+    Attributes:
+        checkpoint: a checkpoint's folder, or one with checkpoints, or a run's.
+        out: the safetensors file that is written.
+        force: replace the file where it is there already.
+        json: print what was written as one JSON object, in place of a line for people.
+    """
+
+    checkpoint: Path
+    out: Path
+    force: bool = False
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhyRequest:
+    """The options of ``polylane why``.
+
+    Attributes:
+        run: the folder of the run.
+        svg: the file that the last steps are drawn into; None: they are not.
+        html: the page that they are drawn into; None: they are not.
+        json: print the report as one JSON object, in place of text for people.
+    """
+
+    run: Path
+    svg: Path | None = None
+    html: Path | None = None
+    json: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosRequest(RecipeRequest):
+    """The options of ``polylane chaos``; the seed is that of the faults as well.
+
+    Attributes:
+        plans: lines of plans, or paths of plan files, on which faults are tried.
+        transports: values of POLYLANE_TRANSPORT under which they are tried; empty: all.
+        launchers: "own" where polylane starts the workers, "torchrun" where torchrun does; empty: "own".
+        only: names of the faults that are tried; empty: all.
+        minutes: time after which no other fault is tried; None: none.
+        faults: number of faults after which there is no other; None: as many as there is time for.
+        steps: optimizer steps of every training.
+        save_every: steps between two checkpoints.
+        hang_after: seconds without progress after which a worker hangs.
+        clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
+    """
+
+    plans: tuple[str, ...]
+    transports: tuple[str, ...]
+    launchers: tuple[str, ...]
+    only: tuple[str, ...] = ()
+    minutes: float | None = None
+    faults: int | None = None
+    steps: int = 60
+    save_every: int = 10
+    hang_after: float = 3.0
+    clip_norm: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +222,13 @@ class VerifyRequest(WorkersRequest):
 
     Attributes:
         steps: number of optimizer steps that are trained and compared.
+        resume: whether a training from a checkpoint is compared with the unbroken one, in place of one worker's.
+        resume_plan: the plan that goes on from the checkpoint as well; None: the same plan alone.
     """
 
     steps: int
+    resume: bool = False
+    resume_plan: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from polylane.cluster.figures import format_size
 from polylane.commands import planning, printing
 from polylane.commands import user_inputs as inputs
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.plan.fixed_keys import FixedKeys, parse_auto
+from polylane.settings import parse_whole
 
 if TYPE_CHECKING:
     from polylane.cluster.cluster import Cluster
@@ -55,7 +56,7 @@ def run(request: SimulateRequest) -> None:
     if wanted is not None:
         refuse_whole_reserve(cluster, cluster.count, planning.reserve_of(request))
     recipe = inputs.open_recipe(request)
-    problem, captured = planning.capture_on_meta(recipe, cluster, request, pins)
+    problem, captured = planning.capture_for_prediction(recipe, cluster, request, pins)
     if plan is None:
         fixed = planning.fixed_keys(str(wanted), request)
         method = keep_options(method, fixed)
@@ -63,7 +64,7 @@ def run(request: SimulateRequest) -> None:
             find_plans(captured, cluster, request.batch, method, fixed=fixed, reserve=planning.reserve_of(request))
         )
     else:
-        plan = divide_further(plan, request.chunks or 1)
+        plan = planning.with_microbatches(divide_further(plan, request.chunks or 1), captured.graph, request.batch)
     check_plan(plan, cluster)
     method = method if request.dtype is not None else replace(method, dtype=plan.precision)
     basis = build_cost_model(captured, cluster, method)
@@ -132,8 +133,8 @@ def check_plan(plan: Spec | Plan, cluster: Cluster) -> None:
     """
     if plan.workers > cluster.count:
         raise PolylaneError(
-            f"the plan takes {printing.format_plural(plan.workers, 'worker')}, but the cluster has "
-            f"{printing.format_plural(cluster.count, 'device')}"
+            f"the plan takes {format_plural(plan.workers, 'worker')}, but the cluster has "
+            f"{format_plural(cluster.count, 'device')}"
         )
     if plan.slow:
         raise PolylaneError(
@@ -149,10 +150,10 @@ def slow_down_cluster(cluster: Cluster, options: Sequence[str]) -> Cluster:
     """
     speeds = dict(cluster.speeds)
     for option in options:
-        form = re.fullmatch(r"(\d+)=(\d*\.?\d+)", option.strip())
+        form = re.fullmatch(r"([0-9]+)=((?:[0-9]+|[0-9]*\.[0-9]+))", option.strip())
         if form is None:
             raise PolylaneError(f"--slow takes RANK=SPEED, as in 3=0.8, not {option!r}")
-        speeds[int(form[1])] = float(form[2])
+        speeds[parse_whole("--slow", form[1])] = float(form[2])
     return replace(cluster, speeds=speeds) if options else cluster
 
 
@@ -288,8 +289,9 @@ def print_prediction(found: dict[str, Any]) -> None:
     price = f", {found['price']:.2g} per step" if found["price"] else ""
     mean = f" on average, with a sum of parameters every {found['every']} steps" if found["every"] > 1 else ""
     screen.print(
-        f"A step of {found['batch']} samples takes {printing.format_duration(found['step_seconds'])} on "
-        f"{found['workers']} workers: {rate}{price}{mean}."
+        f"A step of {format_plural(found['batch'], 'sample')} takes "
+        f"{printing.format_duration(found['step_seconds'])} on "
+        f"{format_plural(found['workers'], 'worker')}: {rate}{price}{mean}."
     )
     screen.print(
         f"{found['flops_per_second_per_device'] / 1e12:.1f} TFLOP/s per device of the model's own work, "
@@ -300,7 +302,7 @@ def print_prediction(found: dict[str, Any]) -> None:
         early = printing.format_duration(found["overlap_seconds"])
         screen.print(f"Each step begins {early} before the last worker is done with the one before it.")
     if found.get("apart"):
-        screen.print(f"Replicas are up to {printing.format_plural(found['apart'], 'step')} apart.")
+        screen.print(f"Replicas are up to {format_plural(found['apart'], 'step')} apart.")
     for row in found["bytes"]:
         where = "between sites" if row["level"] == "cluster" else f"within a {row['level']}"
         sent = printing.format_count(row["bytes"], "B")

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from polylane.commands import user_inputs as inputs
-from polylane.commands.printing import format_count, format_plural, format_seconds, print_json
-from polylane.commands.progress import display
-from polylane.commands.run_folder import RunFolder
-from polylane.errors import PolylaneError
+from polylane.commands.printing import format_count, format_seconds, print_json, print_line
+from polylane.commands.running.launch import Reporter, start_workers, warn
+from polylane.commands.running.resume import NothingLeft, prepare_checkpoints
+from polylane.commands.running.run_control import parse_interval
+from polylane.commands.running.run_folder import RunFolder
+from polylane.errors import LINES, PolylaneError, clean_text, format_plural
 from polylane.plan.fixed_keys import parse_auto
+from polylane.runtime.workers.stop_request import LauncherSignals, Stopped, StopRequest
+from polylane.runtime.workers.torchrun_worker import TorchrunWorker, identify_launch
 
 if TYPE_CHECKING:
     from polylane.commands.requests import TrainRequest
-    from polylane.commands.step_log import TrainingOutcome
+    from polylane.commands.running.step_log import TrainingOutcome
+    from polylane.diagnosis.report import HangReport
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
 
@@ -38,27 +43,91 @@ def run(request: TrainRequest) -> None:
     if request.epochs is not None and request.steps is not None:
         raise PolylaneError("--epochs and --steps exclude each other: give one of them")
     inputs.check_positive("--clip-norm", request.clip_norm)
+    inputs.check_positive("--hang-after", request.trouble.hang_after)
+    request = _check_saving(request)
+    given = request.run_folder
+    place = RunFolder(
+        given or Path("run") / _recipe_name(request.recipe),
+        given=given is not None,
+        launch=identify_launch(),
+        warn=warn if request.trouble.on_disk_error == "warn" else None,
+    )
+    stop = StopRequest(waits_for_save=request.saves_checkpoints)
+    # Before anything takes long: a plan that is searched, or a recipe that imports torch.
+    if "RANK" in os.environ:
+        own = TorchrunWorker(stop, request.trouble.grace, lambda number: _describe_kept(request, place))
+        own.start()
+        try:
+            _claim_and_train(request, place, lambda request: _under_torchrun(request, place, stop, own))
+        finally:
+            own.close()
+    else:
+        with LauncherSignals(stop, request.trouble.grace, warn).handled():
+            _claim_and_train(request, place, lambda request: _train(request, place, stop))
+    # Ctrl-C has its exit code also where it waited for a checkpoint; other signals ask for a good end.
+    if stop.number == signal.SIGINT:
+        raise Stopped(signal.SIGINT, "a checkpoint was saved")
+
+
+def _claim_and_train(request: TrainRequest, place: RunFolder, train: Callable[[TrainRequest], None]) -> None:
     request = replace(request, plan=_choose_plan(request))
     inputs.open_recipe(request)  # a mistake in it is reported before polylane imports torch
-    given = request.run_folder
-    place = RunFolder(given or Path("run") / _recipe_name(request.recipe), given=given is not None)
     place.check()
     with place.claimed(os.environ.get("RANK", "0") == "0"):  # under torchrun only rank 0 writes
-        _train(replace(request, model_path=place.model), place)
+        request = replace(request, model_path=place.model)
+        if os.environ.get("RANK", "0") == "0":
+            request = prepare_checkpoints(request, place.path, place.continues)
+        train(request)
 
 
-def _train(request: TrainRequest, place: RunFolder) -> None:
-    if "RANK" in os.environ:
-        _under_torchrun(request, place)
-        return
+def _check_saving(request: TrainRequest) -> TrainRequest:
+    """Check the options of checkpoints; restarts without checkpoints would begin from the beginning.
+
+    Raises:
+        PolylaneError: the interval cannot be parsed, or the folder whose checkpoints are meant is not named.
+    """
+    if request.saving.resume == "auto" and request.run_folder is None:
+        raise PolylaneError(
+            "--resume auto goes on from the newest checkpoint of the run's folder: name that with --run DIR"
+        )
+    if request.trouble.on_hang == "restart" and not request.saving.max_restarts:
+        raise PolylaneError("--on-hang restart: say with --max-restarts N how often workers are started again")
+    if request.saving.max_restarts and request.saving.save_every is None:
+        request = replace(request, saving=replace(request.saving, save_every="auto"))
+    if request.saving.save_every is not None:
+        parse_interval(request.saving.save_every)
+    return request
+
+
+def _train(request: TrainRequest, place: RunFolder, stop: StopRequest) -> None:
+    """Train on workers that this process starts.
+
+    Raises:
+        Stopped: a signal ended the run at once.
+    """
     try:
-        with _Reporter(place, to_stderr=request.json) as reporter:
-            outcome = _start(request, reporter)
+        with Reporter(place, to_stderr=request.json) as reporter:
+            outcome = start_workers(request, reporter, stop)
+        _finish(request, place, outcome)
+    except NothingLeft as done:
+        warn(str(done))
+    except Stopped as stopped:
+        raise Stopped(stopped.number, stopped.reason or _describe_kept(request, place)) from None
     except KeyboardInterrupt:
-        if (kept := place.kept()) is not None:
-            print(f"{kept}/ keeps what was written so far", file=sys.stderr)
-        raise
-    _finish(request, place, outcome)
+        raise Stopped(signal.SIGINT, _describe_kept(request, place)) from None
+
+
+def _describe_kept(request: TrainRequest, place: RunFolder) -> str:
+    """Describe what there is of a run that a signal ended at once."""
+    if os.environ.get("RANK", "0") != "0":  # of several hosts, on another one than that of the files
+        return ""
+    if (kept := place.kept()) is None:
+        return "nothing was written"
+    if place.model.exists():
+        return f"{kept}/ keeps what was written so far, the weights among it"
+    if request.saves_checkpoints:
+        return f"{kept}/ keeps what was written so far, and the checkpoints that were complete"
+    return f"{kept}/ keeps what was written so far, no weights among it: no checkpoints were asked for"
 
 
 def _choose_plan(request: TrainRequest) -> Spec | Plan | str:
@@ -66,7 +135,7 @@ def _choose_plan(request: TrainRequest) -> Spec | Plan | str:
     if parse_auto(request.plan) is None or "RANK" not in os.environ:
         return inputs.choose_plan(request)
     started = os.environ.get("WORLD_SIZE")
-    if request.workers is not None and str(request.workers) != started:
+    if request.workers is not None and str(request.workers) != started and request.fewest_workers is None:
         raise PolylaneError(f"--workers {request.workers}, but torchrun started {started}: they must be equal")
     return str(request.plan)
 
@@ -76,101 +145,62 @@ def _recipe_name(recipe: str) -> str:
     return Path(recipe).stem if recipe.endswith(".py") else recipe.rpartition(".")[2]
 
 
-class _Reporter:
-    """Receiver of rank 0's messages, which writes them into the run's folder and onto the screen."""
-
-    def __init__(self, place: RunFolder, to_stderr: bool) -> None:
-        self._place = place
-        self._display = display(to_stderr)
-
-    def __call__(self, rank: int, message: dict[str, Any]) -> None:
-        content = {key: value for key, value in message.items() if key != "kind"}
-        if message["kind"] == "begin":
-            self._place.begin()
-            self._place.plan(message["plan"])
-            self._display.begin(message)
-        elif message["kind"] == "testing":
-            self._display.testing(message)
-        elif message["kind"] == "step":
-            self._place.metric(content)
-            self._display.step(message)
-        else:
-            self._place.metric(content)
-            self._display.epoch(message)
-
-    def __enter__(self) -> _Reporter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._display.close()
-        if error is None:
-            self._place.close()
-        else:
-            with suppress(PolylaneError):  # the exception that ended the run matters more
-                self._place.close()
-
-
-# Three ways to start -------------------------------------------------------------------------------------------------
-
-
-def _start(request: TrainRequest, reporter: _Reporter) -> TrainingOutcome:
-    """Start workers on this host: forked on the CPU, in new processes where there are accelerators."""
-    from polylane.runtime.workers.world import accelerator_type
-
-    plan = request.plan
-    assert plan is not None and not isinstance(plan, str)
-    if accelerator_type() is not None:
-        from polylane.commands.training import run_spawned_worker
-        from polylane.runtime.workers.spawn import spawn_workers
-
-        return spawn_workers(partial(run_spawned_worker, request), plan.processes, reporter)[0]
-    from polylane.commands.training import load_materials, prepare_once, run_forked_worker
-    from polylane.inspection.memory_prediction import with_predicted_memory
-    from polylane.runtime.workers.fork import fork_workers, limit_to_one_thread
-    from polylane.runtime.workers.out_of_memory import OutOfMemory
-
-    limit_to_one_thread()
-    # Before the fork, so that workers share the memory of the data, and a wrong recipe is reported once.
-    training = load_materials(request)
-    prepared = prepare_once(training, plan)
-    try:
-        return fork_workers(partial(run_forked_worker, training, prepared), plan.processes, reporter)[0]
-    except OutOfMemory as error:
-        raise with_predicted_memory(error, prepared, training.problem.samples) from None
-
-
-def _under_torchrun(request: TrainRequest, place: RunFolder) -> None:
+def _under_torchrun(request: TrainRequest, place: RunFolder, stop: StopRequest, own: TorchrunWorker) -> None:
     """Train in this process, which is one of torchrun's workers; rank 0 writes and prints."""
     import torch
 
-    from polylane.commands.training import run_torchrun_worker
+    from polylane.commands.running.worker import run_torchrun_worker
+    from polylane.runtime.progress.host_watch import HostWatch
     from polylane.runtime.workers.failure import Failure
     from polylane.runtime.workers.fork import ECHO_GRACE_SECONDS, threads_per_worker
     from polylane.runtime.workers.world import World
 
     torch.set_num_threads(threads_per_worker(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    world = World.join()
+    local_rank = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    watch = HostWatch.start(
+        local_rank, request.trouble.on_hang, request.trouble.hang_after, partial(_keep_report, place)
+    )
     try:
+        world = watch.attach(replace(World.join(), stop=stop))
+        if world.store is not None:
+            own.meet_peers(world.store, world.size)
         if world.rank != 0:
             outcome = run_torchrun_worker(request, world, lambda message: None)
+            watch.end()
             _raise_if_stopped(place, outcome)
-            return
-        with _Reporter(place, to_stderr=request.json) as reporter:
-            outcome = run_torchrun_worker(request, world, partial(reporter, 0))
+        else:
+            with Reporter(place, to_stderr=request.json) as reporter:
+                outcome = run_torchrun_worker(request, world, partial(reporter, 0))
+            watch.end()
+            _finish(request, place, outcome)
+        own.mark_reported()
+    except NothingLeft as done:
+        own.mark_reported()
+        if int(os.environ["RANK"]) == 0:
+            warn(str(done))
     except PolylaneError:
+        own.mark_reported()
         raise
-    except Exception as error:
-        failure = Failure.of_exception(world.rank, error)
+    except (Exception, SystemExit) as error:
+        failure = Failure.of_exception(int(os.environ["RANK"]), error)
         # torchrun ends all workers as soon as one ends: an echo waits, so that the worker with the cause can print it.
         if failure.is_echo:
+            own.name_lost_peer(ECHO_GRACE_SECONDS, " ".join(failure.error_message.split())[:200])
             time.sleep(ECHO_GRACE_SECONDS)
             sys.exit(1)
+        own.mark_reported()
         told = failure.to_exception()
         if isinstance(told, PolylaneError):
             raise told from None
-        print(f"polylane: {told}", file=sys.stderr, flush=True)
+        print(f"polylane: {clean_text(str(told), keep=LINES)}", file=sys.stderr, flush=True)
         sys.exit(1)
-    _finish(request, place, outcome)
+
+
+def _keep_report(place: RunFolder, report: HangReport) -> None:
+    """Keep a report of a hang or a failure in the run's folder, where this host writes that."""
+    if os.environ["RANK"] == "0":
+        with suppress(PolylaneError):  # what is reported matters more than that it cannot be kept
+            place.why(report)
 
 
 # The end -------------------------------------------------------------------------------------------------------------
@@ -193,10 +223,13 @@ def _describe_anomaly(outcome: TrainingOutcome, at: tuple[int, int]) -> str:
 def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -> None:
     place.timeline(outcome.timeline)
     _raise_if_stopped(place, outcome)
+    if outcome.ended_early:
+        _tell_early_end(request, place, outcome)
+        return
     if not outcome.saved:
+        kept = "" if place.kept() is None else f"; what else there is of the run is in {place.metrics.parent}"
         raise PolylaneError(
-            f"the weights were not saved after {format_plural(outcome.steps, 'step')}: {outcome.cause}; "
-            f"what else there is of the run is in {place.metrics.parent}"
+            f"the weights were not saved after {format_plural(outcome.steps, 'step')}: {outcome.cause}{kept}"
         )
     if outcome.not_finite is not None:
         print(f"polylane: {_describe_anomaly(outcome, outcome.not_finite)}, and training went on", file=sys.stderr)
@@ -218,6 +251,7 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -
         **({} if outcome.staleness is None else {"staleness": outcome.staleness}),
         "sent_bytes": list(outcome.timeline.sent()),
         "bytes_a_step": list(outcome.traffic),
+        **({"checkpoint_stall": outcome.stall_seconds} if request.saves_checkpoints else {}),
         "run": str(place.path),
         "files": files,
     }
@@ -230,16 +264,37 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -
         f"{outcome.loss:.4f}{test}"
     )
     said = outcome.timeline.notes["step"]
-    print(
+    print_line(
         f"{outcome.samples_per_second:,.0f} samples/s; {'step' if said.isdecimal() else 'steps'} {said} kept the "
         f"workers busy {outcome.timeline.utilization():.1%} of the time{_describe_traffic(outcome)}, "
         f"see {place.path / 'swimlane.html'}"
     )
     for line in sync_traffic_lines(outcome.traffic, len(outcome.traffic) - outcome.servers):
         print(line)
+    if request.saves_checkpoints:
+        share = outcome.stall_seconds / max(outcome.seconds, 1e-9)
+        print(f"checkpoint stall: {format_seconds(outcome.stall_seconds)}, {share:.1%} of the time")
     if outcome.staleness:
         print(_describe_staleness(outcome.staleness))
-    print(f"{place.path}/: {', '.join(Path(file).name for file in files.values())}")
+    print_line(f"{place.path}/: {', '.join(Path(file).name for file in files.values())}")
+
+
+def _tell_early_end(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -> None:
+    """Say how to go on after a signal.
+
+    Raises:
+        PolylaneError: the checkpoint that the signal asked for could not be written.
+    """
+    if not outcome.checkpoint.endswith(f"{outcome.steps:08d}"):
+        raise PolylaneError(
+            f"the training was ended after {format_plural(outcome.steps, 'step')}, and no checkpoint of that step "
+            f"could be written; the newest is {outcome.checkpoint or 'none'}"
+        )
+    if request.json:
+        print_json({"ended_early": True, "steps": outcome.steps, "checkpoint": outcome.checkpoint})
+    else:
+        steps = format_plural(outcome.steps, "step")
+        print(f"ended after {steps}; {outcome.checkpoint} has all: go on with --resume auto")
 
 
 def _describe_staleness(updates: Mapping[int, int]) -> str:

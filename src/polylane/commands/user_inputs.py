@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from polylane import recipe as recipes
 from polylane.commands.requests import RecipeRequest, WorkersRequest
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, describe_error, describe_message
 from polylane.plan import spec as specs
 from polylane.plan.fixed_keys import FixedKeys, parse_auto
 from polylane.plan.spec import Spec
@@ -97,19 +97,11 @@ def read_plan(text: str) -> Spec | Plan:
     Raises:
         PolylaneError: a key or value is wrong; the message names it.
     """
-    if not text.endswith((".yaml", ".yml")) and not _file_exists(text):
+    if not text.endswith((".yaml", ".yml")) and not (text.strip() and os.path.exists(text)):
         return specs.parse(text)
     from polylane.plan import plan_file as plans
 
     return plans.load(text)
-
-
-def _file_exists(text: str) -> bool:
-    """Return whether a file of this name exists; a plan in one line may be no possible name of a file."""
-    try:
-        return bool(text.strip()) and Path(text).exists()
-    except OSError:
-        return False
 
 
 def check_positive(option: str, value: float | None) -> None:
@@ -160,12 +152,11 @@ def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
         yield
     except PolylaneError:
         raise
-    except Exception as error:
-        said = " ".join(str(error).split()) or "no message"
+    except (Exception, SystemExit) as error:  # sys.exit() in it would end everything without a word
         line = recipes.deepest_own_line(error, recipe.path)
         file, number = (recipe.path, "") if line is None else (Path(line.filename), f":{line.lineno}")
         where = f"{recipes.shorten_path(file)}{number}"
-        raise RecipeError(f"{where}: {call} raised {type(error).__name__}: {said}") from error
+        raise RecipeError(f"{where}: {call} raised {describe_error(error)}") from error
 
 
 def build_model(recipe: Recipe, seed: int) -> nn.Module:
@@ -176,13 +167,14 @@ def build_model(recipe: Recipe, seed: int) -> nn.Module:
     """
     import torch
 
-    from polylane.compile.unusable_modules import refuse_unusable_modules
+    from polylane.compile.unusable_modules import refuse_uninitialised, refuse_unusable_modules
     from polylane.graph.python_state.compiler import without_compiler
 
     torch.manual_seed(seed)
     model = recipe.model()
     if not isinstance(model, torch.nn.Module):
         raise RecipeError(f"model() must return a torch.nn.Module, not a {type(model).__name__}")
+    refuse_uninitialised(model)
     plain: nn.Module = without_compiler(model)
     refuse_unusable_modules(plain)
     return plain
@@ -297,9 +289,9 @@ def collate_samples(recipe: Recipe, samples: list[Any]) -> Any:
     try:
         return default_collate(samples)
     except Exception as error:
-        said = " ".join(str(error).split())
         raise RecipeError(
-            f"the samples of data('train') do not make a batch ({said}): give the recipe a collate(samples)"
+            f"the samples of data('train') do not make a batch ({describe_message(error)}): give the recipe a "
+            "collate(samples)"
         ) from error
 
 

@@ -11,8 +11,8 @@ from rich import box
 from rich.table import Table
 
 from polylane.commands import user_inputs as inputs
-from polylane.commands.printing import console, format_plural, print_json
-from polylane.errors import PolylaneError
+from polylane.commands.printing import console, print_json, print_line
+from polylane.errors import PolylaneError, format_plural
 from polylane.plan.spec import format_degrees
 
 if TYPE_CHECKING:
@@ -37,6 +37,12 @@ def run(request: VerifyRequest) -> bool:
     plan = inputs.choose_plan(request)
     inputs.check_positive("--clip-norm", request.clip_norm)
     _refuse_too_small(request.batch, plan)
+    if request.resume_plan is not None and not request.resume:
+        raise PolylaneError("--resume-plan is the plan that goes on from a checkpoint: give --resume, too")
+    if request.resume:
+        from polylane.commands import verify_resume
+
+        return verify_resume.run(request, plan)
     verdict = _prove(request, plan)
     if request.json:
         print_json({"recipe": request.recipe, **verdict.to_dict()})
@@ -71,7 +77,7 @@ def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
     recipe = inputs.open_recipe(request)
     from polylane.compile.objectives import Objective
     from polylane.graph.python_state.compiler import describe_left_out
-    from polylane.verify.verify import verify
+    from polylane.verify.verify import refuse_failing_dtypes, verify
 
     seed = request.seed
     model = inputs.build_model(recipe, seed)
@@ -83,6 +89,8 @@ def _prove(request: VerifyRequest, plan: Spec | Plan) -> Verdict:
     # With --json stdout is for the JSON object alone.
     for line in (note, *describe_left_out(model, objective.loss)):
         print(line, file=sys.stderr if request.json else sys.stdout, flush=True)
+    for batch in batches[:1]:
+        refuse_failing_dtypes(model, objective, batch, plan)
     return verify(model, objective, batches, plan, clip_norm=request.clip_norm, seed=seed, init=recipe.init)
 
 
@@ -105,11 +113,11 @@ def _show(verdict: Verdict) -> None:
     for step, (reference, plan) in enumerate(verdict.losses, start=1):
         print(f"loss of step {step}: {reference:.12g} {'in one process' if verdict.rule else 'on one worker'}, "
               f"{plan:.12g} by the plan")  # fmt: skip
-    print(f"the reference: {verdict.reference}")
+    print_line(f"the reference: {verdict.reference}")
     if verdict.undetermined:
-        print(_undetermined(verdict.undetermined))
+        print_line(_undetermined(verdict.undetermined))
     if verdict.free is not None:
-        print(_describe_free_run(verdict.free, verdict.steps))
+        print_line(_describe_free_run(verdict.free, verdict.steps))
     out.print(_sentence(verdict), style="bold green" if verdict.passed else "bold red", soft_wrap=True, markup=False)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed
+from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed, format_value
 from polylane.runtime.workers.out_of_memory import MemoryNeed, OutOfMemory, count_system_kills, out_of_memory
 
 # Parts of the messages with which gloo, NCCL and c10d's store report a lost peer (torch 2.9 to 2.13).
@@ -68,6 +68,8 @@ class Failure:
         root = error if failed is None else failed.__cause__ or failed
         known = () if failed is None else ("stage", "microbatch", "module", "source")
         place = {name: getattr(failed, name) for name in known}
+        if isinstance(root, SystemExit):
+            return cls.of_system_exit(rank, root)
         root = out_of_memory(root, rank, **place) or root
         return cls(
             rank=rank,
@@ -80,6 +82,20 @@ class Failure:
         )
 
     @classmethod
+    def of_system_exit(cls, rank: int, leaving: SystemExit) -> Failure:
+        """Build the report of a worker that was left by ``sys.exit``, whatever its code: its work was not done.
+
+        Args:
+            rank: rank of the worker.
+            leaving: exception that ended the worker's function.
+        """
+        frames = traceback.extract_tb(leaving.__traceback__)
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+        return cls(
+            rank, "SystemExit", f"sys.exit({format_exit_code(leaving)}){where} ended it before its work was done"
+        )
+
+    @classmethod
     def of_exit(cls, rank: int, code: int, kills_before: int | None = None) -> Failure:
         """Build the report on a worker that ended without one: killed by a signal (negative code), or os._exit.
 
@@ -89,7 +105,9 @@ class Failure:
             kills_before: how many processes the system had killed for want of memory when the worker started.
         """
         if code >= 0:
-            return cls(rank, "SystemExit", f"it ended without a result (exit code {code})")
+            return cls(
+                rank, "SystemExit", f"it ended without a result (exit code {code}), as by os._exit({code}) in your code"
+            )
         try:
             name = signal.Signals(-code).name
         except ValueError:
@@ -107,6 +125,11 @@ class Failure:
             assert isinstance(error, PolylaneError)
             return error
         return WorkerFailed(self.rank, self.error_type, self.error_message, self.traceback, **self.place)
+
+
+def format_exit_code(leaving: SystemExit) -> str:
+    """Format what ``sys.exit`` was called with, shortened; empty for nothing."""
+    return "" if leaving.code is None else format_value(leaving.code)
 
 
 def find_root_cause(failures: Iterable[Failure]) -> Failure | None:

@@ -15,7 +15,6 @@ held stay locked there: start a live progress bar after the fork, at the first m
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import gc
 import io
@@ -38,13 +37,17 @@ import torch
 import torch.distributed as dist
 
 from polylane.errors import PolylaneError
+from polylane.runtime.transport.serialization import decode, encode
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import FileStore, MeetingPlace
 from polylane.runtime.workers.out_of_memory import count_system_kills
+from polylane.runtime.workers.parent_tie import INTERRUPTS, tie_to_parent
+from polylane.runtime.workers.stop_request import StopRequest
 from polylane.runtime.workers.world import TIMEOUT, World, affine_cores
 
 T = TypeVar("T")
 Listener = Callable[[int, dict[str, Any]], None]  # called with a worker's rank and the content of its message
+Watch = Callable[[], None]
 
 MESSAGE, RESULT, FAILURE = b"m", b"r", b"f"  # kinds of reports: each is sent as its kind, then its content
 
@@ -53,8 +56,6 @@ EXIT_SECONDS = 5.0  # wait for workers to exit by themselves after their results
 TERM_SECONDS = 2.0  # wait between SIGTERM and SIGKILL
 POLL_SECONDS = 0.2  # interval of checks for workers that died without closing their pipe
 PIPE_BYTES = 1 << 20  # capacity of a report pipe, so that workers seldom wait for a busy parent
-
-_PR_SET_PDEATHSIG = 1
 
 # Environment of another job's rendezvous, of which this process may be a worker: removed in children.
 _OTHERS_MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
@@ -82,8 +83,8 @@ class WorkerContext:
         return self.world.device
 
     def send_message(self, content: dict[str, Any]) -> None:
-        """Send a small picklable dict to the parent's ``on_message``; messages of one worker arrive in order."""
-        self._send_report(MESSAGE, pickle.dumps(content))
+        """Send a small dict of plain values to the parent's ``on_message``; messages of one worker arrive in order."""
+        self._send_report(MESSAGE, encode(content))
 
 
 def limit_to_one_thread() -> None:
@@ -95,6 +96,8 @@ def fork_workers(
     worker: Callable[[WorkerContext], T],
     workers: int,
     on_message: Listener | None = None,
+    stop: StopRequest | None = None,
+    watch: Watch = lambda: None,
 ) -> list[T]:
     """Run ``worker(context)`` in ``workers`` forked processes of this host; return their results by rank.
 
@@ -107,16 +110,18 @@ def fork_workers(
         worker: function to run; it need not be picklable, but its result must be, whose tensors arrive on the CPU.
         workers: number of processes, at least 1.
         on_message: called in this thread with (rank, content) for each ``context.send_message(content)``.
+        stop: the request that the workers poll as ``context.world.stop``; None: one that nobody sets.
+        watch: called several times a second; what it raises ends the workers, and is raised here.
 
     Raises:
         PolylaneError: this process cannot be forked; or a worker raised one, which is raised again here.
         WorkerFailed: a worker raised another exception, or was killed. All others have ended by then, too.
     """
     _refuse_unsafe_fork(workers)
-    team: _WorkerTeam[T] = _WorkerTeam()
+    team: _WorkerTeam[T] = _WorkerTeam(stop or StopRequest())
     try:
         team.fork_all(worker, workers)
-        results = team.collect_results(on_message)
+        results = team.collect_results(on_message, watch)
         team.wait_exited(EXIT_SECONDS)
         return results
     finally:
@@ -169,7 +174,7 @@ class WorkerPipe(Generic[T]):
             self.reports.close()
             return
         if kind == MESSAGE and on_message is not None:
-            on_message(self.rank, pickle.loads(content))
+            on_message(self.rank, decode(content))
         elif kind == RESULT:
             self.result.append(torch.load(io.BytesIO(content), map_location="cpu", weights_only=False))
         elif kind == FAILURE:
@@ -191,8 +196,9 @@ class _ForkedWorker(WorkerPipe[T]):
 class _WorkerTeam(Generic[T]):
     """All workers of one call, from fork to reaping."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: StopRequest) -> None:
         self.members: list[_ForkedWorker[T]] = []
+        self.stop = stop
         self.place = MeetingPlace.in_memory()
         self._kills_before = count_system_kills()
         # The write end is only in this process, so it closes however this process ends; children wait at the read end.
@@ -208,7 +214,7 @@ class _WorkerTeam(Generic[T]):
                 _enlarge_pipe(writer)
                 not_mine = [self._lifeline_held, reader.fileno()]
                 not_mine += [member.reports.fileno() for member in self.members]
-                child = _ChildProcess(rank, workers, self.place, threads, writer, self.lifeline, not_mine)
+                child = _ChildProcess(rank, workers, self.place, threads, writer, self.lifeline, not_mine, self.stop)
                 process = multiprocessing.get_context("fork").Process(
                     target=child.run_process, args=(worker, os.getpid()), name=f"polylane-worker-{rank}"
                 )
@@ -216,11 +222,12 @@ class _WorkerTeam(Generic[T]):
                 writer.close()
                 self.members.append(_ForkedWorker(rank, reader, process=process))
 
-    def collect_results(self, on_message: Listener | None) -> list[T]:
+    def collect_results(self, on_message: Listener | None, watch: Watch) -> list[T]:
         """Read reports until every result has arrived; raise the root cause of the first failure."""
         give_up: float | None = None
         while waiting := [member for member in self.members if not member.has_ended]:
             self._read_reports(waiting, on_message)
+            watch()
             failures = [member.failure for member in self.members if member.failure is not None]
             cause = find_root_cause(failures)
             if cause is None:
@@ -263,7 +270,8 @@ class _WorkerTeam(Generic[T]):
         """Terminate and reap every worker, and close all pipes and files."""
         with _hold_interrupts():
             for member in self.members:
-                member.process.terminate()
+                # With checkpoints a worker takes SIGTERM for a request, see handle_in_worker.
+                (member.process.kill if self.stop.waits_for_save else member.process.terminate)()
             if not self.wait_exited(TERM_SECONDS):
                 for member in self.members:
                     member.process.kill()
@@ -285,8 +293,8 @@ def _enlarge_pipe(pipe: Connection) -> None:
 
 @contextmanager
 def _hold_interrupts() -> Iterator[None]:
-    """Context manager: block SIGINT, which is delivered at the end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    """Context manager: block Ctrl-C and the stop signals, which are delivered at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
         yield
     finally:
@@ -308,6 +316,7 @@ class _ChildProcess:
         reports: write end of this worker's pipe to the parent.
         lifeline: read end of a pipe whose write end closes when the parent ends.
         inherited_descriptors: file descriptors that only the parent should have open.
+        stop: the request that all processes of the job share.
     """
 
     rank: int
@@ -317,6 +326,7 @@ class _ChildProcess:
     reports: Connection
     lifeline: int
     inherited_descriptors: list[int]
+    stop: StopRequest
 
     def run_process(self, worker: Callable[[WorkerContext], object], parent: int) -> None:
         """Run the forked process: tie it to its parent, set its environment, run the worker's function."""
@@ -325,7 +335,7 @@ class _ChildProcess:
         # With the lifeline's write end open here, no child would notice that the parent has died.
         for descriptor in self.inherited_descriptors:
             os.close(descriptor)
-        tie_to_parent(parent)
+        tie_to_parent(parent, self.stop)
         threading.Thread(target=self._watch_parent, name="polylane-lifeline", daemon=True).start()
         os.environ.update(
             RANK=str(self.rank),
@@ -336,7 +346,7 @@ class _ChildProcess:
         for name in _OTHERS_MEETING:
             os.environ.pop(name, None)
         torch.set_num_threads(self.threads)
-        if run_worker(worker, self.rank, self.workers, self.place, self.reports) is not None:
+        if run_worker(worker, self.rank, self.workers, self.place, self.reports, self.stop) is not None:
             sys.exit(1)
 
     def _watch_parent(self) -> None:
@@ -345,19 +355,13 @@ class _ChildProcess:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def tie_to_parent(parent: int) -> None:
-    """Tie this process to its parent: killed when that dies (on Linux), ignoring Ctrl-C, ended by SIGTERM."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before prctl took effect
-        os._exit(1)
-
-
 def run_worker(
-    worker: Callable[[WorkerContext], object], rank: int, workers: int, place: MeetingPlace, reports: Connection
+    worker: Callable[[WorkerContext], object],
+    rank: int,
+    workers: int,
+    place: MeetingPlace,
+    reports: Connection,
+    stop: StopRequest,
 ) -> Failure | None:
     """Join the world, run a worker's function, report its result or failure, and leave; return the failure or None.
 
@@ -367,6 +371,7 @@ def run_worker(
         workers: number of workers of the job.
         place: rendezvous of the job, with its secret.
         reports: connection to the parent, for messages, result and failure.
+        stop: the request that all processes of the job share.
     """
     sending = threading.Lock()  # a report is two writes, and the function may send messages from several threads
 
@@ -376,23 +381,14 @@ def run_worker(
             reports.send_bytes(content)
 
     try:
-        world = World.of_started_worker(FileStore(place, rank, workers, TIMEOUT), rank, workers)
-        value = _call_worker(worker, WorkerContext(world, send))
+        world = World.of_started_worker(FileStore(place, rank, workers, TIMEOUT), rank, workers, stop)
+        value = worker(WorkerContext(world, send))
         content = io.BytesIO()
         torch.save(value, content)
     except BaseException as error:  # SystemExit and KeyboardInterrupt included
-        failure = Failure.of_exception(rank, error, skip_frames=2)
+        failure = Failure.of_exception(rank, error, skip_frames=1)
         send(FAILURE, pickle.dumps(failure))
         return failure
     send(RESULT, content.getbuffer())
     world.leave()
     return None
-
-
-def _call_worker(worker: Callable[[WorkerContext], object], context: WorkerContext) -> object:
-    try:
-        return worker(context)
-    except SystemExit as leaving:
-        if leaving.code in (None, 0):  # sys.exit() and sys.exit(0) count as returning None
-            return None
-        raise

@@ -20,7 +20,6 @@ from typing import Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -41,16 +40,24 @@ from polylane.runtime.workers.fork import (
     WorkerPipe,
     run_worker,
     threads_per_worker,
-    tie_to_parent,
 )
 from polylane.runtime.workers.out_of_memory import count_system_kills
+from polylane.runtime.workers.parent_tie import tie_to_parent
+from polylane.runtime.workers.stop_request import StopRequest
 
 T = TypeVar("T")
 
+SHUTDOWN_SECONDS = 2  # between SIGTERM and SIGKILL, for workers that the agent ends
+STOP_FILE = "stop"  # of the stop request, in the folder of the rendezvous
 INTRODUCTION_SECONDS = 10.0  # timeout of the secret and rank that a worker sends after connecting
 
 
-def spawn_workers(worker: Callable[[WorkerContext], T], workers: int, on_message: Listener | None = None) -> list[T]:
+def spawn_workers(
+    worker: Callable[[WorkerContext], T],
+    workers: int,
+    on_message: Listener | None = None,
+    stop: StopRequest | None = None,
+) -> list[T]:
     """Run ``worker(context)`` in new processes of this host under torchrun's agent; return their results by rank.
 
     Like :func:`polylane.runtime.workers.fork.fork_workers`, but starting takes seconds.
@@ -60,6 +67,7 @@ def spawn_workers(worker: Callable[[WorkerContext], T], workers: int, on_message
         workers: number of processes, at least 1.
         on_message: called in a thread of its own with (rank, content) for each ``context.send_message(content)``; an
             exception of it is raised here at the end of the job.
+        stop: the request that the workers poll as ``context.world.stop``; None: one that nobody sets.
 
     Raises:
         PolylaneError: the function cannot be pickled; or a worker raised one, which is raised again here.
@@ -77,21 +85,22 @@ def spawn_workers(worker: Callable[[WorkerContext], T], workers: int, on_message
         rdzv_backend=_SingleAgentRendezvous.name,
         local_addr="localhost",
         max_restarts=0,
+        # Others are this process's own: what the agent does with a signal leaves no time to save anything.
+        signals_to_handle="SIGHUP,SIGQUIT",
+        shutdown_timeout=SHUTDOWN_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     place = MeetingPlace.in_folder()
     office: _ReportServer[T] = _ReportServer(place, on_message)
-    arguments = (worker, office.address, place, os.getpid(), threads_per_worker(workers))
+    stop = stop or StopRequest()
+    stop.move_to_file(place.folder / STOP_FILE)
+    arguments = (worker, office.address, place, os.getpid(), threads_per_worker(workers), stop.waits_for_save)
     try:
         with _restoring_handlers():
             elastic_launch(config, _run_process)(*arguments)
     except ChildFailedError as error:
         deaths = {rank: failure.exitcode for rank, failure in error.failures.items()}
         raise office.find_cause(deaths).to_exception() from None
-    except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise
     finally:
         try:
             office.close()
@@ -232,10 +241,16 @@ def _set_read_timeout(connected: socket.socket, seconds: float) -> None:
 
 
 def _run_process(
-    worker: Callable[[WorkerContext], object], address: str, place: MeetingPlace, parent: int, threads: int
+    worker: Callable[[WorkerContext], object],
+    address: str,
+    place: MeetingPlace,
+    parent: int,
+    threads: int,
+    waits_for_save: bool,
 ) -> None:
     """Run a new process: connect to the report server, introduce itself, run the worker's function."""
-    tie_to_parent(parent)
+    stop = StopRequest.in_file(place.folder / STOP_FILE, waits_for_save)
+    tie_to_parent(parent, stop, under_agent=True)
     torch.set_num_threads(threads)
     rank = int(os.environ["RANK"])
     office = socket.socket(socket.AF_UNIX)
@@ -243,7 +258,7 @@ def _run_process(
     reports = connection.Connection(office.detach())
     reports.send_bytes(place.secret)
     reports.send_bytes(str(rank).encode())
-    failure = run_worker(worker, rank, int(os.environ["WORLD_SIZE"]), place, reports)
+    failure = run_worker(worker, rank, int(os.environ["WORLD_SIZE"]), place, reports, stop)
     if failure is not None:
         if failure.is_echo:
             # The agent ends all workers as soon as one exits: the one that caused the echo must report first.
@@ -254,7 +269,7 @@ def _run_process(
 @contextmanager
 def _restoring_handlers() -> Iterator[None]:
     """Context manager: silence the agent's loggers, and restore them and the signal handlers that it installs."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+    numbers = (signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in numbers}
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
     levels = [logger.level for logger in loggers]

@@ -16,8 +16,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from polylane.errors import PolylaneError
+from polylane.runtime.progress.page import UNWATCHED, Progress
 from polylane.runtime.transport import plain_objects as objects
+from polylane.runtime.workers.attempt import name_attempt
 from polylane.runtime.workers.file_store import FileStore
+from polylane.runtime.workers.stop_request import StopRequest
 
 # A dead peer closes its connections, which is noticed at once. This bounds the wait for a live peer that never answers:
 # long enough for a first step that compiles, or a checkpoint that only one rank writes.
@@ -43,6 +46,9 @@ class World:
         is_joined: whether this world makes and ends the default process group, see :meth:`leave`.
         group: process group of these workers, if they are the first of a larger world; None: the default group.
         board: store of workers that one process of this host started; None for other workers.
+        store: store of workers that torchrun started, with entries of this attempt only; None for other workers.
+        stop: whether a signal asked the training to end, to be polled after every step.
+        progress: where this worker says what it does.
     """
 
     rank: int
@@ -53,9 +59,12 @@ class World:
     is_joined: bool = False
     group: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
     board: FileStore | None = field(default=None, compare=False, repr=False)
+    store: Store | None = field(default=None, compare=False, repr=False)
+    stop: StopRequest = field(default_factory=StopRequest, compare=False, repr=False)
+    progress: Progress = field(default=UNWATCHED, compare=False, repr=False)
 
     @classmethod
-    def of_started_worker(cls, board: FileStore, rank: int, size: int) -> World:
+    def of_started_worker(cls, board: FileStore, rank: int, size: int, stop: StopRequest | None = None) -> World:
         """Build the world of a worker that a process of this host started, with all other workers.
 
         No process group is made before it is needed (:meth:`connect`), because its backend listens on a port. The
@@ -65,10 +74,13 @@ class World:
             board: store over which the workers meet.
             rank: rank of this worker, from 0.
             size: number of workers, all on this host.
+            stop: the request that these workers poll; None: one that nobody sets.
         """
         global _started
         device = pick_device(rank)
-        _started = cls(rank, size, rank, device, _own_backend(device, size), is_joined=True, board=board)
+        _started = cls(
+            rank, size, rank, device, _own_backend(device, size), True, board=board, stop=stop or StopRequest()
+        )
         return _started
 
     @classmethod
@@ -97,11 +109,12 @@ class World:
                 raise PolylaneError(f"RANK is set but {name} is not: start the workers with torchrun, or unset RANK")
         store, rank, size = next(rendezvous("env://", rank, size, timeout=timeout))
         store.set_timeout(timeout)
+        store = PrefixStore(name_attempt(PrefixStore("attempt", store), rank, size, timeout), store)
         backend = agree_on_backend(PrefixStore("backend", store), rank, size, backend, device)
         dist.init_process_group(
             backend, store=PrefixStore("default", store), rank=rank, world_size=size, timeout=timeout
         )
-        world = cls(rank, size, local_rank, device, backend, is_joined=True)
+        world = cls(rank, size, local_rank, device, backend, is_joined=True, store=PrefixStore("workers", store))
         atexit.register(world.leave)  # gloo's threads must not outlive the interpreter
         world.authenticate_group(dist.group.WORLD)
         return world
@@ -256,7 +269,7 @@ def agree_on_backend(store: Store, rank: int, size: int, own: str, device: torch
     Args:
         store: store of all workers, for this exchange alone.
         rank: rank of this worker, from 0.
-        size: number of workers.
+        size: number of workers, over all hosts.
         own: backend that this worker could use.
         device: device of this worker.
     """

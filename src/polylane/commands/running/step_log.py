@@ -45,6 +45,9 @@ class TrainingOutcome:
         bad_loss: the loss of the step that ``stopped`` or ``not_finite`` names.
         cause: description of the operator where that began, as far as it is known.
         saved: whether the weights were saved; they are not where some are not finite.
+        ended_early: whether a signal asked the training to end before its last step.
+        checkpoint: folder of the newest checkpoint that the run has written; empty for none.
+        stall_seconds: time that checkpoints have cost the training.
         traffic: bytes that every worker sent in a step, see :meth:`polylane.Job.traffic`.
         servers: number of dedicated parameter servers, which are the last workers.
     """
@@ -66,6 +69,9 @@ class TrainingOutcome:
     bad_loss: float = math.nan
     cause: str = ""
     saved: bool = True
+    ended_early: bool = False
+    checkpoint: str = ""
+    stall_seconds: float = 0.0
 
 
 @serializable
@@ -111,12 +117,37 @@ class StepLog:
         self.loss = math.nan
         self.stopped: tuple[int, int] | None = None
         self.bad_loss = math.nan
+        self._resumed_at, self._resumed_epoch = 0, (0.0, 0.0, 0.0)
         self.begin_epoch()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a run that goes on after these steps needs, as plain data; all losses have been read."""
+        return {
+            "steps": self.launched,
+            "samples": self.samples,
+            "seconds": self.seconds,
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "epoch": [self._sum, self._count, self._epoch_seconds],
+        }
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on after the steps of an earlier run.
+
+        Args:
+            state: of that run's log, see :meth:`state`.
+        """
+        self.launched = self._resumed_at = int(state["steps"])
+        self.samples, self.seconds = int(state["samples"]), float(state["seconds"])
+        self.loss = math.nan if state["loss"] is None else float(state["loss"])
+        total, count, seconds = map(float, state["epoch"])
+        self._resumed_epoch = (total, count, seconds)
 
     def begin_epoch(self) -> None:
         """Start the clock of the epoch's first step, and the epoch's means."""
         self._mark = time.perf_counter()
-        self._sum, self._count, self._epoch_seconds = 0.0, 0.0, 0.0
+        # The first epoch of a run that goes on has begun before.
+        self._sum, self._count, self._epoch_seconds = self._resumed_epoch
+        self._resumed_epoch = (0.0, 0.0, 0.0)
 
     def add(self, result: StepResult, epoch: int, learning_rate: float | None, staleness: int | None = None) -> None:
         """Add a finished step, and send the message about an earlier one.
@@ -135,8 +166,9 @@ class StepLog:
         self.samples += result.samples
         self.seconds += seconds
         self._epoch_seconds += seconds
-        if self.launched == 1:
-            self._first = (result.samples, seconds)
+        if self.launched == self._resumed_at + 1:
+            # Connections are made in it. What an earlier run did is no measure of this one's speed either.
+            self._first = (self.samples, self.seconds)
         # Only full batches are representative: a short last batch, or a first one that is shorter, is not kept.
         if result.samples > self._full:
             self._full = result.samples
@@ -201,7 +233,7 @@ class StepLog:
             stopped: whether a loss that is not finite stops the training.
         """
         rest = (self.samples - self._first[0], self.seconds - self._first[1])
-        samples, seconds = rest if self.launched > 1 else self._first
+        samples, seconds = rest if self.launched > self._resumed_at + 1 else self._first
         return TrainingOutcome(
             plan=plan,
             steps=self.launched,

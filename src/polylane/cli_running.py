@@ -1,0 +1,208 @@
+"""Commands of the command line that run a training, and tell what became of it: train, export, why, chaos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from polylane import cli_options as options
+from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set
+from polylane.commands.learning_rates import LearningRateOptions
+from polylane.commands.requests import (
+    ChaosRequest,
+    ExportRequest,
+    SavingOptions,
+    TrainRequest,
+    TroubleOptions,
+    WhyRequest,
+    default_restarts,
+)
+from polylane.runtime.workers.stop_request import GRACE
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to the application."""
+    # Registered here and not by decorators: the application is in cli.py, which imports this module.
+    for command in (train, export, why, chaos):
+        app.command()(command)
+
+
+def train(
+    recipe: Recipe,
+    workers: options.WorkersOrRange = None,
+    plan: Plan = None,
+    epochs: options.Epochs = None,
+    steps: options.Steps = None,
+    batch: Batch = 64,
+    run: options.RunFolder = None,
+    save_every: options.SaveEvery = None,
+    keep: options.Keep = 3,
+    resume: options.Resume = None,
+    max_restarts: options.MaxRestarts = None,
+    seed: Seed = 0,
+    set_: Set = None,
+    clip_norm: ClipNorm = None,
+    on_nan: options.OnNan = "stop",
+    on_disk_error: options.OnDiskError = "warn",
+    grace: options.Grace = GRACE,
+    stop_on_nan: options.StopOnNan = False,
+    on_hang: options.OnHang = "stop",
+    hang_after: options.HangAfter = None,
+    drop_last: options.DropLast = False,
+    optimizer: options.LargeBatchOptimizer = None,
+    lr: options.LearningRate = None,
+    scale_lr: options.ScaleRate = None,
+    base_batch: options.BaseBatch = None,
+    warmup: options.Warmup = 0,
+    json: Json = False,
+) -> None:
+    """Train a recipe's model on N workers.
+
+    DIR gets plan.yaml, metrics.jsonl (a line for each step), model.safetensors (loads into the plain model), a late
+    step as timeline.json, swimlane.html and trace.json (ui.perfetto.dev), and checkpoints/. Files of an earlier run are
+    replaced at a good end; until then this one writes into DIR/unfinished. Exit codes: 1 a worker failed, 2 wrong
+    input, 130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1.
+
+    \b
+    Examples:
+      polylane train examples/digits.py --workers 4 --plan data=2,pipeline=2
+      polylane train examples/digits.py --run run/digits --save-every 10m --resume auto --max-restarts 3
+      polylane train examples/digits.py --run run/digits --workers 2:4 --resume auto
+      polylane train examples/digits.py --plan data=4 --batch 512 --base-batch 64 --scale-lr linear --warmup 10
+      torchrun --nproc-per-node 4 -m -- polylane train examples/digits.py
+    """
+    from polylane.commands import train as command
+
+    shared: dict[str, Any] = {"recipe": recipe, "batch": batch, "settings": tuple(set_ or ()), "seed": seed}
+    fewest, most = workers or (None, None)
+    split: dict[str, Any] = {"workers": most, "plan": plan, "clip_norm": clip_norm, "json": json}
+    length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}
+    request = TrainRequest(
+        **(shared | split | length),
+        fewest_workers=fewest,
+        on_nan="stop" if stop_on_nan else on_nan,
+        rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup),
+        saving=SavingOptions(save_every, keep, resume, default_restarts(max_restarts, workers)),
+        trouble=TroubleOptions(on_hang, hang_after, on_disk_error, grace),
+    )
+    command.run(request)
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CHECKPOINT",
+            help="The folder of a checkpoint; of a run, or of its checkpoints, the newest complete one is taken.",
+            show_default=False,
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.", show_default=False)],
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is there already.")] = False,
+    json: Json = False,
+) -> None:
+    """Write the weights of a checkpoint as a plain safetensors file.
+
+    The file has the weights and buffers of the model's state_dict(), whole, under the model's own names, whatever plan
+    saved them; where replicas differ (every=), their mean. Any reader of safetensors reads it.
+
+    \b
+    Example:
+      polylane export run/digits model.safetensors
+    """
+    from polylane.commands import export as command
+
+    command.run(ExportRequest(checkpoint=checkpoint, out=out, force=force, json=json))
+
+
+def why(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
+    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")] = None,
+    json: Json = False,
+) -> None:
+    """Say why a run stood still or failed: who, where, and what everybody else was doing.
+
+    Shows the last steps up to that moment, with the culprit in red, and its stack. Exit code 2 where the run ended
+    well.
+
+    \b
+    Example:
+      polylane why run/digits --html why.html
+    """
+    from polylane.commands import why as command
+
+    command.run(WhyRequest(run=run, svg=svg, html=html, json=json))
+
+
+ChaosPlans = Annotated[list[str], typer.Option("--plan", metavar="SPEC", help="A plan, as of train. Repeatable.")]
+ChaosMinutes = Annotated[float | None, typer.Option("--minutes", metavar="M", min=0, help="Try faults so long.")]
+ChaosFaults = Annotated[int | None, typer.Option("--faults", metavar="N", min=1, help="Try so many faults.")]
+ChaosOnly = Annotated[
+    list[str] | None, typer.Option("--only", metavar="FAULT", help="Faults to try. Repeatable. Default: all.")
+]
+ChaosTransports = Annotated[
+    list[str] | None,
+    typer.Option("--transport", metavar="NAME", help="shared_memory or gloo. Repeatable. Default: both."),
+]
+ChaosLaunchers = Annotated[
+    list[str] | None,
+    typer.Option("--launcher", metavar="NAME", help="own or torchrun: who starts workers. Repeatable. Default: own."),
+]
+ChaosSteps = Annotated[int, typer.Option("--steps", metavar="S", min=1, help="Optimizer steps of every training.")]
+ChaosInterval = Annotated[int, typer.Option("--save-every", metavar="S", min=1, help="Steps between two checkpoints.")]
+ChaosHang = Annotated[
+    float, typer.Option("--hang-after", metavar="SECONDS", min=0.1, help="No progress for this long is a hang.")
+]
+
+
+def chaos(
+    recipe: Recipe,
+    plan: ChaosPlans,
+    minutes: ChaosMinutes = None,
+    faults: ChaosFaults = None,
+    only: ChaosOnly = None,
+    transport: ChaosTransports = None,
+    launcher: ChaosLaunchers = None,
+    batch: Batch = 64,
+    steps: ChaosSteps = 60,
+    save_every: ChaosInterval = 10,
+    hang_after: ChaosHang = 3.0,
+    seed: Seed = 0,
+    set_: Set = None,
+    clip_norm: ClipNorm = None,
+    json: Json = False,
+) -> None:
+    """Try faults on trainings of a recipe: each must be named, be recovered from, and change no number.
+
+    Kills, stops, crashes of workers, exceptions of the recipe's code, a full disk and damaged checkpoints, at moments
+    that the seed draws. Every training is held against the unbroken one, bit for bit. Without --minutes and --faults
+    one of each kind. Exit code 1 where a law was broken; the files of such trials are kept.
+
+    \b
+    Example:
+      polylane chaos examples/digits.py --plan data=2 --plan pipeline=2 --seed 7 --minutes 5
+    """
+    from polylane.commands.chaos import campaign as command
+
+    request = ChaosRequest(
+        recipe=recipe,
+        batch=batch,
+        settings=tuple(set_ or ()),
+        seed=seed,
+        json=json,
+        plans=tuple(plan),
+        transports=tuple(transport or ()),
+        launchers=tuple(launcher or ()),
+        only=tuple(only or ()),
+        minutes=minutes,
+        faults=faults,
+        steps=steps,
+        save_every=save_every,
+        hang_after=hang_after,
+        clip_norm=clip_norm,
+    )
+    if not command.run(request):
+        raise typer.Exit(1)

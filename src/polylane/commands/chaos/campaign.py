@@ -1,0 +1,210 @@
+"""Campaign: trials one after another, as many as there is time for, and the table of what became of them."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from polylane.commands import user_inputs as inputs
+from polylane.commands.chaos.faults import LAUNCHERS, MEANINGS, TRANSPORTS, Course, FaultKind, draw_fault, draw_pairs
+from polylane.commands.chaos.isolation import Isolation
+from polylane.commands.printing import console, make_table, print_json, print_line
+from polylane.errors import PolylaneError, format_plural
+
+if TYPE_CHECKING:
+    from polylane.commands.chaos.trials import Bench, FaultTrial, Unbroken
+    from polylane.commands.requests import ChaosRequest
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import Spec
+
+T = TypeVar("T", bound=str)
+
+FEWEST_INTERVALS = 6  # of a training, between checkpoints
+
+
+def run(request: ChaosRequest) -> bool:
+    """Try faults on trainings of a recipe, and print what became of them; return whether every law was kept.
+
+    Raises:
+        PolylaneError: an option, the recipe or a plan is wrong, or an unbroken training does not end well.
+    """
+    plans = _read_plans(request)
+    known = list(FaultKind)
+    kinds = _choose("--only", request.only, known) or known
+    transports = _choose("--transport", request.transports, TRANSPORTS) or TRANSPORTS
+    launchers = _choose("--launcher", request.launchers, LAUNCHERS) or LAUNCHERS[:1]
+    if request.steps < FEWEST_INTERVALS * request.save_every:
+        raise PolylaneError(
+            f"--steps {request.steps} with --save-every {request.save_every}: faults need at least {FEWEST_INTERVALS} "
+            f"intervals: give --steps {FEWEST_INTERVALS * request.save_every}"
+        )
+    isolation = Isolation.enter()
+    if not isolation.mounts:
+        print("polylane: disks cannot be mounted here: a full one is a limit on files in place", file=sys.stderr)
+    from polylane.commands.chaos.trials import Bench
+    from polylane.commands.running import worker  # noqa: F401  what trainings are forked from has imported everything
+
+    courses = [Course(plan, each, how) for plan in plans for each in transports for how in launchers]
+    folder = Path(tempfile.mkdtemp(prefix="polylane-chaos-"))
+    trials = _try_faults(request, Bench(request, isolation, folder), kinds, courses, plans, isolation.mounts)
+    _print_outcome(request, trials)
+    broken = [trial for trial in trials if trial.broken]
+    if not broken:
+        shutil.rmtree(folder, ignore_errors=True)
+    return not broken and bool(trials)
+
+
+def _read_plans(request: ChaosRequest) -> dict[str, Spec | Plan]:
+    """Return the plans by their lines.
+
+    Raises:
+        PolylaneError: one cannot be parsed, or is left to be found.
+    """
+    if any(text.startswith("auto") for text in request.plans):
+        raise PolylaneError("--plan auto: faults are tried on a plan that is known: name it")
+    return {text: inputs.read_plan(text) for text in request.plans}
+
+
+def _choose(option: str, names: Sequence[str], known: Sequence[T]) -> list[T]:
+    """Return those of the known items that an option names.
+
+    Raises:
+        PolylaneError: a name is not known.
+    """
+    for name in names:
+        if name not in known:
+            raise PolylaneError(f"{option} {name}: there is no such thing, known are {', '.join(map(str, known))}")
+    return [each for each in known if each in names]
+
+
+def _try_faults(
+    request: ChaosRequest,
+    bench: Bench,
+    kinds: Sequence[FaultKind],
+    courses: Sequence[Course],
+    plans: dict[str, Spec | Plan],
+    disks: bool,
+) -> list[FaultTrial]:
+    """Try faults until their number is reached, or the time is over; a trial that has begun is finished."""
+    from polylane.commands.chaos.laws import judge_trial
+
+    faults = request.faults or (len(kinds) if request.minutes is None else None)
+    random_, started = random.Random(request.seed), time.monotonic()
+    trials: list[FaultTrial] = []
+    for number, (kind, course) in enumerate(draw_pairs(random_, kinds, courses), 1):
+        over = request.minutes is not None and time.monotonic() - started > 60 * request.minutes
+        if over or (faults is not None and number > faults):
+            break
+        plan = plans[course.plan]
+        unbroken = _train_unbroken(bench, course, plan)
+        place = bench.folder / f"trial-{number}"
+        place.mkdir()
+        steps = request.steps, request.save_every
+        disk = disks and kind is FaultKind.FULL_DISK
+        fault = draw_fault(random_, kind, unbroken.ranks, *steps, disk, place / "log")
+        trial = bench.try_fault(number, course, unbroken, fault)
+        exact = not (plan.sync.has_servers and plan.sync.is_replica_local)
+        judge_trial(trial, unbroken, request.save_every, exact)
+        trial.facts = describe_trial(trial)
+        trials.append(trial)
+        if not request.json:
+            _print_trial(trial)
+        if not trial.broken:
+            shutil.rmtree(place, ignore_errors=True)
+    return trials
+
+
+def _train_unbroken(bench: Bench, course: Course, plan: Spec | Plan) -> Unbroken:
+    """Return the unbroken training of a course.
+
+    Raises:
+        PolylaneError: it does not end well.
+    """
+    from polylane.commands.chaos.trials import Unbroken
+
+    found = bench.train_unbroken(course, plan.processes)
+    if not isinstance(found, Unbroken):
+        lines = [line for line in found.text.splitlines() if line.startswith("polylane: ")]
+        said = lines[-1].removeprefix("polylane: ") if lines else f"it ended with code {found.code}"
+        raise PolylaneError(f"{course}: the training does not end well by itself: {said}")
+    return found
+
+
+# What is printed -----------------------------------------------------------------------------------------------------
+
+
+def _print_trial(trial: FaultTrial) -> None:
+    facts, fault = trial.facts, trial.fault
+    where = f"rank {fault.rank}, step {facts['step'] or fault.step}, {fault.recovery}"
+    said = [f"{facts['seconds']:.1f} s"] if facts["seconds"] is not None else []
+    said += [format_plural(facts["redone"], "step") + " again"] if facts["redone"] is not None else []
+    outcome = "; ".join(trial.broken) if trial.broken else ", ".join(said) or "went on"
+    print_line(
+        f"{trial.number:4d}  {fault.kind}, {where}: {trial.course}: {'BROKEN: ' if trial.broken else ''}{outcome}"
+    )
+    sys.stdout.flush()
+
+
+def describe_trial(trial: FaultTrial) -> dict[str, Any]:
+    """Return a trial as plain data for JSON."""
+    from polylane.commands.chaos.laws import find_named_at, find_redone, find_seconds
+
+    struck, named = trial.struck, find_named_at(trial)
+    return {
+        "number": trial.number,
+        "fault": str(trial.fault.kind),
+        "plan": trial.course.plan,
+        "transport": trial.course.transport,
+        "launcher": trial.course.launcher,
+        "recovery": trial.fault.recovery,
+        "rank": trial.fault.rank,
+        "struck": struck is not None,
+        "step": None if struck is None else struck["step"],
+        "pid": None if struck is None else struck["pid"],
+        "named_seconds": None if struck is None or named is None else max(0.0, named - struck["time"]),
+        "seconds": find_seconds(trial),
+        "redone": find_redone(trial),
+        "exit_codes": [ending.code for ending in trial.endings],
+        "broken": trial.broken,
+    }
+
+
+def _print_outcome(request: ChaosRequest, trials: Sequence[FaultTrial]) -> None:
+    data = [trial.facts for trial in trials]
+    broken = [trial for trial in trials if trial.broken]
+    if request.json:
+        print_json({"recipe": request.recipe, "seed": request.seed, "broken": len(broken), "faults": data})
+        return
+    groups = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
+    for each in data:
+        groups[each["fault"], each["plan"]].append(each)
+    columns = ("struck", "named", "s to name", "s to end or work", "steps again", "laws kept")
+    table = make_table("", "fault", "plan", *columns, left=("fault", "plan"))
+    for (fault, plan), group in sorted(groups.items()):
+        table.add_row(MEANINGS[FaultKind(fault)], plan, *_summarize(group))
+    console().print(table)
+    struck = sum(each["struck"] for each in data)
+    print(f"{format_plural(len(data), 'fault')}, {struck} struck; {len(data) - len(broken)} kept every law")
+    for trial in broken:
+        print_line(f"broken by {trial.number}, see {Path(trial.fault.log).parent}: {'; '.join(trial.broken)}")
+
+
+def _summarize(group: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the cells of a row: counts, and the largest of each figure."""
+
+    def largest(name: str, form: str) -> str:
+        known = [each[name] for each in group if each[name] is not None]
+        return format(max(known), form) if known else "-"
+
+    named = sum(each["named_seconds"] is not None for each in group)
+    kept = sum(not each["broken"] for each in group)
+    figures = [largest("named_seconds", ".1f"), largest("seconds", ".1f"), largest("redone", "d")]
+    counts = [f"{count}/{len(group)}" for count in (sum(each["struck"] for each in group), named)]
+    return [*counts, *figures, f"{kept}/{len(group)}"]

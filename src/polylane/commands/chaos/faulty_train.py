@@ -1,0 +1,39 @@
+"""A training with a fault in it, as a command line of its own: ``python -m polylane.commands.chaos.faulty_train``.
+
+It is the command line of polylane, whose workers train through :mod:`.injection`. The fault and its log are read from
+the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from polylane.commands.chaos.faults import VARIABLE, Fault, FaultLog
+
+LOG_VARIABLE = "POLYLANE_FAULT_LOG"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a command line of polylane with the fault in its workers, and exit.
+
+    Args:
+        arguments: the command line without the program's name.
+    """
+    from polylane.commands.chaos.injection import train_with_fault
+    from polylane.commands.running import worker
+
+    path = os.environ.get(VARIABLE)
+    fault = Fault.read(Path(path)) if path else None
+    log = FaultLog(Path(os.environ[LOG_VARIABLE]))
+    worker.train = partial(train_with_fault, fault, log)  # type: ignore[attr-defined]
+    sys.argv = ["polylane", *arguments]
+    runpy.run_module("polylane", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

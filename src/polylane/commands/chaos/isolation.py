@@ -1,0 +1,108 @@
+"""Isolation: a chaos command's own view of the system, in which whatever a training leaves behind is seen.
+
+Processes whose parents are gone become children of this one (a subreaper). Where the user may mount, /dev/shm is an
+empty one of this process and its children alone, and disks of any size can be made; all of it goes with the processes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNS = 0x00020000
+_MS_REC, _MS_PRIVATE = 16384, 1 << 18
+
+SHARED_MEMORY = Path("/dev/shm")
+SETTLE_SECONDS = 7.0  # processes of torch's loaders look every 5 s whether their worker is still there
+
+
+@dataclass(frozen=True)
+class Isolation:
+    """What of a chaos command's isolation was possible.
+
+    Attributes:
+        reaps: whether processes that lose their parent become children of this one.
+        mounts: whether disks can be mounted.
+    """
+
+    reaps: bool
+    mounts: bool
+
+    @classmethod
+    def enter(cls) -> Isolation:
+        """Isolate this process, as far as the system and the user's rights allow."""
+        if sys.platform != "linux":
+            return cls(False, False)
+        library = ctypes.CDLL(None, use_errno=True)
+        reaps = library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+        mounts = (
+            os.geteuid() == 0
+            and library.unshare(_CLONE_NEWNS) == 0
+            and library.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
+            and mount_disk(SHARED_MEMORY, "50%")
+        )
+        return cls(reaps, mounts)
+
+
+def mount_disk(folder: Path, size: str) -> bool:
+    """Mount an empty disk of some size, in memory, over a folder; return whether that was possible."""
+    options = f"size={size},mode=1777".encode()
+    code: int = ctypes.CDLL(None).mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, options)
+    return code == 0
+
+
+def unmount_disk(folder: Path) -> None:
+    """Unmount what :func:`mount_disk` has mounted; its files are gone then."""
+    ctypes.CDLL(None).umount2(os.fsencode(folder), 2)  # MNT_DETACH
+
+
+def list_children() -> list[int]:
+    """Return the process ids of this process's children, zombies too."""
+    lists = Path("/proc/self/task").glob("*/children")
+    return [int(pid) for each in lists for pid in each.read_text().split()]
+
+
+def end_orphans(known: frozenset[int] = frozenset()) -> list[str]:
+    """Wait a little for processes that a training has left behind, and end those that are still there.
+
+    Args:
+        known: children that belong to this process itself.
+
+    Returns:
+        The command lines of those that had to be ended.
+    """
+    deadline = time.monotonic() + SETTLE_SECONDS
+    while (left := _reap(known)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = [f"{pid}: {_read_command(pid)}" for pid in left]
+    for pid in left:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    while left:
+        time.sleep(0.02)
+        left = _reap(known)
+    return found
+
+
+def _reap(known: frozenset[int]) -> list[int]:
+    """Return the children that live, after those that ended are taken away."""
+    living = []
+    for pid in set(list_children()) - known:
+        with suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                living.append(pid)
+    return living
+
+
+def _read_command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+    except OSError:
+        return "?"

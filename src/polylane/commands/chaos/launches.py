@@ -1,0 +1,126 @@
+"""Launches: command lines of trainings, run to their end, with the moments at which they said what had happened."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from polylane.commands.chaos.faults import Course
+
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a command line ended.
+
+    Attributes:
+        code: its exit code, negative for the signal that killed it; None where it did not end in time.
+        ended: seconds since 1970 at its end.
+        text: what it printed on stderr.
+        said: the moment at which each line of stderr was there.
+    """
+
+    code: int | None
+    ended: float
+    text: str
+    said: Sequence[tuple[float, str]]
+
+
+def run_command(
+    course: Course, ranks: int, words: Sequence[str], folder: Path, variables: Mapping[str, str], limit: float
+) -> Ending:
+    """Run ``polylane WORDS`` with what :mod:`.faulty_train` puts into its workers, and wait for its end.
+
+    Args:
+        course: over what the training's workers talk, and who starts them.
+        ranks: number of the training's workers.
+        words: the command line of polylane, without the program's name.
+        folder: a folder for what it prints.
+        variables: additional variables of its environment.
+        limit: seconds after which it is killed.
+    """
+    environment = {**variables, "POLYLANE_TRANSPORT": course.transport}
+    out, error = (folder / f"{name}.{time.time_ns()}" for name in ("stdout", "stderr"))
+    start = _fork if course.launcher == "own" else _start_torchrun
+    pid, poll = start(ranks, words, environment, out, error)
+    deadline, said, at = time.time() + limit, list[tuple[float, str]](), 0
+    while (code := poll()) is None and time.time() < deadline:
+        at = _follow(error, at, said)
+        time.sleep(POLL_SECONDS)
+    ended = time.time()
+    if code is None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        while poll() is None:
+            time.sleep(POLL_SECONDS)
+    _follow(error, at, said)
+    text = error.read_text(encoding="utf-8", errors="replace")
+    return Ending(code, ended, text, said)
+
+
+def _follow(path: Path, at: int, said: list[tuple[float, str]]) -> int:
+    """Read what a file has more than before; return how much has been read."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        file.seek(at)
+        new = file.read()
+        said += [(time.time(), line) for line in new.decode(errors="replace").splitlines()]
+        return at + len(new)
+    return at
+
+
+Poll = Callable[[], int | None]
+
+
+def _fork(ranks: int, words: Sequence[str], environment: Mapping[str, str], out: Path, error: Path) -> tuple[int, Poll]:
+    """Start it as a fork of this process, where torch is imported already."""
+    process = multiprocessing.get_context("fork").Process(target=_become, args=(words, environment, out, error))
+    process.start()
+    assert process.pid is not None
+    return process.pid, lambda: process.exitcode
+
+
+def _become(words: Sequence[str], environment: Mapping[str, str], out: Path, error: Path) -> None:
+    from polylane.commands.chaos.faulty_train import main
+
+    os.setsid()
+    for number, path in ((1, out), (2, error)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    os.environ.update(environment)
+    _forget_temporary_folder()
+    main(words)
+
+
+def _forget_temporary_folder() -> None:
+    import tempfile
+
+    tempfile.tempdir = None  # it was found by the environment of the process that was forked
+
+
+def _start_torchrun(
+    ranks: int, words: Sequence[str], environment: Mapping[str, str], out: Path, error: Path
+) -> tuple[int, Poll]:
+    module = "polylane.commands.chaos.faulty_train"
+    restarts = words[words.index("--max-restarts") + 1] if "--max-restarts" in words else "0"
+    agent = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", restarts]
+    # A library of torch's that prints for every worker how many threads it gives it, unless this is set.
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    with out.open("wb") as to, error.open("wb") as to_error:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *agent, "-m", "--", module, *words],
+            stdout=to,
+            stderr=to_error,
+            env=variables,
+            start_new_session=True,
+        )
+    return process.pid, process.poll

@@ -1,0 +1,151 @@
+"""Laws: what must hold of every training that a fault has struck."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from polylane.commands.chaos.faults import DAMAGES, DEATHS, HANGS, LOADS, RAISES, FaultKind
+from polylane.commands.chaos.launches import Ending
+from polylane.commands.chaos.trials import FaultTrial, Unbroken
+
+MOST_SECONDS = 10.0  # from a fault to the sentence that names it, and to the end of a training that ends
+
+_ENDS_AS_INPUT = LOADS | {FaultKind.OPTIMIZER}  # the sentence is about the user's function, not about a worker
+_DEATHS = {FaultKind.SEGFAULT: "SIGSEGV", FaultKind.EXIT: r"exit code 0"}
+_HANGS = {FaultKind.STOP: "stopped", FaultKind.INTERPRETER: "interpreter"}
+
+
+def find_named_at(trial: FaultTrial) -> float | None:
+    """Return the moment at which a sentence named what the fault had done; None where none did."""
+    pattern = re.compile(_pattern_of_name(trial))
+    return next((at for at, line in trial.endings[0].said if pattern.search(line)), None)
+
+
+def _pattern_of_name(trial: FaultTrial) -> str:
+    kind, rank = trial.fault.kind, trial.fault.rank
+    who = rf"\b(?:worker|rank) {rank}\b"
+    if kind in DEATHS | DAMAGES:
+        return rf"{who}.*{_DEATHS.get(kind, 'SIGKILL')}"
+    if kind in HANGS:
+        return rf"hangs: .*{who}.*{_HANGS[kind]}"
+    if kind in RAISES:
+        return rf"{who} failed"
+    if kind in LOADS:
+        return "of the dataset raised InjectedError"
+    if kind is FaultKind.OPTIMIZER:
+        return r"optimizer\.step\(\) raised InjectedError"
+    if kind is FaultKind.FULL_DISK:
+        return "No space left|File too large|cannot be written|could not be written"
+    return "."
+
+
+def find_redone(trial: FaultTrial) -> int | None:
+    """Return the number of complete steps that were made again; None where the training never began again."""
+    struck = trial.struck
+    again = [] if struck is None else [e for e in trial.log.read("first step") if e["time"] > struck["time"]]
+    return None if struck is None or not again else max(0, struck["step"] - int(again[0]["step"]))
+
+
+def find_seconds(trial: FaultTrial) -> float | None:
+    """Return the seconds from the fault to the training's being back at work, or to its end where it had to end."""
+    struck = trial.struck
+    if struck is None or trial.endings[0].code is None:
+        return None
+    if len(trial.endings) == 1:
+        work = [entry["time"] for entry in trial.log.read("at work") if entry["time"] > struck["time"]]
+        return max(work) - struck["time"] if work else None
+    return trial.endings[0].ended - float(struck["time"])
+
+
+def judge_trial(trial: FaultTrial, unbroken: Unbroken, save_every: int, exact: bool) -> None:
+    """Write down the laws that a trial has broken, each as a sentence.
+
+    Args:
+        trial: the trial, whose list of broken laws grows.
+        unbroken: the training that nothing struck.
+        save_every: steps between two checkpoints.
+        exact: whether the plan's numbers are the same from one training to the next.
+    """
+    broken, struck = trial.broken, trial.struck
+    if struck is None:
+        broken.append(f"the fault did not strike; the training ended with code {trial.endings[0].code}")
+        return
+    if trial.fault.kind is FaultKind.FULL_DISK and struck.get("left"):
+        broken.append(f"the disk had {struck['left']} bytes left")
+    _judge_endings(trial)
+    named = find_named_at(trial)
+    if named is None:
+        broken.append(f"nothing named it: {_last_line(trial.endings[0])}")
+    elif named - struck["time"] > MOST_SECONDS and trial.fault.kind is not FaultKind.FULL_DISK:
+        broken.append(f"it was named after {named - struck['time']:.1f} s")
+    seconds = find_seconds(trial)
+    if len(trial.endings) > 1 and seconds is not None and seconds > MOST_SECONDS:
+        broken.append(f"the training ended {seconds:.1f} s after it")
+    _judge_redone(trial, struck, save_every)
+    if exact and trial.endings[-1].code == 0:
+        _judge_numbers(trial, unbroken)
+    broken += [f"left behind: {each}" for each in trial.left]
+
+
+def _judge_endings(trial: FaultTrial) -> None:
+    kind, first = trial.fault.kind, trial.endings[0]
+    expected = {0} if trial.fault.recovery in ("restart", "none") else {2 if kind in _ENDS_AS_INPUT else 1}
+    if trial.course.launcher == "torchrun" and expected == {2}:  # torchrun's own code
+        expected = {1}
+    if kind is FaultKind.FLIPPED and trial.fault.recovery == "restart":
+        expected |= {1, 2}  # the damaged checkpoint is refused, which _judge_damaged looks at
+    if first.code not in expected:
+        broken = "did not end" if first.code is None else f"ended with code {first.code}"
+        trial.broken.append(f"the training {broken}, expected {min(expected)}: {_last_line(first)}")
+    if first.code != 0 and trial.endings[-1].code != 0:
+        last = trial.endings[-1]
+        trial.broken.append(f"--resume auto ended with code {last.code}: {_last_line(last)}")
+    if any("Traceback" in ending.text and "polylane.commands.cli" in ending.text for ending in trial.endings):
+        trial.broken.append("a traceback of polylane's own")
+    if kind is FaultKind.FLIPPED and not any(_names_damaged(trial, ending) for ending in trial.endings):
+        trial.broken.append("no sentence named the damaged file")
+
+
+def _names_damaged(trial: FaultTrial, ending: Ending) -> bool:
+    struck = trial.struck or {}
+    return "/".join(str(struck.get("damaged", "")).split("/")[-2:]) in ending.text
+
+
+def _judge_redone(trial: FaultTrial, struck: Mapping[str, Any], save_every: int) -> None:
+    """At most one interval is made again; another one where a checkpoint was being written, or was damaged."""
+    redone = find_redone(trial)
+    is_writing = any(name.startswith(".step-") for name in struck["folders"])
+    most = save_every * (1 + is_writing + (trial.fault.kind in DAMAGES))
+    if redone is not None and redone > most:
+        trial.broken.append(f"{redone} steps were made again, of which {save_every} are an interval")
+
+
+def _judge_numbers(trial: FaultTrial, unbroken: Unbroken) -> None:
+    import torch
+    from safetensors import safe_open
+
+    missing = sorted(set(unbroken.metrics) - set(trial.metrics))
+    if missing and trial.fault.kind is not FaultKind.FULL_DISK:
+        trial.broken.append(f"the metrics of {len(missing)} steps are lost, the first is step {missing[0]}")
+    differing = [step for step, line in sorted(trial.metrics.items()) if line != unbroken.metrics.get(step)]
+    if differing:
+        step = differing[0]
+        trial.broken.append(f"step {step} is {trial.metrics[step]}, unbroken {unbroken.metrics.get(step)}")
+    try:
+        with safe_open(trial.weights, "pt") as ours, safe_open(unbroken.weights, "pt") as theirs:
+            names = list(ours.keys())
+            same = set(names) == set(theirs.keys()) and all(
+                torch.equal(ours.get_tensor(name), theirs.get_tensor(name)) for name in names
+            )
+    except (OSError, ValueError) as error:
+        trial.broken.append(f"the weights cannot be read: {error}")
+        return
+    if not same:
+        trial.broken.append("the weights differ from those of the unbroken training")
+
+
+def _last_line(ending: Ending) -> str:
+    lines = [line for line in ending.text.splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "it printed nothing"

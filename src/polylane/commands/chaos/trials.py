@@ -1,0 +1,181 @@
+"""Trials: a training that a fault strikes, and what became of it, beside the unbroken one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polylane.commands.chaos.faults import HANGS, VARIABLE, Course, Fault, FaultLog
+from polylane.commands.chaos.faulty_train import LOG_VARIABLE
+from polylane.commands.chaos.isolation import SHARED_MEMORY, Isolation, end_orphans, mount_disk, unmount_disk
+from polylane.commands.chaos.launches import Ending, run_command
+
+if TYPE_CHECKING:
+    from polylane.commands.requests import ChaosRequest
+
+LIMIT_SECONDS = 90.0  # after which a training has not ended
+
+
+@dataclass
+class FaultTrial:
+    """A training that a fault struck, from its start to its good end.
+
+    Attributes:
+        number: number of the trial, from 1.
+        course: how the training was split and started.
+        fault: the fault that struck it.
+        endings: how each of its command lines ended: the one that was struck, and those that went on from it.
+        log: what the workers wrote about it.
+        metrics: its last line of metrics of every step, without times.
+        weights: path of its weights.
+        left: what it has left behind: processes, shared memory, files.
+        broken: the laws that it has broken, each a sentence.
+        facts: figures about it as plain data, made before its files are removed.
+    """
+
+    number: int
+    course: Course
+    fault: Fault
+    endings: list[Ending]
+    log: FaultLog
+    metrics: dict[int, dict[str, Any]]
+    weights: Path
+    left: list[str]
+    broken: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def struck(self) -> dict[str, Any] | None:
+        """What the fault wrote as it struck; None where it did not."""
+        return next(iter(self.log.read("struck")), None)
+
+
+@dataclass(frozen=True)
+class Unbroken:
+    """A training that nothing struck.
+
+    Attributes:
+        metrics: its line of metrics of every step, without times.
+        weights: path of its weights.
+        plan: path of the plan that it was trained by, with the cuts of its stages.
+        ranks: number of its workers, dedicated servers counted.
+        bytes: size of the files of its folder.
+    """
+
+    metrics: dict[int, dict[str, Any]]
+    weights: Path
+    plan: Path
+    ranks: int
+    bytes: int
+
+
+class Bench:
+    """Where trials are made.
+
+    Args:
+        request: the options of the command line.
+        isolation: what of the system this process has to itself.
+        folder: an empty folder for everything.
+    """
+
+    def __init__(self, request: ChaosRequest, isolation: Isolation, folder: Path) -> None:
+        self._request, self._isolation, self.folder = request, isolation, folder
+        self._unbroken = dict[Course, Unbroken]()
+
+    def train_unbroken(self, course: Course, ranks: int) -> Unbroken | Ending:
+        """Return the unbroken training of a course, which is trained once; how it ended where that was not well."""
+        if course in self._unbroken:
+            return self._unbroken[course]
+        place = self.folder / f"unbroken-{len(self._unbroken)}"
+        place.mkdir()
+        words = self._words(course.plan, place / "run")
+        ending = self._run(course, ranks, words, place, None)
+        if ending.code != 0:
+            return ending
+        run = place / "run"
+        size = sum(file.stat().st_size for file in run.rglob("*") if file.is_file())
+        found = Unbroken(read_metrics(run), run / "model.safetensors", run / "plan.yaml", ranks, size)
+        self._unbroken[course] = found
+        return found
+
+    def _words(self, plan: str, run: Path) -> list[str]:
+        own = self._request
+        settings = [word for each in own.settings for word in ("--set", each)]
+        clip = [] if own.clip_norm is None else ["--clip-norm", str(own.clip_norm)]
+        words = ["train", own.recipe, "--plan", plan, "--run", str(run), "--steps", str(own.steps), *settings, *clip]
+        words += ["--batch", str(own.batch), "--seed", str(own.seed), "--save-every", str(own.save_every)]
+        return [*words, "--keep", "3", "--json"]
+
+    def _run(self, course: Course, ranks: int, words: Sequence[str], place: Path, fault: Path | None) -> Ending:
+        own = place / "tmp"
+        own.mkdir(exist_ok=True)
+        variables = {LOG_VARIABLE: str(place / "log"), "TMPDIR": str(own)}
+        if fault is not None:
+            variables[VARIABLE] = str(fault)
+        return run_command(course, ranks, words, place, variables, LIMIT_SECONDS)
+
+    def try_fault(self, number: int, course: Course, unbroken: Unbroken, fault: Fault) -> FaultTrial:
+        """Train with a fault, go on from where it has ended, and return all of it; its files are kept for the judge."""
+        place = Path(fault.log).parent
+        run = place / "run"
+        run.mkdir()
+        known = set(SHARED_MEMORY.glob("*"))
+        if fault.whole_disk:
+            mount_disk(run, str(max(4 << 20, 4 * unbroken.bytes)))
+        fault.write(place / "fault")
+        words = self._words(str(unbroken.plan), run)
+        endings = [self._run(course, unbroken.ranks, [*words, *self._reaction(fault, course)], place, place / "fault")]
+        left = [f"process {each}" for each in end_orphans()]
+        if fault.whole_disk:  # what is said below of files is said of those on the disk
+            kept = place / "kept"
+            shutil.copytree(run, kept)
+            unmount_disk(run)
+            run.rmdir()
+            kept.rename(run)
+        log = FaultLog(place / "log")
+        while endings[-1].code not in (0, None) and len(endings) < 3:
+            if len(endings) == 2:  # as the sentence says: take another checkpoint
+                self._remove_damaged(log)
+            endings.append(self._run(course, unbroken.ranks, [*words, "--resume", "auto"], place, place / "fault"))
+            left += [f"process {each}" for each in end_orphans()]
+        left += [f"shared memory {path.name}" for path in set(SHARED_MEMORY.glob("*")) - known]
+        left += _find_unfinished(run, place / "tmp")
+        return FaultTrial(number, course, fault, endings, log, read_metrics(run), run / "model.safetensors", left)
+
+    def _reaction(self, fault: Fault, course: Course) -> list[str]:
+        words = ["--hang-after", str(self._request.hang_after)] if fault.kind in HANGS else []
+        if fault.recovery == "restart":
+            words += ["--max-restarts", "1"]
+            words += ["--on-hang", "restart"] if fault.kind in HANGS and course.launcher == "own" else []
+        return words
+
+    def _remove_damaged(self, log: FaultLog) -> None:
+        for entry in log.read("struck"):
+            if "damaged" in entry:
+                shutil.rmtree(Path(entry["damaged"]).parent, ignore_errors=True)
+
+
+def read_metrics(run: Path) -> dict[int, dict[str, Any]]:
+    """Return the last line of every step of a run's metrics, without times."""
+    found = dict[int, dict[str, Any]]()
+    with suppress(OSError):
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):
+                content = json.loads(line)
+                if "train_loss" not in content:  # a step, not an epoch
+                    found[content["step"]] = {
+                        name: content.get(name) for name in ("step", "epoch", "loss", "learning_rate")
+                    }
+    return found
+
+
+def _find_unfinished(run: Path, temporary: Path) -> list[str]:
+    """Return what a run that ended well should not have left in its folder, nor in that for temporary files."""
+    found = [path for path in run.rglob("*") if path.name.startswith(".") or path.name == "unfinished"]
+    found += [path for path in temporary.glob("*") if not path.name.startswith("torchelastic_")]
+    return [f"file {path.relative_to(run.parent)}" for path in found]

@@ -1,0 +1,1 @@
+"""Running a training: from the start of its workers to its end, with its folder, checkpoints and restarts."""

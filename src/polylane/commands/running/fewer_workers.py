@@ -1,0 +1,146 @@
+"""Fewer workers: the plans by which a training goes on without some of its workers, made before any is lost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from polylane.auto.choose import choose
+from polylane.auto.on_workers import resolve_plan
+from polylane.commands.requests import TrainRequest
+from polylane.errors import PolylaneError, clean_sentence, format_plural
+from polylane.plan.fewer_workers import change_replicas, keep_numbers, keeps
+from polylane.plan.fixed_keys import FixedKeys, parse_auto
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import parse_plan
+from polylane.plan.spec import Spec, default_microbatches, parse
+from polylane.probe.machine import local_cluster
+from polylane.runtime.workers.world import World
+
+if TYPE_CHECKING:
+    from polylane.compile.training_problem import TrainingProblem
+
+
+def plan_fewer(problem: TrainingProblem, plan: Plan, fewest: int) -> dict[int, Spec | Plan]:
+    """Return a plan for each number of workers below a plan's; none for those numbers that have no plan.
+
+    Args:
+        problem: the training; where a search is needed, its model is measured.
+        plan: the plan that it begins with.
+        fewest: the smallest number of workers.
+    """
+    found: dict[int, Spec | Plan] = {}
+    fixed = keep_numbers(plan, plan.microbatches)
+    for workers in range(plan.processes - 1, fewest - 1, -1):
+        fewer_replicas = change_replicas(plan, workers, plan.microbatches)
+        if fewer_replicas is not None:
+            found[workers] = fewer_replicas
+        elif (best := _search(problem, workers, fixed, plan)) is not None:
+            found[workers] = best
+    return found
+
+
+def _search(problem: TrainingProblem, workers: int, fixed: FixedKeys, plan: Plan) -> Plan | None:
+    # What is sharded or served changes no numbers, and may have no place among fewer workers.
+    wishes = [fixed, keep_numbers(plan.model_copy(update={"sync": type(plan.sync)()}), plan.microbatches)]
+    for wish in wishes if plan.sync.is_exact else wishes[:1]:
+        try:
+            # For the example's samples, which are fewer than the batch where the dataset is smaller.
+            answer = choose(replace(problem, batch_size=None), (workers,), local_cluster(workers), True, wish)
+            return answer.ranked_plans[0].plan
+        except PolylaneError:
+            continue
+    return None
+
+
+def describe_fewer(plans: Mapping[int, Spec | Plan], fewest: int, most: int) -> str:
+    """Describe the plans for fewer workers in one line."""
+    missing = [workers for workers in range(most - 1, fewest - 1, -1) if workers not in plans]
+    words = [f"with {workers} by {_describe_plan(plan)}" for workers, plan in plans.items()]
+    words += [f"with {workers} not at all: there is no plan of the same numbers" for workers in missing]
+    return f"if workers are lost: {'; '.join(words)}"
+
+
+def _describe_plan(plan: Spec | Plan) -> str:
+    if isinstance(plan, Plan):
+        return plan.spec
+    words = [f"{axis}={n}" for axis in ("data", "pipeline", "sequence", "tensor") if (n := getattr(plan, axis)) > 1]
+    return ",".join([*(words or ["data=1"]), f"microbatches={plan.microbatches}", *plan.sync.to_words()])
+
+
+# Under torchrun ------------------------------------------------------------------------------------------------------
+
+
+def plan_for_started(world: World, problem: TrainingProblem, request: TrainRequest) -> Spec | Plan:
+    """Return the plan for as many workers as torchrun has started this time; a collective of all workers.
+
+    The plan that is asked for, if it takes so many. Otherwise, where the run goes on from checkpoints or has a range of
+    workers, the one for so many workers with as many microbatches.
+
+    Args:
+        world: the process group of all workers.
+        problem: the training; where a search is needed, rank 0 measures its model.
+        request: the options of the command line; on every worker the same but for a plan that was taken over.
+
+    Raises:
+        PolylaneError: on every worker, where there is no plan for so many.
+    """
+    assert request.plan is not None
+    _check_range(world, request)
+    saved = _read_saved_plan(world, request)
+    fixed = parse_auto(request.plan)
+    small = replace(problem, batch_size=None)  # plans are searched for the example's samples
+    if fixed is None:
+        asked = parse(request.plan) if isinstance(request.plan, str) else request.plan
+        if asked.processes == world.size or not request.is_elastic:
+            return asked
+        microbatches = _microbatches_of(asked, saved, small.samples)
+        natural = change_replicas(asked, world.size, microbatches)
+        if natural is not None:
+            # Cuts of the checkpoint's plan are taken over, so that the numbers stay the same bit for bit.
+            chosen = saved if saved is not None and parse(saved.spec) == natural else natural
+            _tell(world, f"--plan takes {format_plural(asked.processes, 'worker')}, and there are {world.size} now: "
+                  f"goes on by {_describe_plan(natural)}")  # fmt: skip
+            return chosen
+        fixed = keep_numbers(asked, microbatches)
+    elif saved is not None and "microbatches" not in fixed.counts:
+        fixed = replace(fixed, counts={**fixed.counts, "microbatches": saved.microbatches})
+    if saved is not None and saved.processes == world.size and keeps(saved, fixed):
+        return saved
+    return resolve_plan(world, small, f"auto,{fixed}" if str(fixed) else "auto")
+
+
+def _check_range(world: World, request: TrainRequest) -> None:
+    fewest, most = request.fewest_workers, request.workers
+    if fewest is not None and most is not None and not fewest <= world.size <= most:
+        raise PolylaneError(f"--workers {fewest}:{most}, but torchrun started {world.size}")
+
+
+def _read_saved_plan(world: World, request: TrainRequest) -> Plan | None:
+    """Return the plan of the checkpoint that the run goes on from, as rank 0 reads it; None for a fresh start."""
+    from polylane.checkpoint.manifest import read_manifest
+
+    text, error = "", ""
+    if world.rank == 0 and request.resume_from is not None:
+        try:
+            text = read_manifest(request.resume_from).plan
+        except PolylaneError as damaged:
+            error = str(damaged)
+    text, error = world.all_gather_object((text, error))[0]
+    if error:
+        raise PolylaneError(error)
+    return parse_plan(text, "of the checkpoint") if text else None
+
+
+def _microbatches_of(asked: Spec | Plan, saved: Plan | None, samples: int) -> int:
+    if asked.microbatches is not None:
+        return asked.microbatches
+    assert isinstance(asked, Spec)
+    return default_microbatches(asked, samples) if saved is None else saved.microbatches
+
+
+def _tell(world: World, sentence: str) -> None:
+    if world.rank == 0:
+        print(f"polylane: {clean_sentence(sentence)}", file=sys.stderr, flush=True)

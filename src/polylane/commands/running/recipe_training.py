@@ -1,0 +1,108 @@
+"""Recipe training: a recipe's model and data with the options of a command line, loaded and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from polylane.commands import user_inputs as inputs
+from polylane.commands.requests import TrainRequest
+from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.training_problem import TrainingProblem
+from polylane.errors import format_plural
+from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec
+from polylane.recipe import Recipe
+from polylane.runtime.data import loader as data
+from polylane.runtime.job import Job
+from polylane.runtime.workers.world import World
+
+
+@dataclass(frozen=True)
+class RecipeTraining:
+    """A recipe's model and data, and how they are to be trained; made before any worker computes.
+
+    Attributes:
+        request: the options of the command line.
+        recipe: the user's functions, with the learning rates that the command line asks for.
+        problem: the model, its loss and optimizer, and the first batch.
+        train: the training data, map-style or iterable.
+        test: the test data, map-style or iterable; None where there is nothing to test on.
+    """
+
+    request: TrainRequest
+    recipe: Recipe
+    problem: TrainingProblem
+    train: Any
+    test: Any
+
+    @cached_property
+    def batch_sizes(self) -> list[int]:
+        """The number of samples of each batch of an epoch; empty for an iterable dataset, whose length is not known."""
+        if not inputs.is_mapped(self.train):
+            return []
+        return data.batch_sizes(len(self.train), self.request.batch, self.request.drop_last)
+
+    @property
+    def ends_before_last(self) -> bool:
+        """Whether the training has fewer steps than the first epoch has batches."""
+        steps = self.request.steps
+        return steps is not None and steps < len(self.batch_sizes)
+
+    @property
+    def epochs(self) -> int | None:
+        """The number of times through the data; None where steps are counted instead."""
+        return 1 if self.request.epochs is None and self.request.steps is None else self.request.epochs
+
+    def job(self, prepared: CompiledTraining, world: World, same_weights: bool = True) -> Job:
+        """Return this worker's part in the training.
+
+        Args:
+            prepared: the problem, compiled for a plan.
+            world: the process group of all workers.
+            same_weights: whether all workers were forked from the process that built the model.
+        """
+        clip_norm, seed = self.request.clip_norm, self.request.seed
+        example = self.problem.example
+        return Job(prepared, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=same_weights)
+
+
+def load_materials(request: TrainRequest) -> RecipeTraining:
+    """Load model, data and an example batch.
+
+    Raises:
+        PolylaneError: the recipe is wrong, or one of its functions raised.
+    """
+    recipe = request.rates.apply_to(inputs.open_recipe(request))
+    problem, dataset = inputs.open_problem(recipe, request)
+    if isinstance(dataset, Iterator):  # the example used some of it up
+        dataset = inputs.open_data(recipe, "train")
+    return RecipeTraining(request, recipe, problem, dataset, inputs.open_data(recipe, "test"))
+
+
+def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> CompiledTraining:
+    """Compile the training in the parent process, for workers that are forked from it.
+
+    Raises:
+        PolylaneError: the plan does not fit the model, or the last batch is too short for it.
+    """
+    # The evaluation graph is compiled here as well, once for all workers.
+    prepared = compile_training(training.problem, plan, evaluation=training.test is not None)
+    check_last_batch(training, prepared)
+    return prepared
+
+
+def check_last_batch(training: RecipeTraining, prepared: CompiledTraining) -> None:
+    """Refuse a batch size with which the last batch of an epoch could not be trained on.
+
+    Raises:
+        PolylaneError: the last batch is too short for the model.
+    """
+    sizes = training.batch_sizes
+    if sizes and not training.ends_before_last:
+        what = (
+            f"the last batch of an epoch ({format_plural(sum(sizes), 'sample')} in batches of {training.request.batch})"
+        )
+        prepared.min_samples.check(sizes[-1], what, "leave it out with --drop-last, or take another --batch")

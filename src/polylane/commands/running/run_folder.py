@@ -1,0 +1,374 @@
+"""Run folder: claimed by one process at a time, with the run's plan, its metrics line by line, and its results.
+
+An earlier run's results are not lost before this one has ended well. Where there are such files, a run writes into the
+folder ``unfinished`` below, and renames its files over the earlier ones when all of them are there.
+
+Under torchrun a run may have several attempts, after a worker died. They share the folder: a later one finds what the
+attempts before it wrote by a note of who started them, and appends its metrics.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from polylane.commands.printing import dump_json
+from polylane.diagnosis import report_file
+from polylane.diagnosis.report import HangReport
+from polylane.errors import PolylaneError
+from polylane.observe.swimlane import render as swimlane
+from polylane.observe.timeline import Timeline
+
+MODEL = "model.safetensors"
+WHY = "why.json"
+
+# All files of a run, in the order in which they are renamed: the weights first, since they are worth the most.
+NAMES = (MODEL, "plan.yaml", "metrics.jsonl", "timeline.json", "trace.json", "swimlane.html")
+ALL_NAMES = (*NAMES, WHY)  # with that of a run that did not end well
+
+UNFINISHED = "unfinished"  # name of the folder in which a run writes while an earlier run's files are there
+ATTEMPT = ".attempt"  # name of the note in a folder of torchrun's workers: who started them, and where they write
+
+
+class RunFolder:
+    """The folder for the files of one run.
+
+    Args:
+        path: the folder, which need not exist yet.
+        given: whether the user named it. Otherwise the run takes the first of ``path``, ``path-2``, ``path-3``, ...
+            that does not exist, for no run replaces another unasked.
+        launch: what all attempts of one start of torchrun have in common; empty for a run with one attempt.
+        warn: called with a sentence when the folder cannot be written to any more, and the training goes on; None:
+            that is an error.
+
+    Attributes:
+        path: the folder; final once it is claimed.
+        continues: whether an earlier attempt of this launch has written here; known once it is claimed.
+
+    Raises:
+        PolylaneError: from every method, where the folder or a file cannot be written.
+    """
+
+    def __init__(
+        self, path: Path, given: bool = True, launch: str = "", warn: Callable[[str], None] | None = None
+    ) -> None:
+        self.path = path
+        self._given = given
+        self._launch, self._warn = launch, warn
+        self.continues = False
+        self._metrics: MetricsFile | None = None
+        self._has_begun = False
+        self._has_lost = False  # whether something could not be written, which is said once
+        self._claim: int | None = None  # file descriptor of the folder, locked
+        self._made: list[Path] = []  # folders that this run made, the innermost first
+        self._at = path  # where files are written until finish(): the folder, or UNFINISHED below it
+
+    @property
+    def model(self) -> Path:
+        """The path of the weights during the run."""
+        return self._at / MODEL
+
+    @property
+    def metrics(self) -> Path:
+        """The path of the metrics during the run; they stay there where it does not end well."""
+        return self._at / "metrics.jsonl"
+
+    def check(self) -> None:
+        """Refuse a place where nothing can be written, without making anything yet.
+
+        Raises:
+            PolylaneError: the folder cannot be made, or cannot be written to.
+        """
+        existing = next(place for place in (self.path, *self.path.absolute().parents) if os.path.exists(place))
+        if not os.path.isdir(existing):
+            raise PolylaneError(f"--run {self.path}: {existing} is not a folder")
+        if not os.access(existing, os.W_OK | os.X_OK):
+            raise PolylaneError(f"--run {self.path}: {existing} cannot be written to")
+
+    @contextmanager
+    def claimed(self, writes: bool) -> Iterator[None]:
+        """Context manager: claim the folder, see :meth:`claim`, and give up the claim at the end.
+
+        Args:
+            writes: whether this process writes files; one that does not claims nothing.
+        """
+        if writes:
+            self.claim()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def claim(self) -> None:
+        """Claim the folder, so that no other run that starts meanwhile gets it. The claim ends with the process.
+
+        Raises:
+            PolylaneError: another run is writing there.
+        """
+        self.check()
+        with self._writing():
+            self._make()
+            self._lock()
+            self._at = self._find_own_place()
+            if self._launch:
+                _replace_text(self.path / ATTEMPT, f"{self._launch}\n{self._at.relative_to(self.path)}\n")
+
+    def _find_own_place(self) -> Path:
+        """Return the folder to write into, which an earlier attempt of this launch may have chosen."""
+        note = self._read_note(self.path)
+        self.continues = note is not None
+        if note is not None:
+            return self.path / note
+        return self.path / UNFINISHED if any((self.path / name).exists() for name in ALL_NAMES) else self.path
+
+    def _read_note(self, folder: Path) -> str | None:
+        """Return where below the folder an earlier attempt of this launch writes; None where none does."""
+        try:
+            launch, place = (folder / ATTEMPT).read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError):
+            return None
+        return place if self._launch and launch == self._launch else None
+
+    def _make(self) -> None:
+        if not self._given:
+            started = (place for place in _same_name(self.path) if self._read_note(place) is not None)
+            if (earlier := next(started, None)) is not None:
+                self.path = earlier
+                return
+        # Remembered for leave(), which removes folders that this run made and did not use.
+        missing = [place for place in (self.path, *self.path.parents) if not os.path.exists(place)]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self._given:
+            self.path.mkdir(exist_ok=True)
+        else:
+            self.path = _make_first_free(self.path)
+        self._made = [self.path, *missing[1:]] if missing or not self._given else []
+
+    def _lock(self) -> None:
+        # A lock of the operating system: it ends with the process even if that is killed, so that no stale claim
+        # remains.
+        self._claim = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._give_up()
+            self._made.clear()
+            raise PolylaneError(
+                f"--run {self.path}: another run is writing there; wait for its end, or choose another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            pass
+
+    def begin(self, resumed_at: int | None = None) -> None:
+        """Begin the training: delete what a run that did not end well has left, and open the metrics.
+
+        Args:
+            resumed_at: step of the checkpoint that the run goes on from: metrics up to that step stay; None: a fresh
+                start.
+        """
+        with self._writing():
+            self._at.mkdir(exist_ok=True)
+            earlier = self.metrics if self.metrics.exists() else self.path / self.metrics.name
+            kept = "" if resumed_at is None else _lines_until(earlier, resumed_at)
+            if self._at != self.path and not self.continues:
+                for name in ALL_NAMES:
+                    (self._at / name).unlink(missing_ok=True)
+            if resumed_at is not None:
+                _replace_text(self.metrics, kept)
+            self._metrics = MetricsFile(self.metrics, append=self.continues or resumed_at is not None)
+            self._has_begun = True
+
+    def plan(self, text: str) -> None:
+        """Write the plan into plan.yaml."""
+        with self._writing():
+            _replace_text(self._at / "plan.yaml", text)
+
+    def metric(self, line: dict[str, Any]) -> None:
+        """Append a line to metrics.jsonl, at once. Where that fails and the run goes on, later lines are lost, too."""
+        if self._metrics is not None:
+            with self._going_on("the metrics from here on are lost"):
+                self._metrics.append(dump_json(line))
+
+    def timeline(self, timeline: Timeline) -> None:
+        """Write the timeline of a step, as data and as pictures."""
+        with self._going_on("the timeline is lost"):
+            self._at.mkdir(parents=True, exist_ok=True)  # it may have been removed during the training
+            _replace_text(self._at / "timeline.json", dump_json(timeline.to_dict()))
+            _replace_text(self._at / "trace.json", dump_json(swimlane.perfetto(timeline)))
+            _replace_text(self._at / "swimlane.html", swimlane.html(timeline))
+
+    def why(self, report: HangReport) -> None:
+        """Write what every worker was doing when the run stood still or failed; ``polylane why`` reads it."""
+        with self._writing():
+            self._at.mkdir(exist_ok=True)
+            (self._at / WHY).write_text(dump_json(report_file.to_dict(report)), encoding="utf-8")
+
+    def finish(self) -> None:
+        """Replace an earlier run's files by this run's, which has ended well and written all of them."""
+        with self._writing():
+            (self.path / ATTEMPT).unlink(missing_ok=True)
+            if self._at == self.path:
+                return
+            for name in ALL_NAMES:
+                file = self._at / name
+                if file.exists():
+                    os.replace(file, self.path / name)
+                else:  # a file of the earlier run alone: the folder must not mix two runs
+                    (self.path / name).unlink(missing_ok=True)
+            with suppress(OSError):  # not empty: somebody else's files stay
+                self._at.rmdir()
+        self._at = self.path
+
+    def close(self) -> None:
+        """Close the metrics; no more lines come."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+
+    def leave(self) -> None:
+        """Give up the claim, and remove the folders that this run made if nothing is in them."""
+        if self._claim is not None and not self.metrics.exists():  # nothing was written: the note is of no use
+            with suppress(OSError):
+                (self.path / ATTEMPT).unlink(missing_ok=True)
+        self._give_up()
+        for folder in self._made:
+            with suppress(OSError):  # not empty: it stays
+                folder.rmdir()
+        self._made.clear()
+
+    def _give_up(self) -> None:
+        if self._claim is not None:
+            os.close(self._claim)
+            self._claim = None
+
+    def kept(self) -> Path | None:
+        """Return where files are left of a run that did not end well; None where none are."""
+        return self._at if self._has_begun and self.metrics.exists() else None
+
+    def files(self) -> dict[str, str]:
+        """Return the files of the folder, by name without ending."""
+        files = sorted(file for file in self.path.iterdir() if not file.name.startswith("."))
+        return {file.stem: str(file) for file in files if file.is_file()}
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            file = error.filename or self.path
+            raise PolylaneError(f"--run {self.path}: {file} cannot be written: {error.strerror or error}") from error
+
+    @contextmanager
+    def _going_on(self, loss: str) -> Iterator[None]:
+        """Context manager: where the run is to go on without its files, warn once in place of an error.
+
+        Args:
+            loss: what is lost, for the sentence.
+        """
+        if self._warn is None:
+            with self._writing():
+                yield
+            return
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            if not self._has_lost:
+                self._has_lost = True
+                reason = f"{error.filename or self.path} cannot be written: {error.strerror or error}"
+                self._warn(f"--run {self.path}: {reason}; the training goes on, and {loss}")
+
+
+class MetricsFile:
+    """File of metrics: each line is written whole, at once, so that it can be read during the run and survives its end.
+
+    Args:
+        path: path of the file.
+        append: whether to keep the lines that are there, but for a last one that is torn.
+    """
+
+    def __init__(self, path: Path, append: bool = False) -> None:
+        self._path = path
+        kept = path.read_bytes() if append and path.exists() else b""
+        self._file = path.open("ab" if append else "wb", buffering=0)
+        self._size = kept.rfind(b"\n") + 1
+        self._file.truncate(self._size)
+
+    def append(self, line: str) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: it could not be written; the file ends with the line before it.
+        """
+        content = line.encode() + b"\n"
+        try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise OSError(errno.ENOENT, "it was removed", str(self._path))
+            while content:
+                content = content[self._file.write(content) :]
+            self._size = self._file.tell()
+        except OSError as error:
+            with suppress(OSError):  # a full disk still lets files become shorter
+                self._file.truncate(self._size)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def _lines_until(metrics: Path, step: int) -> str:
+    """Return the metrics of the steps up to one, and of the epochs that ended before it."""
+    try:
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    kept = []
+    for line in lines:
+        try:
+            content = json.loads(line)
+            # The test after an epoch's last step is made again: the checkpoint is from before it.
+            if content["step"] <= step - ("train_loss" in content):
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # torn, or not ours
+    return "".join(kept)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Write a file whole: an earlier one is replaced when the new one is complete."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _same_name(path: Path) -> Iterator[Path]:
+    """Yield those of ``path``, ``path-2``, ``path-3``, ... that exist, up to the first that does not."""
+    return itertools.takewhile(Path.exists, _numbered(path))
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    return itertools.chain([path], (path.with_name(f"{path.name}-{number}") for number in itertools.count(2)))
+
+
+def _make_first_free(path: Path) -> Path:
+    """Make the path, or the first of ``path-2``, ``path-3``, ... that does not exist; two runs at once get one each."""
+    for name in _numbered(path):
+        # mkdir fails where the folder exists: unlike a look beforehand, this is safe against a run that starts at once.
+        with suppress(FileExistsError):
+            name.mkdir()
+            return name
+    raise AssertionError("the names do not end")

@@ -1,0 +1,64 @@
+"""Start message: what is told of a training before its first step, with notes on what a user may not expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polylane.commands.running.recipe_training import RecipeTraining
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.errors import format_plural
+from polylane.plan import plan_file as plans
+from polylane.plan.plan import Plan
+from polylane.runtime.data.stream_state import keeps_state
+from polylane.runtime.job import Job
+
+
+def begin_message(job: Job, training: RecipeTraining, prepared: CompiledTraining) -> dict[str, Any]:
+    in_epoch, epochs, total = len(training.batch_sizes) or None, training.epochs, training.request.steps
+    if total is None and in_epoch is not None and epochs is not None:
+        total = in_epoch * epochs
+    return {
+        "kind": "begin",
+        "plan": plans.dump(prepared.plan),
+        "spec": prepared.plan.spec,
+        "workers": prepared.plan.processes,
+        "device": str(job.world.device.type),
+        "steps": total,
+        "epochs": epochs or (-(-total // in_epoch) if total and in_epoch else None),
+        "resumed_at": job.position.step if training.request.resume_from is not None else None,
+        "notes": [
+            *_note_resumed(job, training),
+            *prepared.main_partition.graph.notes,
+            *_note_inexact_sync(prepared.plan),
+            *_note_short_epoch(training),
+        ],
+    }
+
+
+def _note_resumed(job: Job, training: RecipeTraining) -> list[str]:
+    """Return a note where the run goes on from a checkpoint."""
+    if training.request.resume_from is None:
+        return []
+    at = job.position
+    skipped = ""
+    if at.samples and not training.batch_sizes and not keeps_state(training.train):
+        skipped = f"; {format_plural(at.samples, 'sample')} of the stream are read and passed over"
+    return [f"goes on from {training.request.resume_from}: step {at.step}, epoch {at.epoch + 1}{skipped}"]
+
+
+def _note_inexact_sync(plan: Plan) -> list[str]:
+    """Return a note where the numbers are not those of one device."""
+    if plan.sync.is_exact or plan.data == 1:
+        return []
+    return [f"{','.join(plan.sync.to_words())}: the numbers are those of this rule, not those of one device"]
+
+
+def _note_short_epoch(training: RecipeTraining) -> list[str]:
+    """Return a note where the dataset has fewer samples than a batch was to have."""
+    samples, batch = sum(training.batch_sizes), training.request.batch
+    if not 0 < samples < batch:
+        return []
+    return [
+        f"--batch {batch}: data('train') has {format_plural(samples, 'sample')}, so that an epoch is one "
+        f"batch of {samples}"
+    ]

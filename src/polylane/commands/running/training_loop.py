@@ -1,0 +1,234 @@
+"""Training loop on a worker: its steps, tests and epochs, its checkpoints, and the messages about them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from polylane.commands import user_inputs as inputs
+from polylane.commands.requests import TrainRequest
+from polylane.commands.running.recipe_training import RecipeTraining
+from polylane.commands.running.resume import NothingLeft, check_same_run, describe_run
+from polylane.commands.running.run_control import RunControl, parse_interval
+from polylane.commands.running.start_message import begin_message
+from polylane.commands.running.step_log import StepLog, Tell, TrainingOutcome, last_steps
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.sample_shares import Batch
+from polylane.diagnosis.page_layout import Phase
+from polylane.errors import NotFinite, PolylaneError
+from polylane.runtime.checkpoint.save import Position
+from polylane.runtime.job import Job
+from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue, earliest_fault
+from polylane.runtime.sync.parameter_server.update_log import count_staleness
+from polylane.runtime.workers.stop_request import StopRequest
+
+
+def train(
+    job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: Tell, stop: StopRequest
+) -> TrainingOutcome:
+    """Train as long as was asked for, test after each epoch, save the weights, and close the job.
+
+    Args:
+        job: this worker's part in the training.
+        training: the recipe's model and data, with the options.
+        prepared: the training, compiled for the plan.
+        tell: called with a "begin" message, a "step" for each step, and a "testing" and an "epoch" after each epoch.
+        stop: whether a signal asks the training to end.
+
+    Returns:
+        The outcome, the same on every worker but for times.
+
+    Raises:
+        NothingLeft: on all workers, if the checkpoint to go on from is that of the last step.
+    """
+    request, epochs = training.request, training.epochs
+    log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
+    if request.resume_from is not None:
+        _load_checkpoint(job, training, log)
+    tell(begin_message(job, training, prepared))
+    control = _open_control(job, training, log, stop, tell)
+    # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
+    job.anomalies = AnomalyDetector() if stops else None
+    test_loss, start, progress = None, job.position, job.world.progress
+    numbers = itertools.count(start.epoch + 1) if epochs is None else range(start.epoch + 1, epochs + 1)
+    for epoch in numbers:
+        log.begin_epoch()
+        for batch in progress.loading(_epoch(job, training, epoch, start)):
+            rate = _learning_rate(job)
+            log.add(job.step(batch), epoch, rate, job.staleness if job.apart else None)
+            # Asynchronous replicas stop at the end of the epoch: a replica that left within it would keep the others
+            # waiting.
+            if (stops and log.stopped and not job.apart) or log.launched == request.steps:
+                break
+            if control is not None and control.agree():
+                break
+        log.complete()
+        # With servers a worker may have the losses of its own replica only, and a dedicated server has none.
+        if job.plan.sync.has_servers:
+            log.merge_epoch(job.gathered(log.epoch_losses()))
+        if (stops and log.stopped) or (control is not None and control.is_over):
+            break
+        if training.test is not None:
+            tell({"kind": "testing", "epoch": epoch})
+            with progress.during(Phase.EVALUATING):
+                test_loss = _test_loss(job, training)
+        tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), "test_loss": test_loss})
+        if log.launched == request.steps:
+            break
+    outcome = log.outcome(prepared.plan.spec, test_loss, stopped=stops)
+    if control is not None:
+        outcome = _save_last(control, outcome)
+    outcome = _finish_outcome(job, training, prepared, log, outcome)
+    progress.enter(Phase.ENDING)
+    job.close()
+    return outcome
+
+
+def _save_last(control: RunControl, outcome: TrainingOutcome) -> TrainingOutcome:
+    """Save the last checkpoint, and return the outcome with what there is of checkpoints; a collective."""
+    if outcome.stopped is None:
+        control.save(wait=True)
+    newest, stall = str(control.newest or ""), control.stall_seconds
+    return replace(outcome, ended_early=control.is_over, checkpoint=newest, stall_seconds=stall)
+
+
+def _finish_outcome(
+    job: Job, training: RecipeTraining, prepared: CompiledTraining, log: StepLog, outcome: TrainingOutcome
+) -> TrainingOutcome:
+    """Return the outcome with what all workers know together, and save the weights; a collective of all workers."""
+    servers = prepared.plan.processes - prepared.plan.workers
+    # Collective, and so before any worker may raise or leave.
+    outcome = replace(outcome, traffic=tuple(job.traffic()), servers=servers)
+    if job.apart:
+        staleness = count_staleness(update for server in job.updates() for update in server)
+        outcome = replace(outcome, timeline=last_steps(job, log.launched), staleness=staleness)
+    elif job.plan.is_asynchronous:  # a batch is under way in several steps, and stages are at different ones
+        outcome = replace(outcome, timeline=last_steps(job, log.launched))
+    if outcome.stopped is not None:
+        # Every worker looked at its own stage: the earliest of their findings is where it began.
+        fault = earliest_fault(job.gathered(None if job.anomalies is None else job.anomalies.fault))
+        return replace(outcome, cause="" if fault is None else _describe_cause(fault, outcome))
+    if outcome.ended_early:
+        return outcome
+    with job.world.progress.during(Phase.SAVING):
+        return _save_weights(job, training.request, outcome)
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> None:
+    """Go on from the checkpoint that was found; a collective of all workers.
+
+    Raises:
+        PolylaneError: it is damaged, or of another model or run.
+        NothingLeft: it is that of the last step.
+    """
+    request = training.request
+    assert request.resume_from is not None
+    loaded = job.load_checkpoint(request.resume_from)
+    check_same_run(loaded.manifest.run, describe_run(request, sum(training.batch_sizes) or None), loaded.folder)
+    if "log" in loaded.manifest.run:
+        log.resume(loaded.manifest.run["log"])
+    position, sizes = loaded.position, training.batch_sizes
+    trained = sum(sizes)
+    over = position.epoch + (bool(sizes) and position.samples >= trained)
+    if position.step == request.steps or (training.epochs is not None and over >= training.epochs):
+        raise NothingLeft(
+            f"checkpoint {loaded.folder}: is that of the last step, {position.step}: there is nothing left to train; "
+            "give more --epochs or --steps"
+        )
+
+
+def _open_control(job: Job, training: RecipeTraining, log: StepLog, stop: StopRequest, tell: Tell) -> RunControl | None:
+    """Return this worker's part in agreeing on saves and the end; None where no checkpoints are asked for."""
+    request = training.request
+    if request.saving.save_every is None or request.checkpoints is None:
+        return None
+
+    def describe() -> dict[str, Any]:
+        log.complete()
+        return {**describe_run(request, sum(training.batch_sizes) or None), "log": log.state()}
+
+    def warn(sentence: str) -> None:
+        tell({"kind": "warning", "text": sentence})
+
+    return RunControl(
+        job,
+        request.checkpoints,
+        parse_interval(request.saving.save_every),
+        request.saving.keep,
+        stop.is_set,
+        warn if request.trouble.on_disk_error == "warn" else None,
+        describe,
+    )
+
+
+def _describe_cause(fault: NonFiniteValue, outcome: TrainingOutcome) -> str:
+    """Describe where the non-finite value began, with the step if it is not the one whose loss was seen."""
+    step = fault.position[0] + 1
+    when = "" if outcome.stopped is not None and outcome.stopped[0] == step else f" of step {step}"
+    return f"{fault.description}{when}, on stage {fault.position[2]}"
+
+
+def _save_weights(job: Job, request: TrainRequest, outcome: TrainingOutcome) -> TrainingOutcome:
+    """Save the weights, unless some are not finite, and return the outcome."""
+    assert request.model_path is not None
+    try:
+        error = _try_to_save(job, request.model_path)
+        if error:
+            spare = Path(tempfile.gettempdir()) / f"polylane-{os.getpid()}" / request.model_path.name
+            told = f"they are in {spare} instead" if not _try_to_save(job, spare) else "nor to the temporary folder"
+            return replace(outcome, saved=False, cause=f"{error}; {told}")
+    except NotFinite as not_finite:
+        return replace(outcome, saved=False, cause=str(not_finite))
+    return outcome
+
+
+def _try_to_save(job: Job, path: Path) -> str:
+    """Save the weights; return on every worker why rank 0 could not write them, empty where it could.
+
+    Raises:
+        NotFinite: on every worker, where weights are not finite.
+    """
+    error = ""
+    try:
+        job.save(path)
+    except NotFinite:
+        raise
+    except PolylaneError as failed:
+        error = str(failed)
+    return next(filter(None, job.gathered(error)), "")
+
+
+def _epoch(job: Job, training: RecipeTraining, epoch: int, start: Position) -> Iterator[Batch]:
+    dataset, request = training.train, training.request
+    if epoch > 1 and isinstance(dataset, Iterator):  # an iterator is exhausted after the first epoch
+        dataset = inputs.open_data(training.recipe, "train")
+    # A short last batch that no step reaches must not be refused.
+    drop_last = request.drop_last or training.ends_before_last
+    how: dict[str, Any] = {"drop_last": drop_last, "collate": training.recipe.collate, "start": start}
+    return job.batches(dataset, request.batch, first_epoch=epoch - 1, **how)
+
+
+def _learning_rate(job: Job) -> float | None:
+    groups = job.optimizer.param_groups
+    return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+
+
+def _test_loss(job: Job, training: RecipeTraining) -> float:
+    """Return the mean loss over all test samples, or over what a ``polylane.Mean`` counts."""
+    test = training.test
+    if isinstance(test, Iterator):
+        test = inputs.open_data(training.recipe, "test")
+    total = count = 0.0
+    for batch in job.batches(test, training.request.batch, shuffle=False, collate=training.recipe.collate):
+        sums = job.evaluate_sums(batch)
+        total, count = total + sums[0], count + sums[1]
+    return total / count if count else math.nan

@@ -1,0 +1,60 @@
+"""Worker: the three ways in which a process becomes one of a training's workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from polylane.auto.plan_broadcast import compile_on_all_ranks
+from polylane.commands.requests import TrainRequest
+from polylane.commands.running.fewer_workers import plan_for_started
+from polylane.commands.running.recipe_training import RecipeTraining, check_last_batch, load_materials
+from polylane.commands.running.step_log import Tell, TrainingOutcome
+from polylane.commands.running.training_loop import train
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.inspection.memory_prediction import with_predicted_memory
+from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
+from polylane.runtime.workers.fork import WorkerContext
+from polylane.runtime.workers.out_of_memory import OutOfMemory, out_of_memory
+from polylane.runtime.workers.world import World
+
+
+def run_forked_worker(
+    training: RecipeTraining, prepared: CompiledTraining, pages: Mapping[int, ProgressMemory], context: WorkerContext
+) -> TrainingOutcome:
+    """Train in a worker that was forked from the process in which the training was compiled, and that watches it."""
+    rank = context.rank
+    progress = ProgressWriter(pages[rank], rank, serves=rank >= prepared.plan.workers)
+    world = replace(context.world, progress=progress)
+    job = training.job(prepared, world)
+    return train(job, training, prepared, context.send_message if rank == 0 else _tell_nobody, world.stop)
+
+
+def run_spawned_worker(request: TrainRequest, context: WorkerContext) -> TrainingOutcome:
+    """Train in a worker that is a new process, which builds everything itself."""
+    return run_torchrun_worker(request, context.world, context.send_message if context.rank == 0 else _tell_nobody)
+
+
+def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> TrainingOutcome:
+    """Train in a worker that shares no memory with the others: rank 0 measures and decides, and its weights count."""
+    # What was found on rank 0, which alone looks at the run's folder.
+    found = (str(request.resume_from or ""), str(request.checkpoints or ""))
+    resume_from, checkpoints = (Path(each) if each else None for each in world.all_gather_object(found)[0])
+    request = replace(request, resume_from=resume_from, checkpoints=checkpoints)
+    training = load_materials(request)
+    plan = plan_for_started(world, training.problem, request)
+    prepared = compile_on_all_ranks(world, training.problem, plan)
+    check_last_batch(training, prepared)
+    try:
+        return train(training.job(prepared, world, same_weights=False), training, prepared, tell, world.stop)
+    except Exception as error:
+        told = error if isinstance(error, OutOfMemory) else out_of_memory(error, world.rank)
+        if told is None:
+            raise
+        raise with_predicted_memory(told, prepared, training.problem.samples) from None
+
+
+def _tell_nobody(message: dict[str, Any]) -> None:
+    pass

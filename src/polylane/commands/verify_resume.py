@@ -1,0 +1,87 @@
+"""``polylane verify --resume``: compare a training that goes on from a checkpoint with the unbroken one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from polylane.commands import user_inputs as inputs
+from polylane.commands.printing import console, print_json
+from polylane.errors import format_plural
+
+if TYPE_CHECKING:
+    from polylane.commands.requests import VerifyRequest
+    from polylane.plan.plan import Plan
+    from polylane.plan.spec import Spec
+    from polylane.verify.resuming.resumed_run import ResumeVerdict
+
+
+def run(request: VerifyRequest, plan: Spec | Plan) -> bool:
+    """Compare the two trainings, print the outcome, and return whether they are equal.
+
+    Args:
+        request: the options of the command line.
+        plan: the plan that saves, as it was chosen.
+
+    Raises:
+        PolylaneError: an option, the recipe or a plan is wrong.
+        WorkerFailed: an exception ended one of the workers.
+    """
+    from polylane.runtime.workers.fork import limit_to_one_thread
+    from polylane.runtime.workers.world import hide_accelerators
+
+    hide_accelerators()
+    limit_to_one_thread()
+    other = None
+    if request.resume_plan is not None:
+        other = inputs.choose_plan(replace(request, plan=request.resume_plan, workers=None))
+    recipe = inputs.open_recipe(request)
+    from polylane.compile.objectives import Objective
+    from polylane.verify.resuming.resumed_run import verify_resumed
+
+    model = inputs.build_model(recipe, request.seed)
+    inputs.rehearse_optimizer(recipe, model)
+    batches = inputs.whole_batches(recipe, request.batch, request.steps, request.seed)
+    objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
+    note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, without a break and from a checkpoint"
+    print(note, file=sys.stderr if request.json else sys.stdout, flush=True)
+    verdict = verify_resumed(
+        model, objective, batches, plan, other, clip_norm=request.clip_norm, seed=request.seed, init=recipe.init
+    )
+    if request.json:
+        print_json({"recipe": request.recipe, **verdict.to_dict()})
+    else:
+        _show(verdict)
+    return verdict.passed
+
+
+def _show(verdict: ResumeVerdict) -> None:
+    for number, (unbroken, resumed) in enumerate(verdict.losses, start=verdict.saved_step + 1):
+        print(f"loss of step {number}: {unbroken:.12g} without a break, {resumed:.12g} from the checkpoint")
+    style = "bold green" if verdict.passed else "bold red"
+    console().print(describe(verdict), style=style, soft_wrap=True, markup=False)
+
+
+def describe(verdict: ResumeVerdict) -> str:
+    """Return the verdict as one sentence."""
+    plan = f"{format_plural(verdict.workers, 'worker')} ({verdict.plan})"
+    after = f"{plan}: {verdict.steps} steps, and {verdict.saved_step}, a checkpoint and {len(verdict.losses)} more"
+    moved = ""
+    if verdict.other:
+        name = f" in {verdict.worst_name}" if verdict.worst else ""
+        moved = (
+            f"by {verdict.other} the worst relative error is {verdict.worst:.1e}{name}, {verdict.tolerance:.0e} is "
+            "allowed"
+        )
+        if verdict.undetermined:
+            names = f"{len(verdict.undetermined)} undetermined, such as {verdict.undetermined[0]}"
+            moved += f" ({names}: the two plans differ in them without a checkpoint as well)"
+    if verdict.passed:
+        tensors = format_plural(verdict.same_plan.tensors, "tensor")
+        equal = f"agree bit for bit in every loss, in {tensors} of weights, buffers and states, and in all plain state"
+        return f"Equal: {after} on fresh workers {equal}{'; ' + moved if moved else ''}."
+    reasons = [f"the first that differs is {verdict.culprit}"]
+    if verdict.same_plan.worst:
+        reasons.append(f"worst relative error {verdict.same_plan.worst:.1e}, none is allowed by the same plan")
+    return f"NOT equal: {after} on fresh workers differ; {'; '.join([*reasons, *([moved] if moved else [])])}."

@@ -1,0 +1,91 @@
+"""Fewer workers: the plan by which a training goes on with the same numbers when workers are lost, or come back.
+
+Replicas are alike, so that one of them can be left out. Where that does not give the number of workers, a search finds
+the best plan that computes the same numbers: as many microbatches, and the same synchronization.
+
+    plan                          for three workers
+    data=4                        data=3
+    data=4,servers=1,dedicated    data=2, and the server
+    pipeline=2,tensor=2           the best one with as many microbatches
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polylane.plan.fixed_keys import FixedKeys
+from polylane.plan.plan import Plan
+from polylane.plan.recompute import MODES
+from polylane.plan.spec import TURNS, Spec, parse
+from polylane.plan.sync import KEYS, SyncOptions
+from polylane.schedule.schedules import ASYNCHRONOUS
+
+
+def change_replicas(plan: Spec | Plan, workers: int, microbatches: int) -> Spec | None:
+    """Return the plan with as many replicas as take another number of workers; None where no number of them does.
+
+    Args:
+        plan: in one line, or complete; what it says of cuts and placements is left out.
+        workers: number of processes that the plan is to take.
+        microbatches: number of microbatches of a step, which stays.
+    """
+    spec = parse(plan.spec) if isinstance(plan, Plan) else plan
+    training = workers - (spec.processes - spec.workers)
+    each = spec.workers // spec.data
+    if spec.stages or training < each or training % each:
+        return None
+    data = training // each
+    if spec.replicas == TURNS and microbatches < data:
+        return None
+    slow = tuple((rank, straggler) for rank, straggler in spec.slow if rank < training)
+    return replace(spec, data=data, microbatches=microbatches, sync=_fit_groups(spec.sync, data), slow=slow)
+
+
+def _fit_groups(sync: SyncOptions, data: int) -> SyncOptions:
+    """Return the options without sharding groups that so many replicas cannot be divided into: numbers are the same."""
+    return sync if sync.within is None or data % sync.within == 0 else sync.changed(within=None)
+
+
+def keep_numbers(plan: Spec | Plan, microbatches: int) -> FixedKeys:
+    """Return what a plan that is searched in place of another one must keep, so that it computes the same numbers.
+
+    Args:
+        plan: the plan that the training began with.
+        microbatches: number of microbatches of its steps.
+    """
+    spec = parse(plan.spec) if isinstance(plan, Plan) else plan
+    counts = {"microbatches": microbatches}
+    is_asynchronous = spec.schedule in ASYNCHRONOUS
+    if is_asynchronous:
+        counts["pipeline"] = spec.pipeline  # how old the weights of a stage are
+    return FixedKeys(
+        counts,
+        spec.sync,
+        frozenset(key for key in KEYS if getattr(spec.sync, key) != SyncOptions.model_fields[key].default),
+        None if spec.precision == "float32" else spec.precision,
+        spec.schedule if is_asynchronous else None,
+        recompute=spec.recompute if spec.recompute in MODES[1:] else None,
+        compile=spec.compile or None,
+    )
+
+
+def keeps(plan: Plan, fixed: FixedKeys) -> bool:
+    """Return whether a plan has the keys that a search would have to keep.
+
+    Args:
+        plan: a plan that is complete.
+        fixed: keys that must stay as they are.
+    """
+    has = {
+        "precision": plan.precision,
+        "schedule": plan.schedule,
+        "chunks": plan.most_chunks,
+        "recompute": plan.recompute,
+        "replicas": plan.replicas,
+        "compile": plan.compile,
+    }
+    if any(getattr(fixed, key) not in (None, value) for key, value in has.items()):
+        return False
+    if fixed.sync_keys and fixed.sync != plan.sync:
+        return False
+    return fixed.allows(plan.group_meshes, plan.microbatches)

@@ -1,0 +1,215 @@
+"""Stop request: a signal that asks a training to end, as one byte of shared memory that every worker polls.
+
+    what arrives               without checkpoints          with checkpoints
+    SIGTERM, SIGUSR1           the run ends at once         a request: the workers save, and end within the grace
+    Ctrl-C                     the run ends at once         the same
+    a second one               -                            the run ends at once
+    the grace is over          -                            the run ends at once
+
+Who receives the signal depends on the launcher. Workers that a process of this host started are told by that process,
+through memory that they share with it; of torchrun's workers each has a handler of its own (:mod:`.torchrun_worker`).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+GRACE = 30.0  # default of seconds from a request to the end
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+# The signals of one request: a batch system may send one to the launcher and to all workers, and these pass it on.
+SAME_REQUEST_SECONDS = 1.0
+
+
+class Stopped(BaseException):
+    """A signal has ended the run before its training was done; like KeyboardInterrupt no ``except Exception`` sees it.
+
+    Args:
+        number: number of the signal, such as 15.
+        reason: what is said beside the signal's name; empty for nothing.
+    """
+
+    def __init__(self, number: int, reason: str = "") -> None:
+        self.number = number
+        self.reason = reason
+        super().__init__(number, reason)
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that the signal ended, as shells count."""
+        return 128 + self.number
+
+    def __str__(self) -> str:
+        return describe_end(self.number) + (f": {self.reason}" if self.reason else "")
+
+
+def describe_end(number: int) -> str:
+    """Describe that a signal has ended the run."""
+    return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
+
+
+def describe_request(number: int, grace: float) -> str:
+    """Describe what a first signal has asked for.
+
+    Args:
+        number: number of the signal, such as 15.
+        grace: seconds until the run is ended.
+    """
+    name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+    return (
+        f"{name}: saving a checkpoint after this step, then the training ends; after {grace:g} s (--grace), or at a "
+        "second signal, it ends at once"
+    )
+
+
+class StopRequest:
+    """Whether a signal asked this training to end, seen by every worker of it.
+
+    Args:
+        page: a byte of memory that the processes share; None: a new one, shared with processes that are forked later.
+
+    Attributes:
+        waits_for_save: whether a first signal waits for a checkpoint, because the training saves some. Otherwise
+            nobody needs to poll: the run ends at once.
+    """
+
+    def __init__(self, page: mmap.mmap | None = None, waits_for_save: bool = False) -> None:
+        self._page = mmap.mmap(-1, 1) if page is None else page
+        self.waits_for_save = waits_for_save
+
+    @classmethod
+    def in_file(cls, path: Path, waits_for_save: bool = False) -> StopRequest:
+        """Open the request that another process shares through a file.
+
+        Args:
+            path: path of the file.
+            waits_for_save: as in the other process.
+        """
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            return cls(mmap.mmap(descriptor, 1), waits_for_save)
+        finally:
+            os.close(descriptor)
+
+    def move_to_file(self, path: Path) -> None:
+        """Share this request through a new file, for processes that are not forked from this one.
+
+        Args:
+            path: path of the file, in a folder that no other user may enter.
+        """
+        path.write_bytes(self._page[:1])
+        self._page = self.in_file(path)._page
+
+    def is_set(self) -> bool:
+        """Return whether the training was asked to end. It costs a tenth of a microsecond: poll it after every step."""
+        return self._page[0] != 0
+
+    @property
+    def number(self) -> int:
+        """The signal that asked; 0 for none."""
+        return self._page[0]
+
+    def set(self, number: int) -> None:
+        """Ask all workers that share the memory to end.
+
+        Args:
+            number: the signal that asked for it.
+        """
+        self._page[0] = number
+
+
+class LauncherSignals:
+    """Signals of the process that starts a training's workers: a first one may be a request, a second one is the end.
+
+    Args:
+        stop: the request that the workers poll.
+        grace: seconds from a request to the end.
+        say: called with a sentence about a request.
+    """
+
+    def __init__(self, stop: StopRequest, grace: float, say: Callable[[str], None]) -> None:
+        self._stop, self._grace, self._say = stop, grace, say
+        self._requested_at: float | None = None
+        self._is_over = False
+        self._timer: threading.Timer | None = None
+
+    @contextmanager
+    def handled(self) -> Iterator[None]:
+        """Context manager: handle the signals in this process; does nothing outside of its main thread.
+
+        Raises:
+            Stopped: in the midst of whatever the process does, when a signal ends the run.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        numbers = (*STOP_SIGNALS, *((signal.SIGINT,) if self._stop.waits_for_save else ()))
+        before = {number: signal.signal(number, self._receive) for number in numbers}
+        try:
+            yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not self._stop.waits_for_save:
+            raise Stopped(number)
+        if self._is_over:
+            raise Stopped(self._stop.number, f"no checkpoint was complete within {self._grace:g} s (--grace)")
+        if self._requested_at is None:
+            self._requested_at = now
+            self._stop.set(number)
+            self._start_grace(number)
+            self._say(describe_request(number, self._grace))
+        elif number == signal.SIGINT or now - self._requested_at > SAME_REQUEST_SECONDS:
+            raise Stopped(number)
+
+    def _start_grace(self, number: int) -> None:
+        # The timer only sends the signal again: an exception must come in the main thread.
+        def end() -> None:
+            self._is_over = True
+            os.kill(os.getpid(), number)
+
+        self._timer = threading.Timer(self._grace, end)
+        self._timer.daemon = True
+        self._timer.start()
+
+
+def handle_in_worker(stop: StopRequest, launcher: int, under_agent: bool = False) -> None:
+    """Set the stop signals of a worker that another process started, whatever handlers it inherited.
+
+    Where checkpoints are saved, a worker that gets one (a batch system signals every process of a job) passes it on to
+    its launcher, and lives on until that has decided. Otherwise the signal ends it.
+
+    Args:
+        stop: the request that the job's processes share.
+        launcher: process id of the process that started this one.
+        under_agent: whether the launcher is torch's agent, which ends workers by SIGTERM and kills them soon after:
+            that is nothing to pass on.
+    """
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if not (stop.is_set() or (under_agent and number == signal.SIGTERM)):
+            os.kill(launcher, number)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, pass_on if stop.waits_for_save else signal.SIG_DFL)
+    os.register_at_fork(after_in_child=restore_signals)
+
+
+def restore_signals() -> None:
+    """Have the stop signals end this process again: called in processes that a worker forks, such as a loader's."""
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)

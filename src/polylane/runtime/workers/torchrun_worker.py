@@ -1,0 +1,310 @@
+"""A worker's part in torchrun's ways to end: signals, peers that die, and an agent that dies.
+
+A thread waits for all of these, since the main thread may be inside a backend's wait, where Python runs no signal
+handler. What the thread does, it does without the main thread.
+
+    the agent is told to end (SIGTERM, Ctrl-C)    it sends the signal to all its workers: see :mod:`.stop_request`
+    a worker dies                                 the first living worker of its host names it; the agent ends them all
+    the agent dies (SIGKILL)                      its workers end at once: nobody would restart or end them
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from polylane.runtime.workers.parent_tie import die_with_parent
+from polylane.runtime.workers.stop_request import (
+    SAME_REQUEST_SECONDS,
+    STOP_SIGNALS,
+    Stopped,
+    StopRequest,
+    describe_request,
+    restore_signals,
+)
+
+if TYPE_CHECKING:  # this module is imported before torch
+    from torch._C._distributed_c10d import Store
+
+HANDLED = (*STOP_SIGNALS, signal.SIGINT)
+
+# Workers that are told to end stay this long: each looks for a dead peer first, and must not take them for one.
+LINGER_SECONDS = 0.3
+
+
+class TorchrunWorker:
+    """This process among the workers that torchrun's agent started on this host.
+
+    Args:
+        stop: this worker's stop request.
+        grace: seconds from a request to the end.
+        explain_end: called with the signal that ends the run; returns what is said of it.
+    """
+
+    def __init__(self, stop: StopRequest, grace: float, explain_end: Callable[[int], str]) -> None:
+        self._stop, self._grace, self._explain_end = stop, grace, explain_end
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self._store: Store | None = None
+        self._peers: dict[int, int] = {}  # file descriptor of a living peer's process -> its rank
+        self._dead: dict[int, int | None] = {}  # rank -> exit code, None where it is not known
+        self._pids: dict[int, int] = {}
+        self._someone_died = threading.Event()
+        self._naming = threading.Lock()
+        self._has_named = False
+        self._loss = ""
+        self._size = 1
+        self._requested_at: float | None = None
+        self._wake, self._woken = os.pipe()
+        self._agent: int | None = None  # file descriptor of the agent's process
+        self._agent_pid = 0
+        self._is_closed = False
+        self._kills_before = 0
+
+    def start(self) -> None:
+        """Handle signals from now on, and tie this worker to its agent; call it before anything takes long."""
+        os.set_blocking(self._woken, False)
+        signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        # The thread is told by the wake-up descriptor.
+        self._before = {number: signal.signal(number, lambda number, frame: None) for number in HANDLED}
+        os.register_at_fork(after_in_child=_restore_signals)
+        self._tie_to_agent()
+        self._thread = threading.Thread(target=self._watch, name="polylane-torchrun", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Handle signals no more: as before :meth:`start`."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._is_closed = True
+        os.write(self._woken, b"\0")
+        self._thread.join()
+
+    def _tie_to_agent(self) -> None:
+        # The agent starts each worker in a session of its own: the session's leader is this process, or a wrapper. Who
+        # is started by something else may have a parent that rightly ends before it does.
+        leader = os.getsid(0)
+        agent = os.getppid() if leader == os.getpid() else _parent_of(leader)
+        if "TORCHELASTIC_RUN_ID" not in os.environ or agent is None or agent <= 1:
+            return
+        with suppress(AttributeError, OSError):  # not Linux
+            self._agent, self._agent_pid = os.pidfd_open(agent), agent
+        if leader == os.getpid():
+            die_with_parent(agent)
+
+    def meet_peers(self, store: Store, size: int) -> None:
+        """Learn which processes the agent's other workers are; a collective of all workers of all agents.
+
+        Args:
+            store: store of all workers, with entries of this attempt only.
+            size: number of workers, over all hosts.
+        """
+        from polylane.runtime.workers.out_of_memory import count_system_kills
+
+        self._kills_before, self._size = count_system_kills(), size
+        agent = f"{os.environ.get('GROUP_RANK', '')} {os.getppid()}"
+        store.set(f"process/{self._rank}", f"{agent} {os.getpid()}")
+        cards = store.multi_get([f"process/{rank}" for rank in range(size)])
+        for rank, card in enumerate(cards):
+            whose, _, process = card.decode().rpartition(" ")
+            if whose == agent:
+                self._pids[rank] = int(process)
+        self._store = store.clone()  # type: ignore[attr-defined]  # the main thread's may be inside a wait
+        for rank, pid in self._pids.items():
+            if rank != self._rank:
+                try:
+                    self._peers[os.pidfd_open(pid)] = rank
+                except ProcessLookupError:
+                    self._dead[rank] = None
+                except (AttributeError, OSError):  # not Linux: nobody is named
+                    continue
+        os.write(self._woken, b"\0")  # the thread waits for the peers as well
+
+    # ---- endings -----------------------------------------------------------------------------------------------------
+
+    def mark_reported(self) -> None:
+        """Record that this worker ends and has said why, so that no other one says that it died."""
+        if self._store is not None:
+            with suppress(RuntimeError):  # the agent and its store are gone
+                self._store.set(f"reported/{self._rank}", "")
+
+    def name_lost_peer(self, seconds: float, loss: str) -> None:
+        """Print which worker of this host died without a word, or what was lost; the first worker of a host prints.
+
+        Args:
+            seconds: how long to wait for a death: a lost connection may be seen before the end of the process.
+            loss: what this worker lost, where no worker of this host died.
+        """
+        self._loss = loss
+        self._someone_died.wait(seconds)
+        self._name_dead()
+        self._name_loss()
+
+    def _name_loss(self) -> bool:
+        """Say that a worker of another host was lost, once; return whether one was, and none of this host."""
+        with self._naming:
+            if self._loss and not (self._has_named or self._has_peer_failed() or self._has_anyone_reported()):
+                self._has_named = True
+                if self._local_rank == 0:
+                    _say(f"worker {self._rank} lost a worker of another host: {self._loss}")
+            return bool(self._loss)
+
+    def _name_dead(self) -> bool:
+        """Name the first worker that died without a word, once; return whether there is one."""
+        with self._naming:
+            silent = [rank for rank, code in sorted(self._dead.items()) if self._is_silent(rank, code)]
+            if silent and not self._has_named:
+                self._has_named = True
+                if self._rank == min((rank for rank in self._pids if rank not in self._dead), default=self._rank):
+                    _say(self._describe_death(silent[0]))
+            return bool(silent)
+
+    def _has_anyone_reported(self) -> bool:
+        try:
+            return self._store is None or any(self._store.check([f"reported/{rank}"]) for rank in range(self._size))
+        except RuntimeError:  # the agent and its store are gone
+            return True
+
+    def _has_peer_failed(self) -> bool:
+        """Return whether a worker of this host has ended otherwise than well, or as a signal told it."""
+        if self._store is None:  # nobody has met: the agent's other children are all that can be seen
+            living = 0 if self._agent is None else len(_children_of(self._agent_pid))
+            return 0 < living < int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return any(code is None or (code != 0 and code - 128 not in HANDLED) for code in self._dead.values())
+
+    def _is_silent(self, rank: int, code: int | None) -> bool:
+        if code is not None and code - 128 in HANDLED:  # it was told to end
+            return False
+        try:
+            return self._store is None or not self._store.check([f"reported/{rank}"])
+        except RuntimeError:  # the agent and its store are gone
+            return False
+
+    def _describe_death(self, rank: int) -> str:
+        from polylane.runtime.workers.failure import Failure
+
+        code = self._dead[rank]
+        if code is None:
+            return f"worker {rank} failed: it ended, and nobody could see how (killed, or left by os._exit)"
+        return str(Failure.of_exit(rank, code, self._kills_before).to_exception())
+
+    def _end(self, number: int, reason: str = "") -> None:
+        """End this process at once, by a signal that it was sent."""
+        if self._local_rank == 0:
+            _say(str(Stopped(number, reason or self._explain_end(number))))
+        else:
+            time.sleep(LINGER_SECONDS)
+        time.sleep(LINGER_SECONDS)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(128 + number)
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            ready = self._wait()
+            if self._is_closed:
+                return
+            if self._agent in ready:
+                os.kill(os.getpid(), signal.SIGKILL)
+            # Deaths before signals: the agent sends SIGTERM to all workers because one of them died.
+            for descriptor in [each for each in ready if each in self._peers]:
+                self._bury(descriptor)
+            if self._wake in ready:
+                for number in os.read(self._wake, 1024):
+                    if number in HANDLED:
+                        self._receive(number)
+            if self._requested_at is not None and time.monotonic() - self._requested_at > self._grace:
+                self._end(self._stop.number, f"no checkpoint was complete within {self._grace:g} s (--grace)")
+
+    def _wait(self) -> list[int]:
+        """Wait for a signal, a death or the end of the grace; return the descriptors that are ready."""
+        poll = select.poll()
+        for descriptor in [self._wake, *self._peers, *([] if self._agent is None else [self._agent])]:
+            poll.register(descriptor, select.POLLIN)
+        left = None if self._requested_at is None else self._requested_at + self._grace - time.monotonic()
+        return [ready for ready, _ in poll.poll(None if left is None else max(left * 1000 + 1, 0))]
+
+    def _bury(self, descriptor: int) -> None:
+        rank = self._peers.pop(descriptor)
+        os.close(descriptor)
+        code = _exit_code(self._pids[rank])
+        self._dead[rank] = code
+        self._someone_died.set()
+        # Who ends with code 0 may just be done; any other end is told, unless that worker has told it.
+        if code != 0:
+            self._name_dead()
+
+    def _receive(self, number: int) -> None:
+        # The agent ends this worker because another one failed: there is nobody to save with, and no more to say.
+        if self._name_dead() or self._has_peer_failed() or self._name_loss():
+            time.sleep(LINGER_SECONDS)
+            os._exit(1)
+        now = time.monotonic()
+        if not self._stop.waits_for_save:
+            self._end(number)
+        elif self._requested_at is None:
+            self._requested_at = now
+            self._stop.set(number)
+            if self._local_rank == 0:
+                _say(describe_request(number, self._grace))
+        elif now - self._requested_at > SAME_REQUEST_SECONDS:
+            self._end(number)
+
+
+def identify_launch() -> str:
+    """Return what all attempts of one start of torchrun's agent have in common; empty for other workers."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    started = _read_status(os.getppid())  # its 20th field is the time, so that a later process of this id is another
+    return f"{run} {os.getppid()} {started[19] if len(started) > 19 else ''}" if run else ""
+
+
+def _say(message: str) -> None:
+    """Print a sentence past Python's streams, of which another thread may hold the lock."""
+    os.write(2, f"polylane: {message}\n".encode(errors="backslashreplace"))
+
+
+def _restore_signals() -> None:
+    """Have every signal end a process that this worker forks, such as a loader's, without a traceback."""
+    restore_signals()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _parent_of(pid: int) -> int | None:
+    """Return the process id of a process's parent; None where it cannot be read."""
+    fields = _read_status(pid)
+    return int(fields[1]) if fields else None
+
+
+def _children_of(pid: int) -> list[int]:
+    """Return the process ids of the living children of a process; none where they cannot be read."""
+    lists = [each.read_text().split() for each in Path(f"/proc/{pid}/task").glob("*/children")]
+    children = [int(child) for each in lists for child in each]
+    return [child for child in children if _read_status(child)[:1] not in ([], ["Z"])]
+
+
+def _exit_code(pid: int) -> int | None:
+    """Return how a process ended that its parent has not waited for yet, as ``Popen.returncode``; None if unknown."""
+    fields = _read_status(pid)
+    if not fields or fields[0] not in "ZX":
+        return None
+    return os.waitstatus_to_exitcode(int(fields[-1]))
+
+
+def _read_status(pid: int) -> list[str]:
+    """Return the fields of a process in /proc from its state on; empty where there are none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -1,0 +1,151 @@
+"""Faults are drawn from the seed, strike, and are judged; trainings that a dozen of them strike come out unchanged."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from commands_run import run
+from polylane.commands.chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, draw_pairs
+from polylane.commands.chaos.launches import Ending
+from polylane.commands.chaos.laws import judge_trial
+from polylane.commands.chaos.trials import FaultTrial, Unbroken
+
+RECIPE = Path(__file__).parents[1] / "small_network.py"
+SHORT = ["--steps", "18", "--save-every", "3", "--batch", "16", "--hang-after", "0.6"]
+QUICK = [kind for kind in FaultKind if kind not in (FaultKind.INTERPRETER, FaultKind.LOADER_WORKER)]  # within a second
+COURSE = Course("data=2", "shared_memory", "own")
+
+
+def chaos(*words: str) -> dict[str, object]:
+    ended = run([sys.executable, "-m", "polylane", "chaos", str(RECIPE), "--json", *SHORT, *words])
+    told: dict[str, object] = json.loads(ended.stdout)
+    assert (ended.returncode == 0) == (told["broken"] == 0)
+    return told
+
+
+def test_a_dozen_faults_change_nothing() -> None:
+    only = [word for kind in QUICK for word in ("--only", kind)]
+    plans = ["--plan", "data=2", "--plan", "pipeline=2"]
+    told = chaos(*plans, *only, "--transport", "shared_memory", "--faults", "12", "--seed", "237")
+    assert [each for each in told["faults"] if each["broken"] or not each["struck"]] == []  # type: ignore[attr-defined]
+    assert {each["fault"] for each in told["faults"]} == set(QUICK)  # type: ignore[attr-defined]
+
+
+def test_draws_follow_the_seed_and_leave_nothing_out() -> None:
+    courses = [COURSE, Course("pipeline=2", "gloo", "own")]
+
+    def draw(seed: int) -> list[tuple[FaultKind, Course]]:
+        return list(itertools.islice(draw_pairs(random.Random(seed), list(FaultKind), courses), 3 * len(FaultKind)))
+
+    assert draw(1) == draw(1) != draw(2)
+    assert {kind for kind, _ in draw(1)[: len(FaultKind)]} == set(FaultKind)
+    for kind in FaultKind:
+        faults = [draw_fault(random.Random(seed), kind, 2, 60, 10, True, Path()) for seed in range(50)]
+        assert {fault.rank for fault in faults} == {0, 1} and len({fault.step for fault in faults}) > 5
+        assert all(2 <= fault.step <= 58 for fault in faults)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--plan", "auto"], "--plan auto: faults are tried on a plan that is known: name it"),
+        (["--plan", "data=2", "--only", "flood"], "--only flood: there is no such thing, known are kill, stop, "),
+        (["--plan", "data=2", "--steps", "5"], "--steps 5 with --save-every 3: faults need at least 6 intervals: "),
+    ],
+)
+def test_wrong_options_are_one_sentence(words: list[str], sentence: str) -> None:
+    ended = run([sys.executable, "-m", "polylane", "chaos", str(RECIPE), *SHORT, *words])
+    assert ended.returncode == 2 and ended.stderr.startswith(f"polylane: {sentence}")
+
+
+# The judge -----------------------------------------------------------------------------------------------------------
+
+LINES = {step: {"step": step, "epoch": 1, "loss": 1 / step, "learning_rate": 0.1} for step in range(1, 13)}
+SAID = "polylane: worker 1 failed: it was killed by SIGKILL; restart 1 of 1, from the beginning"
+
+
+class Story:
+    """A training that a kill struck in step 8, from whose checkpoint of step 6 it went on, as it should be."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = FaultLog(folder / "log")
+        self.log.write("struck", rank=1, step=8, kind="kill", folders=["step-00000006"])
+        self.now = self.log.read("struck")[0]["time"]
+        self.again, self.code, self.said, self.left = 7, 0, (self.now + 0.1, SAID), list[str]()
+        self.metrics, self.weights = dict(LINES), torch.ones(3)
+        self.folder = folder
+
+    def judge(self) -> list[str]:
+        self.log.write("first step", rank=0, step=self.again)
+        save_file({"weight": torch.ones(3)}, self.folder / "unbroken")
+        save_file({"weight": self.weights}, self.folder / "weights")
+        unbroken = Unbroken(LINES, self.folder / "unbroken", Path(), 2, 0)
+        fault = Fault(FaultKind.KILL, 1, 8, 0.5, "restart", 6, False, str(self.log.path))
+        endings = [Ending(self.code, self.now + 1, self.said[1], [self.said])]
+        trial = FaultTrial(1, COURSE, fault, endings, self.log, self.metrics, self.folder / "weights", self.left)
+        judge_trial(trial, unbroken, 3, exact=True)
+        return trial.broken
+
+
+def lose_step(story: Story) -> None:
+    del story.metrics[9]
+
+
+def change_loss(story: Story) -> None:
+    story.metrics[9] = {**LINES[9], "loss": 1 / 9 + 1e-16}
+
+
+def change_weight(story: Story) -> None:
+    story.weights[1] += 1e-7
+
+
+def go_back_far(story: Story) -> None:
+    story.again = 4
+
+
+def name_nobody(story: Story) -> None:
+    story.said = (story.now + 0.1, "polylane: a worker failed")
+
+
+def name_late(story: Story) -> None:
+    story.said = (story.now + 11, SAID)
+
+
+def end_badly(story: Story) -> None:
+    story.code = 1
+
+
+def leave_process(story: Story) -> None:
+    story.left.append("process 12: python")
+
+
+BROKEN = {
+    lose_step: "the metrics of 1 steps are lost, the first is step 9",
+    change_loss: "step 9 is ",
+    change_weight: "the weights differ from those of the unbroken training",
+    go_back_far: "4 steps were made again, of which 3 are an interval",
+    name_nobody: "nothing named it: polylane: a worker failed",
+    name_late: "it was named after 11.0 s",
+    end_badly: "the training ended with code 1, expected 0: ",
+    leave_process: "left behind: process 12: python",
+}
+
+
+@pytest.mark.parametrize("change", BROKEN, ids=lambda change: change.__name__)
+def test_the_judge_sees_what_breaks_a_law(change: Callable[[Story], None], tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    change(story)
+    assert any(each.startswith(BROKEN[change]) for each in story.judge())
+
+
+def test_the_judge_finds_nothing_where_all_is_well(tmp_path: Path) -> None:
+    assert Story(tmp_path).judge() == []

@@ -1,0 +1,159 @@
+"""Stop requests: real signals to a launcher and to its workers, polled by the workers between their steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+import commands_run
+from polylane.runtime.workers.stop_request import LauncherSignals, Stopped, StopRequest, describe_request
+
+# A launcher whose workers do small steps, and save for as long as the first argument says once they are asked to end.
+SCRIPT = """
+    import os, sys, time, torch
+    from polylane.runtime.workers.fork import fork_workers
+    from polylane.runtime.workers.stop_request import LauncherSignals, Stopped, StopRequest
+
+    saving, grace, waits = float(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == "waits"
+
+    def worker(context):
+        context.send_message({"pid": os.getpid()})
+        while not context.world.stop.is_set():
+            time.sleep(0.01)
+        time.sleep(saving)
+        return context.world.stop.number
+
+    pids = []
+    def listen(rank, content):
+        pids.append(content["pid"])
+        if len(pids) == 2:
+            print(*pids, flush=True)
+
+    def say(sentence):  # a signal may come in the midst of a print
+        os.write(1, (sentence + "\\n").encode())
+
+    stop = StopRequest(waits_for_save=waits)
+    try:
+        with LauncherSignals(stop, grace, say).handled():
+            print(*fork_workers(worker, 2, listen, stop))
+    except Stopped as stopped:
+        print(stopped)
+        sys.exit(stopped.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted")
+        sys.exit(130)
+"""
+
+
+@contextmanager
+def launched(saving: float, grace: float, waits: bool = True) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    words = [str(saving), str(grace), "waits" if waits else "does not"]
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *words]
+    process = commands_run.start(command, start_new_session=True)
+    assert process.stdout is not None
+    try:
+        yield process, [int(pid) for pid in process.stdout.readline().split()]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ending(process: subprocess.Popen[str]) -> tuple[list[str], int]:
+    out, err = process.communicate(timeout=20)
+    assert err == ""
+    return out.splitlines(), process.returncode
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_workers_see_the_request_and_end_well(number: signal.Signals) -> None:
+    with launched(saving=0, grace=20) as (process, _):
+        process.send_signal(number)
+        said = describe_request(number, 20)
+        assert ending(process) == ([said, f"{number:d} {number:d}"], 0)
+
+
+def test_a_signal_to_every_process_is_one_request() -> None:
+    """As batch systems do."""
+    with launched(saving=0.3, grace=20) as (process, _):
+        os.killpg(process.pid, signal.SIGTERM)
+        assert ending(process) == ([describe_request(signal.SIGTERM, 20), "15 15"], 0)
+
+
+def test_a_signal_to_a_worker_is_the_launchers() -> None:
+    with launched(saving=0, grace=20) as (process, workers):
+        os.kill(workers[1], signal.SIGUSR1)
+        assert ending(process) == ([describe_request(signal.SIGUSR1, 20), "10 10"], 0)
+
+
+def test_the_grace_is_kept() -> None:
+    with launched(saving=60, grace=0.3) as (process, workers):
+        process.send_signal(signal.SIGTERM)
+        lines, code = ending(process)
+        assert lines[1:] == ["ended by SIGTERM: no checkpoint was complete within 0.3 s (--grace)"] and code == 143
+        assert not any(is_running(pid) for pid in workers)
+
+
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    with launched(saving=60, grace=60) as (process, workers):
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None and process.stdout.readline().startswith("Ctrl-C: saving a checkpoint")
+        process.send_signal(signal.SIGINT)
+        assert ending(process) == (["interrupted"], 130)
+        assert not any(is_running(pid) for pid in workers)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def test_without_checkpoints_the_end_comes_at_once(number: signal.Signals, code: int) -> None:
+    with launched(saving=60, grace=60, waits=False) as (process, workers):
+        process.send_signal(number)
+        assert ending(process) == ([f"ended by {number.name}"], code)
+        assert not any(is_running(pid) for pid in workers)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_second_request_later_on_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polylane.runtime.workers.stop_request.SAME_REQUEST_SECONDS", 0.0)
+    said: list[str] = []
+    stop = StopRequest(waits_for_save=True)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped) as caught, LauncherSignals(stop, 60, said.append).handled():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_set() and len(said) == 1
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(5)
+    assert caught.value.exit_code == 138
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_request_in_a_file_is_seen_by_processes_that_open_it(tmp_path: Path) -> None:
+    stop = StopRequest(waits_for_save=True)
+    stop.move_to_file(tmp_path / "stop")
+    other = StopRequest.in_file(tmp_path / "stop")
+    assert not other.is_set()
+    process = get_context("fork").Process(target=StopRequest.in_file(tmp_path / "stop").set, args=(signal.SIGUSR1,))
+    process.start()
+    process.join()
+    assert stop.is_set() and other.number == signal.SIGUSR1
+
+
+def test_polling_is_cheap() -> None:
+    stop, start = StopRequest(), time.perf_counter()
+    for _ in range(10_000):
+        stop.is_set()
+    assert time.perf_counter() - start < 0.1
