@@ -167,10 +167,115 @@ def parametrized() -> Training:
 
 @brought
 def spectral_norms() -> Training:
-    """The power iteration moves with every forward pass: by microbatches as in a loop that accumulates."""
+    """The power iteration moves once with every batch, also where microbatches share it."""
 
     def change(model: Any) -> None:
         nn.utils.parametrizations.spectral_norm(model[0])
         nn.utils.spectral_norm(model[2])
 
-    return changed(change, in_turn=True)
+    return changed(change)
+
+
+# Optimizers with hooks ------------------------------------------------------------------------------------------------
+
+
+@brought
+def optimizer_hooks() -> Training:
+    """Gradients changed before a step, weights clipped after it (Arjovsky et al., Wasserstein GAN, 2017)."""
+
+    def hooked(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(list(parameters), lr=0.2, momentum=0.9)
+
+        def centre(optimizer: Any, *_: Any) -> None:
+            for parameter in optimizer.param_groups[0]["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5).add_(1e-3)
+
+        def clip(optimizer: Any, *_: Any) -> None:
+            with torch.no_grad():
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.clamp_(-0.2, 0.2)
+
+        optimizer.register_step_pre_hook(centre)
+        optimizer.register_step_post_hook(clip)
+        return optimizer
+
+    return Training(seeded(perceptron), classify, plain_batches, STATE, optimizer=hooked)
+
+
+# Types of numbers -----------------------------------------------------------------------------------------------------
+
+
+class Phases(nn.Module):
+    """Layers of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8, dtype=torch.complex128)
+        self.last = nn.Linear(8, 4, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(torch.complex(x, x.roll(1, 1)))
+        return self.last(torch.polar(y.abs().tanh(), y.angle())).abs()
+
+
+@brought
+def complex_numbers() -> Training:
+    return Training(seeded(Phases), classify, plain_batches, STATE)
+
+
+class Tables(nn.Module):
+    """Buffers of half precision, of whole numbers and of truth values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = perceptron()
+        self.register_buffer("scale", torch.rand(6))
+        self.register_buffer("order", torch.tensor([3, 1, 0, 2]))
+        self.register_buffer("shown", torch.tensor([True, False, True, True, True, True]))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes += 1
+        y: Tensor = self.layers(torch.where(self.shown, x * self.scale.to(x.dtype), x))[:, self.order]
+        return y
+
+
+@brought
+def buffers_of_other_types() -> Training:
+    def model() -> nn.Module:
+        made = seeded(Tables)()
+        made.scale = made.scale.half()
+        return made
+
+    return Training(model, classify, plain_batches, STATE)
+
+
+# Nested batches and models with several losses ------------------------------------------------------------------------
+
+
+class SeveralLosses(nn.Module):
+    """Takes a part of a nested batch, and returns its losses in a tuple, beside what is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.back = perceptron(), nn.Linear(4, 6)
+
+    def forward(self, views: Any, truth: Tensor) -> dict[str, Any]:
+        x = views[0]["x"]
+        y = self.body(x)
+        losses = nn.functional.cross_entropy(y, truth), nn.functional.mse_loss(self.back(y.tanh()), x)
+        return {"losses": losses, "more": (None, y)}
+
+
+@brought
+def nested_batches_and_losses() -> Training:
+    def batches() -> list[Any]:
+        return [{"views": [{"x": x}], "told": (y, {"name": "a batch"})} for x, y in plain_batches()]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        first, second = model(batch["views"], batch["told"][0])["losses"]
+        return first + 0.5 * second  # type: ignore[no-any-return]
+
+    return Training(seeded(SeveralLosses), loss, batches, STATE)

@@ -196,8 +196,12 @@ def distance(trained: Trained, reference: Trained) -> float:
     losses = torch.tensor([trained.losses, reference.losses], dtype=torch.float64)
     pairs = list(zip(*losses, strict=True))
     pairs += [(trained.state[name], value) for name, value in reference.state.items()]
-    errors = [_error(value.double(), truth.double()) for value, truth in pairs if truth.numel()]
+    errors = [_error(_widen(value), _widen(truth)) for value, truth in pairs if truth.numel()]
     return max(float("inf") if error != error else error for error in errors)
+
+
+def _widen(value: Tensor) -> Tensor:
+    return value.to(torch.complex128 if value.is_complex() else torch.float64)
 
 
 def _error(value: Tensor, truth: Tensor) -> float:

@@ -74,7 +74,7 @@ def assert_cut(model: str, prepared: CompiledTraining) -> None:
                 assert cut == (axis == "tensor"), f"{model}: parameters of stage {stage} over {axis}"
 
 
-@pytest.mark.parametrize("row", covering.one_in(2, rows(ROWS)), ids=str)
+@pytest.mark.parametrize("row", covering.one_in(3, rows(ROWS)), ids=str)
 def test_stages_with_meshes_of_their_own(row: table.Row) -> None:
     check(row)
 

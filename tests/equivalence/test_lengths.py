@@ -23,8 +23,8 @@ from polylane.verify.verify import verify
 from training import sgd, workers
 
 # The example's first; none but it is known before the first step. Odd ones, primes, shorter and longer ones.
-LENGTHS = (8, 5, 12, 7, 16, 3, 9, 11, 2, 10, 13, 6)
-FEW_LENGTHS = (8, 5, 12, 3, 2)  # where each length is placed anew, which takes its time
+LENGTHS = (8, 5, 12, 3, 2)
+FEW_LENGTHS = (8, 5, 12, 3)  # where each length is placed anew, which takes its time
 WORDS = 19
 
 Losses = list[float]
@@ -149,8 +149,14 @@ def same_weights(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     [
         ("data=2", mean_of_labels, LENGTHS),
         ("pipeline=2,microbatches=3", counted, LENGTHS),
-        ("tensor=2", mean_of_labels, FEW_LENGTHS),
-        ("sequence=2", mean_of_labels, FEW_LENGTHS),
+        ("tensor=2", mean_of_labels, LENGTHS),
+        ("sequence=3", mean_of_labels, LENGTHS),  # two places are fewer than its ranks
+        pytest.param(
+            "pipeline=2,sequence=2,microbatches=4,schedule=zb-h1,recompute=full",
+            counted,
+            LENGTHS[:4],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_texts_of_many_lengths_are_captured_once(plan: str, loss: Any, lengths: Sequence[int]) -> None:

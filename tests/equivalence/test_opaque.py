@@ -106,6 +106,42 @@ def test_samples_that_meet_where_nothing_is_seen(case: tuple[str, str, Any, tupl
         assert worker.extra == pytest.approx(evaluations, rel=1e-9)
 
 
+# Replicas that hold parts, or that send what they have elsewhere: their summands of a gradient add up to that of the
+# whole batch, whoever adds them. All of the entries by top_k, and products of full rank, are the whole gradient.
+SYNCED = [
+    ("opaque", "data=2,shard=parameters", contrast, (4, 5, 1, 8)),
+    ("a leaf", "data=3,shard=gradients", some, (7, 2, 5)),
+    ("batch statistics", "data=2,shard=parameters", some, (5, 3)),
+    ("no leaf", "data=2,tensor=2,shard=optimizer", contrast, (5, 8)),
+    ("a leaf", "data=4,shard=parameters,within=2", contrast, (5, 8)),
+    ("a leaf", "data=2,pipeline=2,shard=gradients", contrast, (5, 4)),
+    ("no leaf", "data=2,pipeline=2,shard=parameters", some, (5, 4)),
+    ("a leaf", "data=2,servers=2", contrast, (5, 1, 8)),
+    ("opaque", "data=2,servers=1", some, (5, 8)),
+    ("a leaf", "data=2,compress=top_k:1", contrast, (5, 8)),
+    ("no leaf", "data=3,compress=powersgd:8:0", some, (5, 8)),
+]
+
+
+@pytest.mark.parametrize("case", covering.one_in(3, SYNCED))
+def test_samples_that_meet_under_every_rule_that_is_exact(case: tuple[str, str, Any, tuple[int, ...]]) -> None:
+    name, plan, loss, sizes = case
+    make, batches = MODELS.get(name, lambda: opaque().inner), [batch_of(n, seed) for seed, n in enumerate(sizes)]
+    expected = plainly(make(), batches, loss=loss)
+    for worker in trained(make(), plan, batches, loss=loss):
+        assert_same(worker, expected, 1e-9)
+
+
+@pytest.mark.parametrize("plan", ["data=2,every=2", "data=2,servers=1,staleness=1"])
+@pytest.mark.parametrize("make", [opaque, lambda: opaque().inner])
+def test_replicas_that_step_alone_would_train_another_loss(make: Callable[[], nn.Module], plan: str) -> None:
+    told = f"{plan.removeprefix('data=2,')} lets each replica take steps on samples of its own, and where samples meet"
+    with pytest.raises(
+        PolylaneError, match=f"{told} that is another loss: .*; leave (every|staleness) out|per_sample="
+    ):
+        compile_training(make(), build_objectives(contrast, sgd, None), batch_of(6), plan)
+
+
 def _all(job: Job, batches: list[Any], then: Callable[[Job], list[float]]) -> tuple[list[float], list[float]]:
     return [job.step(batch).loss for batch in batches], then(job)
 

@@ -154,7 +154,7 @@ def unchanged() -> Trained:
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    covering.one_in(2, covering.pairs(SCHEDULES, ["data=1", "data=2", "pipeline=2,microbatches=1"]), several=True),
+    covering.one_in(3, covering.pairs(SCHEDULES, ["data=1", "data=2", "pipeline=2,microbatches=1"]), several=True),
 )
 def test_schedules_are_those_of_the_plain_loop(name: str, plan: str) -> None:
     change = SCHEDULES[name]

@@ -33,7 +33,6 @@ PLANS = (
     "tensor=2",
 )
 MICROBATCHES = tuple(plan for plan in PLANS if "microbatches" in plan)
-MEETING = (*MICROBATCHES, "data=2,shard=parameters")  # those that are for losses in which no samples meet
 DIVIDED = tuple(plan for plan in PLANS if plan != "tensor=2")  # those that divide a batch
 
 # What averaging over parts makes of a training:
@@ -491,7 +490,7 @@ def mean_of_times() -> Training:
         there = (batch[1] != IGNORED).double()
         return (losses.sum(0) / there.sum(0).clamp(min=1)).mean()
 
-    return Training(seeded(Tagger), loss, padded_batches, refusable=MEETING)
+    return Training(seeded(Tagger), loss, padded_batches, refusable=MICROBATCHES)
 
 
 @training
@@ -503,7 +502,7 @@ def over_the_longest() -> Training:
         lengths = (batch[1] != IGNORED).sum(1)
         return losses.sum() / (lengths.max() * len(lengths))
 
-    return Training(seeded(Tagger), loss, padded_batches, refusable=MEETING)
+    return Training(seeded(Tagger), loss, padded_batches, refusable=MICROBATCHES)
 
 
 @training
@@ -721,7 +720,7 @@ def packed_sequences() -> Training:
     def batches() -> list[Any]:
         return [batch(step, samples) for step, samples in enumerate(SIZES)]
 
-    return Training(seeded(Packed), loss, batches, RIGHT, refusable=DIVIDED)
+    return Training(seeded(Packed), loss, batches, RIGHT)
 
 
 @training
@@ -729,7 +728,7 @@ def sum_undivided() -> Training:
     def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         return 0.1 * each(model, batch).sum()
 
-    return Training(perceptron(), loss, plain_batches, AT_ONCE, refusable=MEETING)
+    return Training(perceptron(), loss, plain_batches, AT_ONCE, refusable=MICROBATCHES)
 
 
 # Losses in which samples meet -----------------------------------------------------------------------------------------
@@ -737,7 +736,7 @@ def sum_undivided() -> Training:
 
 def meeting(loss: Callable[[Any, Any], Tensor]) -> Training:
     """A perceptron under a loss in which samples meet: replicas split its operators; there are no microbatches."""
-    return Training(perceptron(), loss, plain_batches, AT_ONCE, refusable=MEETING)
+    return Training(perceptron(), loss, plain_batches, AT_ONCE, refusable=MICROBATCHES)
 
 
 @training
@@ -978,12 +977,12 @@ class Branching(nn.Module):
 
 @training
 def branch_on_batch() -> Training:
-    return Training(seeded(Branching), classify, growing_batches, refusable=DIVIDED)
+    return Training(seeded(Branching), classify, growing_batches)
 
 
 @training
 def branch_taken_once() -> Training:
-    return Training(seeded(Branching), classify, once_large, refusable=DIVIDED)
+    return Training(seeded(Branching), classify, once_large)
 
 
 class Dormant(nn.Module):
@@ -1032,7 +1031,7 @@ def branching_loss() -> Training:
             target.remainder_(3)[-1] = 3
         return found
 
-    return Training(perceptron(), loss, batches, refusable=DIVIDED)
+    return Training(perceptron(), loss, batches)
 
 
 # State ----------------------------------------------------------------------------------------------------------------
@@ -1056,7 +1055,7 @@ def moving_centre() -> Training:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), Centre(), nn.Tanh(), nn.Linear(8, 4))
 
-    return Training(seeded(model), classify, plain_batches, STATE, refusable=MEETING, in_turn=True)
+    return Training(seeded(model), classify, plain_batches, STATE, refusable=MICROBATCHES, in_turn=True)
 
 
 class Counter(nn.Module):
@@ -1076,7 +1075,7 @@ def counter_in_buffer() -> Training:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), Counter(), nn.Tanh(), nn.Linear(8, 4))
 
-    return Training(seeded(model), classify, plain_batches, STATE, refusable=MEETING, in_turn=True)
+    return Training(seeded(model), classify, plain_batches, STATE)
 
 
 @training
@@ -1369,7 +1368,7 @@ def hf_tokens() -> Training:
 
 @training
 def gradient_penalty() -> Training:
-    """A second derivative: the user's own Python, so that a batch is divided only if the user says it may be."""
+    """A second derivative, of each sample by itself."""
 
     def penalized(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
         inputs = batch[0].clone().requires_grad_(True)
@@ -1377,7 +1376,7 @@ def gradient_penalty() -> Training:
         (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
         return F.cross_entropy(outputs, batch[1]) + (slope.norm(dim=1) - 1).square().mean()
 
-    return Training(perceptron(), penalized, plain_batches, RIGHT, refusable=MEETING)
+    return Training(perceptron(), penalized, plain_batches, RIGHT)
 
 
 @training

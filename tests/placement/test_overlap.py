@@ -211,3 +211,17 @@ def test_nothing_begins_before_the_last_write() -> None:
         torch.testing.assert_close(value, whole.detach(), rtol=1e-12, atol=0)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-14, msg=name)
+
+
+def test_a_layer_that_waits_has_the_gradients_of_complex_numbers() -> None:
+    """They are conjugate, as autograd has them: a product's gradient is with the conjugate of the other factor."""
+    torch.manual_seed(0)
+    given = [torch.randn(*shape, dtype=torch.complex128) for shape in ((2, 3, 4), (5, 4), (5,))]
+
+    def gradients(layer: Any) -> tuple[Tensor, ...]:
+        x, weight, bias = (tensor.clone().requires_grad_() for tensor in given)
+        value = layer(x, weight, bias)
+        return torch.autograd.grad((value.abs().tanh() + value.real).sum(), (x, weight, bias))
+
+    held = gradients(lambda x, weight, bias: linear(x, hold(weight), bias))
+    torch.testing.assert_close(held, gradients(nn.functional.linear))

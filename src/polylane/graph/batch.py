@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -153,19 +153,67 @@ def sampled_leaves(leaves: Sequence[Any]) -> tuple[bool, ...]:
     return tuple(is_sampled(leaf, samples) for leaf in leaves)
 
 
-def batch_signature(leaves: Sequence[Any], sampled: Sequence[bool] | None = None) -> tuple[Any, ...]:
+def batch_signature(
+    leaves: Sequence[Any], sampled: Sequence[bool] | None = None, carried: Collection[int] = ()
+) -> tuple[Any, ...]:
     """Return what a captured graph depends on: all of the leaves but the number of samples and the tensors' data.
 
     Args:
         leaves: flat leaves of a batch, see :func:`flatten`.
         sampled: for each leaf whether it is divided, where that is known better than by its length.
+        carried: positions of leaves whose values the loss does not read, so that only their types count.
     """
     return tuple(
         (str(leaf.dtype), ("samples", *leaf.shape[1:]) if split else tuple(leaf.shape))
         if isinstance(leaf, Tensor)
-        else ("constant", repr(leaf))
-        for leaf, split in zip(leaves, sampled or sampled_leaves(leaves), strict=True)
+        else ("carried", type(leaf).__qualname__)
+        if i in carried
+        else ("constant", *_describe_constant(leaf))
+        for i, (leaf, split) in enumerate(zip(leaves, sampled or sampled_leaves(leaves), strict=True))
     )
+
+
+def _describe_constant(leaf: Any) -> tuple[Any, ...]:
+    """Return what tells two constants apart: arrays by all their elements, of which ``repr`` shows some."""
+    if hasattr(leaf, "tobytes") and hasattr(leaf, "shape"):
+        return type(leaf).__qualname__, str(leaf.dtype), tuple(leaf.shape), leaf.tobytes()
+    return (repr(leaf),)
+
+
+class CarriedLeaves:
+    """Leaves of batches that a loss carries along without reading them (names of files, ids): no part of a form.
+
+    Which these are was found for each graph when it was captured
+    (:mod:`polylane.graph.capture.questions.carried_leaves`). Of several graphs for batches that are nested alike, with
+    leaves of the same types, a leaf is carried that none of them reads.
+    """
+
+    def __init__(self) -> None:
+        self._carried: dict[Hashable, frozenset[int]] = {}
+
+    def sign(
+        self, what: Hashable, structure: Any, leaves: Sequence[Any], sampled: Sequence[bool] | None = None
+    ) -> tuple[Any, ...]:
+        """Return the signature of a batch, without the values of leaves that are known to be carried.
+
+        Args:
+            what: what is captured (the objective and the mode).
+            structure: how the batch is nested.
+            leaves: flat leaves of the batch.
+            sampled: for each leaf whether it is divided with the samples.
+        """
+        carried = self._carried.get((what, structure, _kinds(leaves)), ()) if self._carried else ()
+        return batch_signature(leaves, sampled, carried)
+
+    def record(self, what: Hashable, structure: Any, leaves: Sequence[Any], carried: Collection[int]) -> None:
+        """Record which leaves of such a batch a graph that was captured from it carries along."""
+        form = what, structure, _kinds(leaves)
+        if not all(isinstance(leaf, Tensor) for leaf in leaves):
+            self._carried[form] = self._carried.get(form, frozenset(carried)) & frozenset(carried)
+
+
+def _kinds(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
 def split_bounds(total: int, parts: int) -> list[tuple[int, int]]:

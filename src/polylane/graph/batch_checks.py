@@ -26,6 +26,9 @@ def refuse_undividable(batch: Any) -> None:
     """
     leaves, _ = flatten(batch)
     rows = {leaf.shape[0] for leaf in leaves if _is_plain(leaf) and leaf.dim()}
+    first = next((leaf for leaf in leaves if _is_plain(leaf) and leaf.dim()), None)
+    if first is not None and not first.shape[0]:
+        raise PolylaneError(f"the batch has no samples: its first tensor has the shape {list(first.shape)}")
     for place, value in _walk("batch", batch):
         if isinstance(value, PackedSequence):
             raise PolylaneError(

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from polylane.graph.capture.questions.readings import Reading
     from polylane.graph.open_sizes import OpenSizes
     from polylane.graph.python_state.side_effects import SideEffects
 
@@ -60,7 +61,7 @@ class Node:
 
     @property
     def is_own_python(self) -> bool:
-        """Whether the node runs the user's own Python."""
+        """Whether the node runs the user's own Python on samples: a leaf, or a custom autograd function."""
         return self.op in ("leaf", "function")
 
 
@@ -144,6 +145,8 @@ class Code:
     effects: SideEffects | None = None  # what the dry run did besides computing, and what it read
     open: OpenSizes | None = None  # the sizes beside the samples' number that it leaves open; None: it leaves none
     open_symbols: tuple[Any, ...] = ()  # their symbols in ``meta["open"]``, see open_sizes.py
+    readings: tuple[Reading, ...] = ()  # questions to a batch, with the answers for which the code holds
+    carried: frozenset[int] = frozenset()  # leaves that are no tensors and whose values the loss does not read
 
     @property
     def nominal_sizes(self) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ def copy_module(module: nn.Module, shared: dict[int, Any] | None = None) -> nn.M
     copied at all (a lock, an open file) is shared.
 
     Args:
-        module: the user's module.
+        module: the user's module, which stays as it is.
         shared: objects that the copy shares with the module, by id.
 
     Raises:

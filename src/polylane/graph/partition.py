@@ -12,7 +12,7 @@ from graphlib import CycleError, TopologicalSorter
 import numpy as np
 from numpy.typing import NDArray
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.graph.graph import Graph, Node
 
 # How far above the fastest possible slowest stage a cut may go in order to send fewer bytes.
@@ -243,9 +243,8 @@ def _best_cuts(work: NDArray[np.float64], live: NDArray[np.float64], workers: Se
 def _too_many_stages(graph: Graph, stages: int, most: int) -> str:
     if graph.is_opaque:
         return f"pipeline={stages}: the model is opaque and cannot be cut ({graph.notes[-1]}); use data parallelism"
-    return (
-        f"pipeline={stages}: the graph can be cut into at most {most} stages; lower pipeline, or use data parallelism"
-    )
+    stages_of = format_plural(most, "stage")
+    return f"pipeline={stages}: the graph can be cut into at most {stages_of}; lower pipeline, or use data parallelism"
 
 
 def _min_slowest(work: NDArray[np.float64], workers: Sequence[int]) -> float:

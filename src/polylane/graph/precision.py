@@ -36,6 +36,9 @@ FROM_NUMBERS = (
     torch.range, torch.linspace, torch.logspace,
 )  # fmt: skip
 
+# Types of arguments with nothing inside.
+_LEAVES = {Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device}
+
 
 class UnderSetting:
     """An operator that runs under a setting of its own (autocast, float64, joint gradients)."""
@@ -94,7 +97,10 @@ class Promoted(TorchFunctionMode):
 
 def _call_promoted(func: Any, args: Any, kwargs: Any) -> Any:
     """Call a function, in float64 also on tensors of a lower dtype, such as plain attributes of a module."""
-    lower = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor) and value.dtype in LOWER]
+    flat = [*args, *kwargs.values()]
+    if not all(type(value) in _LEAVES for value in flat):  # looking for leaves takes as long as a small operator
+        flat = tree_leaves(flat)
+    lower = [value for value in flat if isinstance(value, Tensor) and value.dtype in LOWER]
     if not lower:
         return func(*args, **kwargs)
     before = generator_states()

@@ -22,7 +22,7 @@ def find_sparse_gradients(graph: Graph) -> dict[str, int]:
     is dense.
 
     Args:
-        graph: the captured graph.
+        graph: the captured graph of a model and its loss.
 
     Returns:
         Name -> number of indices that are looked up, at ``Graph.samples`` samples: so many rows a gradient has at most.

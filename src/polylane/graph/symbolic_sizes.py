@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from polylane.graph.batch import is_sampled, sample_count
 from polylane.graph.flops import size_hint, tensors_of
 from polylane.graph.open_sizes import SizeFunction
+from polylane.graph.traced_sizes import TracedSize
 
 
 def size_function(expression: Any, ragged: bool = False) -> Callable[[int], Any]:
@@ -64,6 +65,12 @@ def open_size_function(expression: Any, opened: Sequence[Any]) -> SizeFunction:
         raise ValueError(f"{expr} is known at run time only")
     single = expr.subs(dict.fromkeys(expr.free_symbols - set(opened), _SAMPLES))
     function: SizeFunction = sympy.lambdify([_SAMPLES, *opened], single, modules=[_FUNCTIONS, "math"])
+    return function
+
+
+def number_function(expression: Any, symbols: Sequence[Any]) -> Callable[..., Any]:
+    """Return a sympy expression as a function of the values of its symbols, in their order."""
+    function: Callable[..., Any] = sympy.lambdify(list(symbols), expression, modules=[_FUNCTIONS, "math"])
     return function
 
 
@@ -116,7 +123,11 @@ class SymbolicSize:
 
     def at(self, samples: int, open_sizes: tuple[int, ...]) -> Any:
         """Return the size for a number of samples, at given open sizes."""
-        return self.convert(self.function(samples, *open_sizes))
+        size = self.function(samples, *open_sizes)
+        # A traced size stays one; of a condition the result is needed, which is recorded.
+        if isinstance(size, TracedSize) and self.convert is not bool:
+            return size if self.convert is int else size.trace.convert(self.convert, size)
+        return self.convert(size)
 
     def bound_to(self, nominal: tuple[int, ...]) -> SymbolicSize:
         """Return this size with other nominal open sizes."""

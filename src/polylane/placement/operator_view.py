@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.functionalize import find_operator
 from polylane.graph.capture.inline import op_name
@@ -21,7 +21,14 @@ from polylane.graph.graph import Graph
 from polylane.graph.interpreter import map_nested
 from polylane.graph.operators.whole_batch_counts import WholeSize
 from polylane.graph.precision import unwrap_settings
-from polylane.graph.symbolic_sizes import ConcreteSizes, SymbolicSize, bind_symbols, is_data_dependent
+from polylane.graph.symbolic_sizes import (
+    ConcreteSizes,
+    SymbolicSize,
+    bind_symbols,
+    is_data_dependent,
+    open_size_function,
+)
+from polylane.graph.traced_sizes import TracedSize
 from polylane.placement.placement import Cuts
 from polylane.placement.strategy import OperatorCall, Place, TensorValue
 
@@ -153,8 +160,20 @@ class ViewSizes(ConcreteSizes):
         symbols: Sequence[Any] = (),
         open_sizes: tuple[int, ...] = (),
     ) -> None:
-        super().__init__(samples, ragged, bind_symbols(symbols, open_sizes) if symbols and open_sizes else {})
+        traced = any(isinstance(size, TracedSize) for size in open_sizes)
+        numbers = bind_symbols(symbols, open_sizes) if symbols and open_sizes and not traced else {}
+        super().__init__(samples, ragged, numbers)
         self.batch, self.open_sizes = samples if batch is None else batch, open_sizes
+        self._symbols = tuple(symbols) if traced else ()
+
+    def __call__(self, size: Any) -> int:
+        """Return a size as a number, or as a traced one where open sizes are traced."""
+        if isinstance(size, int) or not self._symbols or is_data_dependent(size):
+            return super().__call__(size)
+        expression = size.node.expr
+        if expression not in self._known:
+            self._known[expression] = open_size_function(size, self._symbols)(self.samples, *self.open_sizes)
+        return self._known[expression]
 
     def value_of(self, node: fx.Node) -> Any:
         """Return a node's value, a tensor or several without data, with symbols for the sizes that are looked at."""
@@ -251,8 +270,8 @@ def _require_samples(node: fx.Node, call: OperatorCall, samples: int) -> None:
         return
     if math.prod(form) != math.prod(call.inputs[0].shape):
         raise PolylaneError(
-            f"the model does not compute with {samples} samples at a time: {node_name(node)} makes {tuple(form)} of "
-            f"{call.inputs[0].shape}; is the number of samples written into it?"
+            f"the model does not compute with {format_plural(samples, 'sample')} at a time: {node_name(node)} makes "
+            f"{tuple(form)} of {call.inputs[0].shape}; is the number of samples written into it?"
         )
 
 

@@ -118,7 +118,7 @@ class _HoldWeightFunction(torch.autograd.Function):
         if not ctx.later:
             return grads[0], None
         x, grad = ctx.later.pop()
-        return grad.flatten(0, -2).t().mm(x.flatten(0, -2)), None
+        return grad.flatten(0, -2).t().mm(x.flatten(0, -2).conj()), None  # of real numbers conj() is the tensor itself
 
 
 class _HeldLinearFunction(torch.autograd.Function):
@@ -136,7 +136,7 @@ class _HeldLinearFunction(torch.autograd.Function):
             # Only input and output gradient are kept; :func:`hold`'s backward multiplies them.
             ctx.later.append((x, grad))
         return (
-            grad @ weight if wanted[0] else None,
+            grad @ weight.conj() if wanted[0] else None,
             _placeholder_gradient(grad, weight.shape) if wanted[1] else None,
             grad.flatten(0, -2).sum(0) if wanted[2] else None,
             None,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from polylane.graph.batch import split_bounds
+from polylane.graph.traced_sizes import traced_max, traced_min
 
 # Positions at which a dimension is cut: for each segment, one more than there are ranks. A plain dimension is one
 # segment; three projections in one matrix (q, k and v) are three, each cut separately. With ((0, 2, 4), (4, 6, 8)),
@@ -98,10 +99,17 @@ def gradient_placement(placement: Placement) -> Placement:
     return PARTIAL if placement == REPLICATE_PARTIAL_GRAD else REPLICATE
 
 
-@lru_cache(maxsize=1 << 16)
 def even_cuts(size: int, degree: int) -> Cuts:
     """Return cuts of one segment, as even as possible, over ``degree`` ranks; the first ranks get the longer parts."""
-    return ((0, *(stop for _, stop in split_bounds(size, degree))),)
+    return _even_cuts(size, degree) if isinstance(size, int) else _cut_evenly(size, degree)
+
+
+def _cut_evenly(size: int, degree: int) -> Cuts:
+    # The sizes of split_bounds, without deciding anything: a traced size then stands for even and odd ones.
+    return ((0, *itertools.accumulate((size + degree - 1 - i) // degree for i in range(degree))),)
+
+
+_even_cuts = lru_cache(maxsize=1 << 16)(_cut_evenly)
 
 
 def join_cuts(pieces: Sequence[Cuts]) -> Cuts:
@@ -154,7 +162,7 @@ def repeat_cuts(cuts: Cuts, size: int, times: int) -> Cuts:
 
 def slice_cuts(cuts: Cuts, start: int, stop: int) -> Cuts:
     """Return the cuts of the slice [start, stop) of a dimension; ranks that have nothing of it get empty parts."""
-    clipped = [tuple(min(max(p, start), stop) - start for p in segment) for segment in cuts]
+    clipped = [tuple(traced_min(traced_max(p, start), stop) - start for p in segment) for segment in cuts]
     return simplify_cuts(tuple(clipped))
 
 

@@ -100,8 +100,9 @@ class _RedistributeFunction(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis, source: Placement, target: Placement) -> Tensor:
         ctx.axis, ctx.source, ctx.target = axis, source, target
         out = redistribute(axis, x, source, target)
-        # autograd forbids to return an input as it is: give a view of it.
-        return out.view_as(x) if out is x else out
+        # Autograd forbids to return an input as it is, and of a view that its memory is written, as the user's own
+        # Python may write a weight: an alias is neither.
+        return x.detach() if out is x else out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

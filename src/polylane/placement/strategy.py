@@ -74,6 +74,7 @@ class OperatorCall:
         written_inputs: indices of the inputs that the operator writes in place.
         neighbour_cuts: cuts that neighbouring operators ask for, by dimension.
         prefix: number of leading positional arguments that are not torch's (the sample slice, a random key).
+        only_cuts: the cuts to offer, by dimension, where no others are wanted; None: even ones, and the neighbours'.
     """
 
     op: str
@@ -84,6 +85,7 @@ class OperatorCall:
     written_inputs: frozenset[int] = frozenset()
     neighbour_cuts: Mapping[Place, tuple[Cuts, ...]] = field(default_factory=dict)
     prefix: int = 0
+    only_cuts: Mapping[Place, Cuts] | None = None
 
     @cached_property
     def base(self) -> str:
@@ -95,6 +97,8 @@ class OperatorCall:
 
     def common_cuts(self, *places: Place) -> list[Cuts]:
         """Return the cuts to offer for dimensions that are cut alike: the even one, and those neighbours ask for."""
+        if self.only_cuts is not None:
+            return [self.only_cuts[place] for place in places if place in self.only_cuts][:1]
         found: dict[Cuts, None] = {}
         side, index, dim = places[0]
         size = (self.inputs if side == "in" else self.outputs)[index].shape[dim]

@@ -7,17 +7,20 @@ the samples are coupled (replicas then shard the operators of the whole batch); 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import format_line
 from polylane.graph.capture.open_dimensions import NotOpened, bind_sizes, sizes_to_try
-from polylane.graph.graph import Graph, is_inside
+from polylane.graph.graph import Graph, Node, is_inside
+from polylane.plan.plan import Plan
+from polylane.plan.spec import TURNS, Spec
 from polylane.samples.batch_layout import describe_divided_buffer, describe_place
 from polylane.samples.counts import find_coupling
 from polylane.samples.derivation import Derivation, derive_composition
+from polylane.samples.leaf_effects import effects_by_module
 
 
 def loss_couples_samples(
@@ -25,50 +28,139 @@ def loss_couples_samples(
     microbatches: int,
     replicas: int,
     per_sample: Collection[str] = (),
-    seen: Callable[[], str | None] = lambda: None,
-    sync: str = "",
+    find_difference: Callable[[], str | None] = lambda: None,
+    local_steps: str = "",
 ) -> bool:
     """Return whether the loss couples samples, so that replicas must shard the operators of the whole batch.
+
+    Plans that would then be another training are refused; and the user is warned of a module that no plan can divide.
 
     Args:
         graph: captured graph with whole-batch counts (:func:`polylane.samples.counts.count_whole_batch`).
         microbatches, replicas: numbers of parts into which batches are divided.
         per_sample: modules with the user's own Python that, as the user declares, treat samples independently.
-        seen: runs a batch whole and in parts and explains what differs, or returns None; only called to check what
-            ``per_sample`` declares.
-        sync: gradient sync other than all-reduce, which needs divided batches; "" for all-reduce.
+        find_difference: runs a batch whole and in parts and explains what differs, or returns None; only called to
+            check what ``per_sample`` declares.
+        local_steps: the plan's sync where replicas take steps of their own, each on its own samples; else "".
 
     Raises:
-        PolylaneError: the samples are coupled and there are microbatches or a sync; or ``per_sample`` does not hold.
+        PolylaneError: the samples are coupled and there are microbatches or steps of replicas alone; or ``per_sample``
+            does not hold.
     """
     if microbatches == 1 and replicas == 1:
         return False
     check_per_sample_names(graph, per_sample)
-    derived = derive_composition(graph, per_sample)
-    if derived.is_proven and derived.unproven:
-        told = seen()
-        if told is not None:
-            raise PolylaneError(f"per_sample={'+'.join(per_sample)} does not hold: {told}")
-    if derived.culprit is not None and not derived.explanation and not derived.culprit.is_own_python:
-        # The first operator without a proof may be a mean that counts would mend: name what they do not.
-        beyond = find_coupling(graph)
-        derived = derived if beyond.culprit is None else replace(derived, culprit=beyond.culprit)
-    reason = None if derived.is_proven else explain_coupling(derived)
-    if reason is not None and microbatches > 1:
+    derived = _derive_with_cause(graph, per_sample)
+    if derived.is_proven:
+        difference = find_difference() if derived.unproven else None
+        if difference is not None:
+            said = f"per_sample={'+'.join(per_sample)}"
+            raise PolylaneError(f"{said} does not hold: {difference}; {suggest_no_per_sample(microbatches)}")
+    else:
+        _refuse_dividing(derived, microbatches, local_steps)
+        _warn_of_own_python(derived)
+    _refuse_counters(derived, microbatches)
+    return not derived.is_proven
+
+
+def _refuse_dividing(derived: Derivation, microbatches: int, local_steps: str) -> None:
+    """Refuse a plan that computes parts of batches by themselves, where samples are coupled.
+
+    Raises:
+        PolylaneError: there are microbatches, or replicas take steps of their own.
+    """
+    reason = explain_coupling(derived)
+    if microbatches > 1:
         parts = f"microbatches={microbatches}"
         raise PolylaneError(f"{parts} would not compute what one device computes: {reason}; {_suggest_remedy(derived)}")
-    if reason is not None and derived.culprit is not None and derived.culprit.is_own_python:
-        # Own Python cannot be sharded by operator: it is computed in full by every replica, which the user should know.
-        name = derived.culprit.module or "model"
-        if sync:
-            raise PolylaneError(
-                f"sync ({sync}) divides every batch: {reason}; {_suggest_per_sample(name)}; else leave sync out"
-            )
-        warnings.warn(
-            f"each replica computes {name} on the whole batch: {reason}; {_suggest_per_sample(name)}", stacklevel=2
+    if local_steps:
+        name = _find_declarable(derived)
+        advice = "" if name is None else f"{_suggest_per_sample(name)}; else "
+        key = "staleness" if "servers=" in local_steps else "every"
+        raise PolylaneError(
+            f"{local_steps} lets each replica take steps on samples of its own, and where samples meet that is another "
+            f"loss: {reason}; {advice}leave {key} out"
         )
-    _refuse_counters(derived, microbatches)
-    return reason is not None
+
+
+def _warn_of_own_python(derived: Derivation) -> None:
+    """Warn of a module that every replica computes in full: the user's own Python cannot be sharded by operator."""
+    node = derived.culprit
+    if node is None or not node.is_own_python:
+        return
+    name = _find_declarable(derived)
+    advice = "" if name is None else f"; {_suggest_per_sample(name)}"
+    warnings.warn(
+        f"each replica computes {node.module or 'model'} on the whole batch: {explain_coupling(derived)}{advice}",
+        stacklevel=3,
+    )
+
+
+def _find_declarable(derived: Derivation) -> str | None:
+    """Return the module that may be named in ``per_sample``, where it alone is what is not proven; else None."""
+    node = derived.culprit
+    if node is None or not node.is_own_python or not derived.is_declarable:
+        return None
+    return node.module or "model"
+
+
+def _derive_with_cause(graph: Graph, per_sample: Collection[str]) -> Derivation:
+    """Derive how parts make up a batch; the culprit, if any, is one that no count of the whole batch mends."""
+    derived = derive_composition(graph, per_sample)
+    plain = derived.culprit is not None and derived.culprit.op != "check" and not derived.culprit.is_own_python
+    if plain and not derived.explanation:
+        # The first operator without a proof may be a mean that counts would mend: name what they do not.
+        beyond = find_coupling(graph)
+        if beyond.culprit is not None or beyond.buffer is not None:
+            derived = replace(
+                derived,
+                culprit=beyond.culprit,
+                buffer=beyond.buffer,
+                explanation=beyond.explanation,
+                effects=beyond.effects,
+                written=beyond.written,
+                is_declarable=beyond.is_declarable,
+            )
+    return derived
+
+
+def choose_whole_batches(spec: Spec | Plan, graphs: Iterable[Graph], microbatches: int) -> int:
+    """Return a number of microbatches that nobody asked for: 1, with a warning, where more would be another training.
+
+    Args:
+        spec: the plan, with what the user says of own Python.
+        graphs: captured graphs of all objectives.
+        microbatches: the plan's default number.
+
+    Raises:
+        PolylaneError: replicas were to compute microbatches in turn.
+    """
+    if microbatches == 1:
+        return 1
+    told = next((told for graph in graphs if (told := _explain_whole_batch(graph, spec.per_sample)) is not None), None)
+    if told is None:
+        return microbatches
+    if spec.replicas == TURNS and spec.data > 1:
+        raise PolylaneError(
+            f"replicas={TURNS}: replicas compute microbatches in turn, and a batch must stay whole here: {told}; leave "
+            "replicas out"
+        )
+    warnings.warn(f"microbatches=1, and not {microbatches}, the plan's default: {told}", stacklevel=2)
+    return 1
+
+
+def _explain_whole_batch(graph: Graph, per_sample: Collection[str]) -> str | None:
+    """Explain why a graph's batches cannot be microbatches, and what the user may say; None if they can."""
+    derived = _derive_with_cause(graph, per_sample)
+    if not derived.is_proven:
+        name = _find_declarable(derived)
+        return explain_coupling(derived) + ("" if name is None else f"; {_suggest_per_sample(name)}")
+    if derived.counters:
+        return _describe_counter(*derived.counters[0])
+    state = next(((who, effect) for who, effect in effects_by_module(graph) if effect.kind == "state"), None)
+    return (
+        None if state is None else f"{state[0]} {state[1].describe} in every call, of which one device makes one a step"
+    )
 
 
 def refuse_coupled_samples(graph: Graph, microbatches: int, replicas: int, per_sample: Collection[str] = ()) -> None:
@@ -81,9 +173,10 @@ def refuse_coupled_samples(graph: Graph, microbatches: int, replicas: int, per_s
         return
     derived = derive_composition(graph, per_sample)
     if not derived.is_proven:
+        divided = {"data": replicas, "microbatches": microbatches}
+        undivided = " and ".join(f"{key}=1" for key, parts in divided.items() if parts > 1)
         raise PolylaneError(
-            f"batches of this form cannot be divided as the example is: {explain_coupling(derived)}; use data=1 and "
-            "microbatches=1"
+            f"batches of this form cannot be divided as the example is: {explain_coupling(derived)}; use {undivided}"
         )
     _refuse_counters(derived, microbatches)
 
@@ -117,11 +210,18 @@ def _summarize(derived: Derivation) -> tuple[Any, ...]:
 
 def _refuse_counters(derived: Derivation, microbatches: int) -> None:
     if microbatches > 1 and derived.counters:
-        name, node = derived.counters[0]
         raise PolylaneError(
-            f"microbatches={microbatches} would not compute what one device computes: {node.name} writes the buffer "
-            f"{name} once for each microbatch{format_line(node.source)}, and not once for a batch; use microbatches=1"
+            f"microbatches={microbatches} would not compute what one device computes: "
+            f"{_describe_counter(*derived.counters[0])}; use microbatches=1"
         )
+
+
+def _describe_counter(name: str, node: Node) -> str:
+    kind = "parameter" if name in node.parameters else "buffer"
+    return (
+        f"{node.name} writes the {kind} {name} once for each microbatch{format_line(node.source)}, and not once for a "
+        "batch"
+    )
 
 
 def check_per_sample_names(graph: Graph, per_sample: Collection[str]) -> None:
@@ -146,11 +246,24 @@ def explain_coupling(derived: Derivation) -> str:
     where = describe_place(node)
     if node.is_own_python:
         also = f" (it {derived.effects})" if derived.effects else ""
-        return f"{node.name} {where} runs your own Python{also}, and nothing shows that it treats each sample by itself"
+        shown = "and nothing shows that it treats each sample by itself"
+        if not derived.is_declarable and not also:
+            shown = "in whose backward pass the samples of a batch meet"
+        return f"{node.name} {where} runs your own Python{also}, {shown}"
+    if node.op == "check":
+        return f"{node.name} {where} raises for some batches, and nothing shows that it does so for their parts as well"
     if derived.explanation == "fixed":
         return f"the model holds for one number of samples alone: {node.name} {where}"
     if derived.explanation == "writes in place":
         return f"{node.name} {where} writes in place what others see, and nothing shows which samples it belongs to"
+    if derived.explanation == "no rule":
+        operator = node.op.removeprefix("aten.").partition(".")[0]
+        return f"nothing shows that {node.name} {where} treats each sample by itself: there is no rule for {operator}"
+    if derived.written:
+        return (
+            f"{node.name} {where} moves the buffer {derived.written} by a mean over its batch, which differs from that "
+            "of its parts"
+        )
     if not node.shape:
         return (
             f"the loss is not a mean over samples: {node.name} {where} does not add up over the parts of a batch, and "
@@ -165,11 +278,17 @@ def _suggest_per_sample(name: str) -> str:
     return f"if it does, say so with per_sample={name} in the plan, and it is divided, and watched"
 
 
+def suggest_no_per_sample(microbatches: int) -> str:
+    """Return what to do where ``per_sample`` does not hold: name what divides batches here, and no other key."""
+    return "leave it out of per_sample" + (", and use microbatches=1" if microbatches > 1 else "")
+
+
 def _suggest_remedy(derived: Derivation) -> str:
     """Return what the user can do, as the end of a sentence."""
-    node = derived.culprit
-    if node is not None and node.is_own_python:
-        return f"{_suggest_per_sample(node.module or 'model')}; else use microbatches=1"
-    if node is not None and not node.shape:
+    name, node = _find_declarable(derived), derived.culprit
+    if name is not None:
+        return f"{_suggest_per_sample(name)}; else use microbatches=1"
+    own_reason = node is not None and (node.op == "check" or node.is_own_python or derived.explanation == "no rule")
+    if node is not None and not node.shape and not own_reason:
         return "return a mean over the samples or polylane.Mean(total, count) from loss, or use microbatches=1"
     return "use microbatches=1"

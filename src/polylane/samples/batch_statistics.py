@@ -84,11 +84,15 @@ class BatchStatistics:
             of_parts.append(_PartInterpreter(self._code, {**tensors, **of_inputs, ("part", 0): whole}, found))
         for level in self._levels:
             own = [one.values(self._order, [node.args[1] for node in level]) for one in of_parts]
-            combined = [_combine_parts(n, [each[i] for each in own], parts) for i, n in enumerate(level)]
-            if replicas is not None:
-                combined = _combine_replicas(level, combined, replicas)
-            for i, node in enumerate(level):
-                found[str(node.meta["name"])] = combined[i].to(own[0][i].dtype)
+            # What all parts have alike is copied: the passes of this step write the tensor itself.
+            alike = [_is_same(node) for node in level]
+            found |= {str(n.meta["name"]): own[0][i].clone() for i, n in enumerate(level) if alike[i]}
+            joined = [(i, node) for i, node in enumerate(level) if not alike[i]]
+            combined = [_combine_parts(node, [each[i] for each in own], parts) for i, node in joined]
+            if replicas is not None and joined:
+                combined = _combine_replicas([node for _, node in joined], combined, replicas)
+            for (i, node), value in zip(joined, combined, strict=True):
+                found[str(node.meta["name"])] = value.to(own[0][i].dtype)
         return found
 
 
@@ -117,6 +121,10 @@ class _PartInterpreter(GraphInterpreter):
 def needs_batch_counts(code: fx.Graph) -> bool:
     """Return whether a graph needs statistics or the size of the whole batch, not only its local samples."""
     return any(isinstance(node.target, (WholeBatchStatistic, BatchSize)) for node in code.nodes)
+
+
+def _is_same(node: fx.Node) -> bool:
+    return node.target.combine is CombineParts.SAME  # type: ignore[union-attr]
 
 
 _EXTREMES: dict[CombineParts, Callable[..., Tensor]] = {CombineParts.MAX: torch.amax, CombineParts.MIN: torch.amin}

@@ -27,7 +27,7 @@ from polylane.graph.capture.describe_nodes import describe_node, name_without_nu
 from polylane.graph.capture.export import Loss
 from polylane.graph.capture.inline import op_name
 from polylane.graph.graph import Graph
-from polylane.graph.operators.whole_batch_counts import BatchShare, WholeBatchStatistic, WholeSize
+from polylane.graph.operators.whole_batch_counts import BatchShare, CombineParts, WholeBatchStatistic, WholeSize
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import SymbolicSize, data_dependent_symbols
 from polylane.placement.operator_view import base_name, bind_arguments
@@ -36,6 +36,7 @@ from polylane.placement.rules.vocabulary import MEAN, NONE, SUM
 from polylane.samples.derivation import Derivation, derive_composition
 from polylane.samples.interpretation.known_states import NeededStatistic, RescaledOperand, nodes_from_inputs
 from polylane.samples.interpretation.ragged import find_masks
+from polylane.samples.once_per_batch import find_buffer_users
 
 aten = torch.ops.aten
 
@@ -54,13 +55,42 @@ def capture_with_counts(model: nn.Module, loss: Loss, batch: Any, **how: Any) ->
 
 
 def count_whole_batch(graph: Graph) -> Graph:
-    """Return an equivalent graph whose loss is a mean over samples; the graph itself if it cannot be rewritten.
+    """Return an equivalent graph whose loss is a mean over samples, and whose counters count batches, as far as proven.
 
     Args:
         graph: the captured graph, which is not changed.
     """
-    if graph.is_opaque:
-        return graph
+    return graph if graph.is_opaque else _settle_buffers(_normalize_loss(graph))
+
+
+def _settle_buffers(graph: Graph) -> Graph:
+    """Return an equivalent graph that moves buffers once per batch where each part would move them, if it is proven.
+
+    What a buffer takes must be the same for all parts; others stay as they are.
+    """
+    # Of parameters that a forward writes, the optimizer's and others, no copy is made.
+    derived, refused = derive_composition(graph, ALL), set(graph.parameters)
+    while derived.is_proven and (names := _buffers_moved(derived) - refused):
+        draft = _CodeEditor.of(graph)
+        ranges = [draft.settle_buffer(name) for name in sorted(names)]
+        made = draft.build_graph()
+        found = ((made.positions[first], made.positions[last]) for first, last in ranges)
+        made = replace(made, unsplittable_ranges=(*made.unsplittable_ranges, *found))
+        proven = derive_composition(made, ALL)
+        left = _buffers_moved(proven) | ({proven.buffer[0]} if proven.buffer else set())
+        if proven.is_proven and not left & names:
+            return made
+        refused |= left & names or names
+    return graph
+
+
+def _buffers_moved(derived: Derivation) -> set[str]:
+    """Return the buffers that each part moves further."""
+    return {name for name, _ in derived.counters}
+
+
+def _normalize_loss(graph: Graph) -> Graph:
+    """Return an equivalent graph whose loss is a mean over samples; the graph itself if it cannot be rewritten."""
     draft = _CodeEditor.of(graph)
     draft.split_means()
     split = draft.build_graph()
@@ -238,6 +268,31 @@ class _CodeEditor:
         with val.fake_mode:
             self._label_node(made, value, val * 1.0, open_value(value) * 1.0)
         rescale.user.replace_input_with(value, made)
+
+    # ---- buffers ----
+
+    def settle_buffer(self, name: str) -> tuple[str, str]:
+        """Let a forward compute a buffer's new value from the one before the step, and write it last.
+
+        Returns:
+            First and last node of what must stay on one stage.
+        """
+        buffer, touching = find_buffer_users(self.code, name)
+        first, last = touching[0], touching[-1]
+        start = WholeBatchStatistic(CombineParts.SAME)
+        with self.code.inserting_before(first):
+            before = self.code.call_function(start, (self.slice_placeholder, buffer))
+        val, opened = buffer.meta["val"], open_value(buffer)
+        self._label_node(before, first, val, opened)
+        start.key = before.meta["name"]
+        with self.code.inserting_before(first):
+            own = self.code.call_function(aten.clone.default, (before,))
+        self._label_node(own, first, val, opened)
+        buffer.replace_all_uses_with(own, delete_user_cb=lambda user: user is not before)
+        with self.code.inserting_after(last):
+            write = self.code.call_function(aten.copy_.default, (buffer, own))
+        self._label_node(write, last, val, opened)
+        return str(before.meta["name"]), str(write.meta["name"])
 
     # ---- bookkeeping ----
 

@@ -26,11 +26,13 @@ from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import is_dynamic
 from polylane.placement.operator_view import base_name
 from polylane.placement.placement import REPLICATE, Replicate, Shard
-from polylane.samples.autograd.autograd_functions import prove_function
+from polylane.placement.rules.registry import rule_of
+from polylane.samples.autograd.autograd_functions import prove_function, trace_joins_samples
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.interpretation.abstract_interpreter import AbstractInterpreter, interpret
 from polylane.samples.interpretation.additivity import power_of_additive
 from polylane.samples.interpretation.known_states import NeededStatistic, RescaledOperand
+from polylane.samples.once_per_batch import find_settled_buffers
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,11 @@ class Derivation:
         batch_layouts: node name -> batch layout, for every value whose composition from parts is proven.
         statistics, rescaled_operands: additions to the graph on which the proof depends.
         culprit: first operator at which the proof fails for the loss; None if it is proven.
-        explanation: keyword for the message: "fixed", "writes in place" or "".
+        explanation: keyword for the message: "fixed", "writes in place", "no rule" (nothing is known of the culprit) or
+            "".
+        written: name of a buffer that the culprit writes; "" where it writes none.
+        is_declarable: whether the user's word on the culprit may be asked for: not where its backward pass has hooks,
+            or where its trace shows that samples meet.
         effects: what the culprit does besides computing, if it runs the user's own Python.
         buffer: a buffer that would differ between replicas, with the operator that writes it; or None.
         counters: buffers written once per part by anything but batch normalization, each with the operator.
@@ -57,6 +63,8 @@ class Derivation:
     buffer: tuple[str, Node] | None = None
     counters: tuple[tuple[str, Node], ...] = ()
     unproven: tuple[Node, ...] = ()
+    written: str = ""
+    is_declarable: bool = True
 
     @property
     def is_proven(self) -> bool:
@@ -105,17 +113,42 @@ def _build_derivation(walk: AbstractInterpreter) -> Derivation:
             culprit = culprit or _find_first_unknown(walk, result)
         elif power != wanted:
             walk.rescaled[output, result] = RescaledOperand(output, result, wanted - power)
+    culprit = culprit or next(iter(walk.unproven_checks), None)
     buffer = next(iter(walk.buffers.items()), None)
     return Derivation(
         batch_layouts=_batch_layouts(walk),
         statistics=tuple(walk.statistics.values()),
         rescaled_operands=tuple(walk.rescaled.values()),
         culprit=culprit,
+        explanation="no rule" if culprit is not None and _has_no_rule(walk, culprit) else "",
+        written="" if culprit is None else _find_written_buffer(walk, culprit),
+        is_declarable=culprit is None or _is_declarable(walk, culprit),
         effects="" if culprit is None else _describe_effects(walk.graph, culprit),
         buffer=None if buffer is None else (buffer[0], walk.described[buffer[1]]),
         counters=tuple(_find_counters(walk, results)),
         unproven=tuple(walk.unproven),
     )
+
+
+def _has_no_rule(walk: AbstractInterpreter, node: Node) -> bool:
+    """Return whether no rule says how an operator treats samples."""
+    fx_node = next(each for each in walk.graph.code.fx.nodes if each.name == node.id)
+    return not node.is_own_python and bool(base_name(fx_node)) and rule_of(str(fx_node.meta["op"])) is None
+
+
+def _find_written_buffer(walk: AbstractInterpreter, node: Node) -> str:
+    """Return the name of a buffer of the model that a node writes; "" if it writes none."""
+    fx_node = next(each for each in walk.graph.code.fx.nodes if each.name == node.id)
+    roles = [walk.memory[each].meta.get("role", ("", "")) for each in written_arguments(fx_node)]
+    return next((str(name) for kind, name in roles if kind == "buffer"), "")
+
+
+def _is_declarable(walk: AbstractInterpreter, node: Node) -> bool:
+    """Return whether the user may be asked for a word on a node: nothing is known of its backward pass."""
+    fx_node = next(each for each in walk.graph.code.fx.nodes if each.name == node.id)
+    call = unwrap_settings(fx_node.target)
+    effects = getattr(getattr(call, "own", call), "effects", ())
+    return not any(effect.kind == "hook" for effect in effects) and not trace_joins_samples(fx_node)
 
 
 def _describe_effects(graph: Graph, node: Node) -> str:
@@ -151,49 +184,22 @@ def _find_first_unknown(walk: AbstractInterpreter, result: fx.Node) -> Node:
     return walk.described[str(order[-1].meta["name"])] if order else walk.graph.nodes[-1]
 
 
-def _follows_weights(walk: AbstractInterpreter, memory: fx.Node, differentiated: Collection[fx.Node]) -> bool:
-    """Return whether floating-point memory is moved by the model's weights, and by nothing of the batch.
-
-    Autograd must not keep it for a backward pass: the next microbatch may move it before.
-
-    Args:
-        walk: the finished interpretation of the graph.
-        memory: placeholder of a buffer or parameter that is written.
-        differentiated: operators that gradients of the loss flow back through.
-    """
-    views = [node for node, of in walk.memory.items() if of is memory]
-    reads = {n.meta["role"][0] for n in find_ancestors(views) if n.op == "placeholder" and n is not memory}
-    if not memory.meta["val"].is_floating_point() or "parameter" not in reads or reads & {"input", "part"}:
-        return False
-    return not any(user in differentiated and base_name(user) != "clone" for view in views for user in view.users)
-
-
-def _find_differentiated(results: Sequence[fx.Node]) -> set[fx.Node]:
-    found, pending = set[fx.Node](), list(results)
-    while pending:
-        node = pending.pop()
-        if node not in found and not (node.op == "call_function" and base_name(node) == "detach"):
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
-
-
 def _find_counters(walk: AbstractInterpreter, results: Sequence[fx.Node]) -> Iterator[tuple[str, Node]]:
     """Yield buffers that are written once for each part, unlike on one device.
 
-    Exempt are the pass counters of batch normalizations, whose running averages move per microbatch anyhow; and, alike,
-    what follows the weights, whatever the samples: the power iterations of a spectral norm, a moving average.
+    Exempt are the pass counters of batch normalizations, whose running averages move per microbatch anyhow. And each
+    part may write the same value, see :mod:`polylane.samples.once_per_batch`.
     """
     needed = find_ancestors(results)
     nodes = walk.graph.code.fx.nodes
-    passed = _find_differentiated(results)
+    settled = find_settled_buffers(walk.graph.code.fx, walk.memory)
     normalizing = {str(n.meta["module"]) for n in nodes if unwrap_settings(n.target) is batch_norm}
     for node in nodes:
         for written in written_arguments(node) if base_name(node) else ():
             memory = walk.memory[written]
             if memory.op != "placeholder" or memory.meta["role"][0] not in ("buffer", "parameter"):
                 continue
-            if _follows_weights(walk, memory, passed):
+            if memory in settled:
                 continue
             matters = any(n in needed for n, of in walk.memory.items() if of is memory)
             owner = str(memory.meta["role"][1]).rpartition(".")[0]

@@ -1,4 +1,7 @@
-"""Split test: is the loss a mean over samples? Run an example batch whole and in two unequal parts, in float64."""
+"""Split test: run an example batch whole and in two unequal parts, in float64.
+
+Is the loss a mean over samples? And are the gradients sums of the parts', where the user's own Python makes them?
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,12 @@ from polylane.graph.flops import tensors_of
 from polylane.graph.graph import Graph, Node
 from polylane.graph.rounding_noise import TRIES, rounding_floor
 from polylane.samples.batch_layout import describe_divided_buffer, describe_place
+from polylane.samples.split_gradients import describe_unequal_gradients
 from polylane.samples.split_runs import PartFails, SplitRun, equal_within, make_runs, mean_of_parts, run_split
 
 
 def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> str | None:
-    """Test whether a batch may be split: losses of the parts make up the whole's, and buffers end equal.
+    """Test whether a batch may be split: losses and gradients of the parts make up the whole's, and buffers end equal.
 
     Args:
         graph: captured from ``model`` and ``loss``.
@@ -32,10 +36,14 @@ def splits_exactly(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[
     whole = ModelWithLoss(model, loss, lambda flat: flat)
     if any(parameter.is_meta for parameter in whole.parameters()):
         return None
-    if _describe_difference(graph, make_runs(graph, whole, leaves)) is None:
+    if _describe_difference(graph, make_runs(graph, whole, leaves)) is not None:
+        # It may be rounding alone (the mean of normalized values, say): repeat with nudged runs to measure it.
+        unlike = _describe_difference(graph, make_runs(graph, whole, leaves, again=TRIES))
+        if unlike is not None:
+            return unlike
+    if not any(node.is_own_python for node in graph.nodes):
         return None
-    # The difference may be rounding alone (the mean of normalized values, say): repeat with nudged runs to measure it.
-    return _describe_difference(graph, make_runs(graph, whole, leaves, again=TRIES))
+    return describe_unequal_gradients(graph, make_runs(graph, whole, leaves, again=TRIES))
 
 
 def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
@@ -61,7 +69,7 @@ def _describe_difference(graph: Graph, runs: list[SplitRun]) -> str | None:
         reach = rounding_floor(buffer, [run.tensors_by_role["buffer"][name] for run in runs[0].nudged_runs])
         if not all(equal_within(buffer, run.tensors_by_role["buffer"][name], reach) for run in runs[1:]):
             writer = next((n for n in reversed(graph.nodes) if name in n.buffers), graph.nodes[-1])
-            return f"{describe_divided_buffer(name, writer)}; use data=1"
+            return describe_divided_buffer(name, writer)
     return None
 
 
@@ -99,11 +107,11 @@ def _explain_not_a_mean(node: Node) -> str:
     if not node.shape and not node.is_own_python:
         return (
             f"the loss is not a mean over samples: {node.name} {where} does not add up over the parts of a batch "
-            "as a mean does (an average over what does not count alike, a sum, a maximum); return a mean over the "
-            "samples or polylane.Mean(total, count) from loss, or use data=1 and microbatches=1"
+            "as a mean or a polylane.Mean(total, count) does (an average over what does not count alike, a sum, a "
+            "maximum)"
         )
     own = ", or draws on state of its own (Python's random, a counter)" if node.op == "leaf" else ""
     return (
         f"the loss is not a mean over samples: {node.name} {where} makes each sample depend on the others "
-        f"of its batch{own}; use data=1 and microbatches=1"
+        f"of its batch{own}"
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.graph.batch import clone_leaves, count_parts, sample_count, take_first_samples
 from polylane.graph.capture.export import Loss
 from polylane.graph.graph import Graph
@@ -21,7 +21,7 @@ from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.symbolic_sizes import size_function
 from polylane.plan.plan import Plan
-from polylane.plan.spec import Spec, default_microbatches
+from polylane.plan.spec import TURNS, Spec, default_microbatches
 from polylane.samples.mean_loss import splits_exactly
 
 MOST = 64  # samples that are tried
@@ -62,9 +62,8 @@ class MinSamples:
             PolylaneError: the batch has too few samples.
         """
         if samples < self.samples:
-            count = f"{samples} sample{'s' if samples != 1 else ''}"
             too = ", on one device too" if self.replicas == 1 else ""
-            raise PolylaneError(f"{what} has {count}, but {self}{too}: {remedy}")
+            raise PolylaneError(f"{what} has {format_plural(samples, 'sample')}, but {self}{too}: {remedy}")
 
 
 def min_samples(graphs: Iterable[Graph]) -> MinSamples:
@@ -110,10 +109,30 @@ def requested_microbatches(spec: Spec | Plan, total: int) -> int:
     """
     microbatches = spec.microbatches if isinstance(spec, Plan) else default_microbatches(spec, total)
     if microbatches > total:
-        raise PolylaneError(f"microbatches={microbatches}: a batch of {total} samples cannot be divided into so many")
+        raise PolylaneError(
+            f"microbatches={microbatches}: a batch of {format_plural(total, 'sample')} cannot be divided into so many"
+        )
     if spec.data > total:
-        raise PolylaneError(f"data={spec.data}: a batch of {total} samples cannot be divided over so many replicas")
+        raise PolylaneError(
+            f"data={spec.data}: a batch of {format_plural(total, 'sample')} cannot be divided over so many replicas"
+        )
     return microbatches
+
+
+def captured_samples(spec: Spec | Plan, total: int) -> int:
+    """Return with how many samples a plan's graphs are captured: those of one rank in one microbatch, two at least.
+
+    Time and memory depend on this number.
+
+    Args:
+        spec: the plan, with its replicas and microbatches.
+        total: samples of a step, over all workers.
+
+    Raises:
+        PolylaneError: there are more microbatches, or more replicas, than samples.
+    """
+    replicas = 1 if spec.replicas == TURNS else spec.data
+    return max(2, -(-total // (requested_microbatches(spec, total) * replicas)))
 
 
 def min_samples_for(plan: Spec | Plan, graphs: Iterable[Graph]) -> MinSamples:
@@ -138,8 +157,8 @@ def limit_microbatches(asked: int, total: int, fewest: MinSamples, fewer: bool) 
     possible = count_parts(total, asked, fewest.samples)
     if possible < asked and not fewer:
         raise PolylaneError(
-            f"microbatches={asked}: of a batch of {total} samples some would have {total // asked}, but {fewest}: use "
-            f"microbatches={possible}, or larger batches"
+            f"microbatches={asked}: of a batch of {format_plural(total, 'sample')} some would have {total // asked}, "
+            f"but {fewest}: use microbatches={possible}, or larger batches"
         )
     return possible
 

@@ -64,10 +64,15 @@ def find_running_norms(code: fx.Graph, names: Collection[str]) -> tuple[list[Run
             counters[counted] += by
         elif base_name(node) and any(n.op == "placeholder" for n in written_arguments(node)):
             raise PolylaneError(
-                f"replicas=round-robin: {node.meta['name']} moves what the model keeps in each microbatch, and "
+                f"replicas=round-robin: {node.meta['name']} moves {_describe_written(node)} in each microbatch, and "
                 "replicas in turn would each move their own: use replicas=split"
             )
     return norms, counters
+
+
+def _describe_written(node: fx.Node) -> str:
+    names = [name for each in written_arguments(node) if (name := _buffer_name(each)) is not None]
+    return f"the buffer {', '.join(names)}" if names else "what the model keeps"
 
 
 def _buffer_name(node: object) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -28,6 +28,8 @@ from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
 from polylane.graph.precision import PROMOTED, Promoted, unwrap_settings
 from polylane.graph.rounding_noise import MARGIN, max_magnitude, nudge_fractions, nudge_values, rounding_floor
 from polylane.graph.sample_slice import SampleSlice
+
+T = TypeVar("T")
 
 # Samples of the example batch: fewer than FEWEST cannot be split into two unequal parts of at least two.
 FEWEST, MOST = 5, 32
@@ -160,13 +162,11 @@ class _RunsInterpreter(GraphInterpreter):
                 return _run_batch_norms([self._arguments(node, run)[0] for run in parts])
             if isinstance(target, PythonOnSlice) and target.own.normalizes:
                 given = [self._arguments(node, run) for run in parts]
-                return _run_as_replicas(node, [self._runs[run].part for run in parts], given)
+                return _run_python_as_replicas(node, [self._runs[run].part for run in parts], given)
             return [self._call(node, run) for run in parts]
         except Exception as error:
             where = f"{described.name} fails on a part of the batch{format_line(described.source)}"
-            raise PartFails(
-                f"the samples cannot be split: {where}: {reason_of(error)}; use data=1 and microbatches=1"
-            ) from error
+            raise PartFails(f"the samples cannot be split: {where}: {reason_of(error)}") from error
 
     def _call(self, node: fx.Node, run: int) -> Any:
         args, kwargs = self._arguments(node, run)
@@ -196,20 +196,36 @@ def _run_batch_norms(arguments: Sequence[Sequence[Any]]) -> list[Any]:
     return list(torch.split(outs, [len(x) for x in xs]))
 
 
-def _run_as_replicas(
+def _run_python_as_replicas(
     node: fx.Node, parts: Sequence[SampleSlice], arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
 ) -> list[Any]:
-    """Run the user's own Python on all parts at once, each in a thread with its own copy, with shared statistics."""
-    # A thread per part stands for a replica; the two barriers of ``add`` make its all-reduce: all have given, all
-    # have read.
-    barrier = threading.Barrier(len(parts))
-    given: list[Tensor] = [torch.empty(0)] * len(parts)
+    """Run the user's own Python on all parts at once, each with its own copy, with shared statistics."""
     target: Any = node.target
     copies = [copy_python_call(target) for _ in parts]
 
+    def work(i: int, add: Callable[[Tensor], Tensor]) -> Any:
+        with torch.no_grad(), Promoted(), WithoutRandomness():
+            args, kwargs = arguments[i]
+            part = dataclasses.replace(parts[i], sum_replicas=add)
+            return copies[i](*(part if isinstance(arg, SampleSlice) else arg for arg in args), **kwargs)
+
+    return run_as_replicas(len(parts), work)
+
+
+def run_as_replicas(count: int, work: Callable[[int, Callable[[Tensor], Tensor]], T]) -> list[T]:
+    """Run a function once for every replica, each in a thread; return their results.
+
+    Args:
+        count: number of replicas that compute the batch.
+        work: function of a replica's number, and of what sums a tensor over all replicas, in place.
+    """
+    # The two barriers of ``add`` make its all-reduce: all have given, all have read.
+    barrier = threading.Barrier(count)
+    given: list[Tensor] = [torch.empty(0)] * count
+
     def sums(i: int) -> Callable[[Tensor], Tensor]:
         def add(tensor: Tensor) -> Tensor:
-            given[i] = tensor.clone()
+            given[i] = tensor.detach().clone()
             barrier.wait()
             tensor.copy_(torch.stack(given).sum(0))
             barrier.wait()
@@ -217,20 +233,17 @@ def _run_as_replicas(
 
         return add
 
-    def work(i: int) -> Any:
+    def guarded(i: int) -> Any:
         try:
-            with torch.no_grad(), Promoted(), WithoutRandomness():
-                args, kwargs = arguments[i]
-                part = dataclasses.replace(parts[i], sum_replicas=sums(i))
-                return copies[i](*(part if isinstance(arg, SampleSlice) else arg for arg in args), **kwargs)
+            return work(i, sums(i))
         except threading.BrokenBarrierError:
             return None  # the other part raises the error
         except BaseException:
             barrier.abort()
             raise
 
-    with ThreadPoolExecutor(len(parts)) as pool:
-        return list(pool.map(work, range(len(parts))))
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(guarded, range(count)))
 
 
 class WithoutRandomness(TorchFunctionMode):

@@ -33,7 +33,7 @@ def carry_over_split(
     steps: dict[str, Strategy] = {}
     # ``steps`` is filled below while ``result`` is read: placements of producers must be known before their readers'.
     result = AxisSplit(
-        split.degree, steps, {key: _resize_placement(split, key, s.value) for key, s in after.sources.items()}
+        split.degree, steps, {key: resize_placement(split, key, s.value) for key, s in after.sources.items()}
     )
     setting = CostSetting(after, split.degree, RankSpeed(), {})
     for step in after.operators:  # producers come first
@@ -45,7 +45,8 @@ def carry_over_split(
     return result
 
 
-def _resize_placement(split: AxisSplit, key: TensorKey, value: TensorValue) -> Placement:
+def resize_placement(split: AxisSplit, key: TensorKey, value: TensorValue) -> Placement:
+    """Return the placement of a graph input at another size: cut evenly where the sharded dimension has changed."""
     placement = split.source_placements[key]
     if isinstance(placement, Shard) and placement.size != value.shape[placement.dim]:
         return Shard(placement.dim, even_cuts(value.shape[placement.dim], split.degree))

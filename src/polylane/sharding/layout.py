@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache, cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.graph.graph import Graph
 from polylane.graph.symbolic_sizes import batch_dimension
 from polylane.placement.enumerate_strategies import StrategyOptions, enumerate_strategies
@@ -29,8 +30,10 @@ from polylane.placement.strategy import OperatorCall
 from polylane.sharding.admissible import SplitDemands
 from polylane.sharding.carry_over import carry_over_split
 from polylane.sharding.solve import carry_over, solve
+from polylane.sharding.traced_split import NotTraced, SplitFormula
 
 _CARRIED = 64  # sample counts for which carried-over splits are cached, beside the one that was chosen for
+_ADMITTED = 4096  # sizes for which it is known whether a formula holds
 
 
 class Layout:
@@ -62,6 +65,8 @@ class Layout:
         self._carried: dict[
             tuple[int, tuple[int, ...]], tuple[Mapping[str, OperatorCall], Mapping[str, AxisSplit]]
         ] = {}
+        self._formulas: dict[int, SplitFormula | None] = {}  # by number of samples
+        self._admitted: dict[tuple[int, tuple[int, ...]], bool] = {}
 
     @property
     def view(self) -> OperatorView:
@@ -96,6 +101,42 @@ class Layout:
                 del self._carried[next(iter(self._carried))]
         return self._carried[samples, sizes]
 
+    def formula(self, samples: int, open_sizes: tuple[int, ...]) -> SplitFormula | None:
+        """Return the splits as formulas of the open sizes; None where they do not hold at the given ones.
+
+        All workers get the same: the formulas are those of the splits at the sizes from which the graph was captured.
+
+        Args:
+            samples: number of samples per worker.
+            open_sizes: the batch's sizes that the graph leaves open.
+        """
+        if not open_sizes:
+            return None
+        if samples not in self._formulas:
+            self._formulas[samples] = self._find_formula(samples)
+        found = self._formulas[samples]
+        if found is None:
+            return None
+        if (samples, open_sizes) not in self._admitted:
+            if len(self._admitted) == _ADMITTED:
+                self._admitted.clear()
+            self._admitted[samples, open_sizes] = found.admits((samples, *open_sizes))
+        return found if self._admitted[samples, open_sizes] else None
+
+    def _find_formula(self, samples: int) -> SplitFormula | None:
+        nominal = self.graph.code.nominal_sizes
+        views = {
+            axis: view_operators(self.graph, samples, s.degree, open_sizes=nominal) for axis, s in self.splits.items()
+        }
+
+        def view(degree: int, sizes: tuple[Any, ...]) -> OperatorView:
+            return view_operators(self.graph, samples, degree, open_sizes=sizes[1:])
+
+        try:
+            return SplitFormula(view, self.at(samples)[1], views, (samples, *nominal))
+        except NotTraced:
+            return None
+
     @cached_property
     def placement_hash(self) -> str:
         """Hash of the chosen placements; must be equal on all ranks, which choose independently."""
@@ -116,6 +157,9 @@ class Layout:
     def state(self, value: str, samples: int, open_sizes: tuple[int, ...] = ()) -> State:
         """Return the placements, one per axis, in which a node's value is made; see :meth:`at` for the sizes."""
         key = self.view.aliases.get(value, (value, 0))
+        formula = self.formula(samples, open_sizes)
+        if formula is not None:
+            return formula.state(key, (samples, *open_sizes))
         return tuple(split.placement(key) for split in self.at(samples, open_sizes)[1].values())
 
     def local_shape(
@@ -227,10 +271,10 @@ def _axis_options(
         for source in shown.sources.values():
             kind, index = source.role
             if kind == "input" and sampled[index] and source.value.shape[0] != shown.samples:
+                captured = format_plural(source.value.shape[0], "sample")
                 raise PolylaneError(
                     f"data={degree}: samples meet in the loss, so replicas hold the {shown.samples} samples of a batch "
-                    f"together, but the model computes with {source.value.shape[0]} samples and no other number; "
-                    "use data=1"
+                    f"together, but the model computes with {captured} and no other number; use data=1"
                 )
     offered = enumerate_strategies(shown, degree) if offer is None else offer.options(degree)
     choice = _without_partial_sums(shown, offered, plain)

@@ -27,7 +27,7 @@ ROUNDED = {"hf_llama", "hf_gpt2"}
 LEAVES = {"moe": ["blocks.0.moe", "blocks.1.moe"]}
 
 
-@pytest.mark.parametrize("name", [*models.CASES, *models.TINY])
+@pytest.mark.parametrize("name", covering.one_in(3, [*models.CASES, *models.TINY], first=2))
 def test_cases_are_captured_as_they_are(name: str) -> None:
     graph, model, case = captured(name)
     assert graph.is_opaque == (name == "branching")
@@ -37,7 +37,7 @@ def test_cases_are_captured_as_they_are(name: str) -> None:
     assert all(held)
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, covering.one_in(5, [*models.CASES, *models.TINY]), first=1))
+@pytest.mark.parametrize("name", covering.one_in(3, covering.one_in(5, [*models.CASES, *models.TINY]), first=2))
 def test_names_are_unique_and_the_same_everywhere(name: str) -> None:
     graphs = [captured(name)[0], captured(name, samples=3)[0], captured(name, in_float64=True)[0]]
     names = [[node.name for node in graph.nodes] for graph in graphs]

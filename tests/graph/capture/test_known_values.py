@@ -62,8 +62,9 @@ def test_captured_whole(make: Any) -> None:
     assert not graph.is_opaque and not graph.notes
 
 
-def test_what_is_drawn_is_no_constant() -> None:
-    assert capture(RandomBranch(), mean, torch.randn(5, 4)).is_opaque
+def test_what_is_drawn_is_a_question_to_each_step() -> None:
+    graph = capture(RandomBranch(), mean, torch.randn(5, 4))
+    assert not graph.is_opaque and [reading.is_drawn for reading in graph.code.readings] == [True]
 
 
 class Record:

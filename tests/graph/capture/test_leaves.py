@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from eager_and_captured import SIZES, assert_unchanged, compare, run, state
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import covering
 import models
@@ -40,7 +39,7 @@ class Whichever(nn.Module):
 
 
 class Reassigned(nn.Module):
-    """A buffer that becomes a new tensor at each step."""
+    """Reads its values, and has a buffer that becomes a new tensor at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ class Reassigned(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.fc(x) + self.last
         self.last = y.detach().mean(0)
-        return y
+        return y if y.sum().item() < 1e9 else -y
 
 
 class Scaled(nn.Module):
@@ -143,23 +142,6 @@ class Structured(nn.Module):
         return Outputs(y, (y.mean(1), 7))
 
 
-class Packed(nn.Module):
-    """Sequences of lengths that depend on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(4, 8, batch_first=True)
-        self.out = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        words = x.unflatten(1, (4, 4))
-        lengths = 1 + (words[:, :, 0] > 0).sum(1).clamp(max=3)
-        packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
-        padded, _ = pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=4)
-        y: Tensor = self.out(padded)
-        return y.flatten(1)
-
-
 class Dropping(nn.Module):
     """Layers dropped at random, as in LayerDrop: random numbers and data-dependent ways at once."""
 
@@ -197,7 +179,7 @@ class Around(nn.Module):
 
 LEAVES: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
     "data-dependent": (lambda: between(Whichever()), ["1"], "depends on the data"),
-    "reassigned buffer": (lambda: between(Reassigned()), ["1"], ""),
+    "reassigned buffer": (lambda: between(Reassigned()), ["1"], "depends on the data"),
     "module hook": (lambda: between(Scaled()), ["1"], "has a hook on its backward pass"),
     "tensor hook": (lambda: between(Hooked()), ["1"], "registers a hook on a gradient"),
     "many or few": (lambda: between(BySize()), ["1"], "depends on the number of samples"),
@@ -206,7 +188,6 @@ LEAVES: dict[str, tuple[Callable[[], nn.Module], list[str], str]] = {
     "counting": (lambda: between(Counting()), ["1"], "fixes the number of samples"),
     "numpy": (lambda: between(Numpy()), ["1"], ""),
     "structured": (Around, ["one", "two"], "depends on the data"),
-    "packed": (lambda: between(Packed()), ["1"], ""),
     "nested": (lambda: between(nn.Sequential(nn.Linear(16, 16), Whichever())), ["1.1"], "depends on the data"),
 }
 
@@ -240,7 +221,7 @@ def test_a_leaf_knows_its_parameters_and_buffers() -> None:
 OPAQUE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "branching": (models.Branching, "depends on the data"),
     "hooked": (lambda: HookedRoot(), "gradient"),
-    "reassigned": (lambda: ReassignedRoot(), "came out different"),
+    "reassigned": (lambda: ReassignedRoot(), "depends on the data"),
 }
 
 
@@ -408,3 +389,19 @@ def test_notes_name_the_line_that_goes_its_own_way() -> None:
     file, _, line = graph.notes[0].rpartition("(")[2].rstrip(")").rpartition(":")
     assert Path(file).name == "test_leaves.py"
     assert "y.abs().max() > 1e3" in Path(file).read_text().splitlines()[int(line) - 1]
+
+
+class Windows(nn.Module):
+    """Overlapping windows by as_strided, of a tensor whose memory is not in the order of its sizes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.transpose(0, 1).contiguous().transpose(0, 1)
+        samples, length = x.shape
+        return x.as_strided((samples, length - 1, 2), (x.stride(0), x.stride(1), x.stride(1)))
+
+
+def test_what_reads_memory_by_numbers_is_a_leaf() -> None:
+    """Gathered from several workers, a tensor lies in memory otherwise than on one device."""
+    model = nn.Sequential(nn.Linear(4, 4), Windows())
+    graph = capture(model, lambda model, batch: model(batch).square().mean(), torch.randn(6, 4))
+    assert [node.module for node in graph.nodes if node.op == "leaf"] == ["1"] and "as_strided" in graph.notes[0]

@@ -242,3 +242,17 @@ def test_integers_are_cut_too() -> None:
     found = check(aten.matmul.default, [left, right])
     assert cut_outputs(found) == {0, 1}
     assert cut_alike(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "power", "mode"),
+    [
+        ((5, 3), (4, 3), 2.0, None),
+        ((2, 5, 3), (4, 3), 1.0, None),
+        ((30, 3), (4, 3), 2.0, None),
+        ((30, 3), (4, 3), 2.0, 2),
+    ],
+)
+def test_distances_of_rows(left: tuple[int, ...], right: tuple[int, ...], power: float, mode: int | None) -> None:
+    found = check(aten.cdist.default, [tensor(*left), tensor(*right, seed=1), power, mode], degree=2)
+    assert names(found) >= {"rows of the left", "rows of the right"}

@@ -152,6 +152,12 @@ TERNARY = [
     (aten.addcdiv.default, lambda a, b, c: [a, b, c], {"value": 0.7}, {(0, 1)}),
     (aten.clamp.Tensor, lambda a, b, c: [a, c * 0.1, b], {}, set()),
     (aten.copy.default, lambda a, b, c: [a, b], {}, {(1,)}),
+    # Backward passes, of gradients that a loss takes inside: linear in the gradient, not in the value.
+    (aten.tanh_backward.default, lambda a, b, c: [a, a * 0.3], {}, {(0,)}),
+    (aten.sigmoid_backward.default, lambda a, b, c: [a, a * 0.3], {}, {(0,)}),
+    (aten.silu_backward.default, lambda a, b, c: [a, a * 0.3], {}, {(0,)}),
+    (aten.gelu_backward.default, lambda a, b, c: [a, a * 0.3], {}, {(0,)}),
+    (aten.threshold_backward.default, lambda a, b, c: [a, a * 0.3, 0.2], {}, {(0,)}),
 ]
 
 
@@ -159,7 +165,7 @@ TERNARY = [
 @pytest.mark.parametrize(("operator", "args", "kwargs", "summands"), TERNARY)
 def test_of_several(operator: Any, args: Any, kwargs: dict[str, Any], summands: set[Any], degree: int) -> None:
     given = args(numbers(4, 3), numbers(3, seed=1), numbers(seed=2))
-    grad = operator is not aten.copy.default  # which has no derivative
+    grad = operator not in (aten.copy.default, aten.silu_backward.default)  # which have no derivative
     given = [g.detach().requires_grad_(grad and g.requires_grad) if isinstance(g, Tensor) else g for g in given]
     checked = check(operator, given, kwargs, degree=degree)
     assert dims_of(checked) == {0, 1}

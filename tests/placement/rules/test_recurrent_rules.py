@@ -12,6 +12,7 @@ from split_checks import check, uneven
 
 import covering
 from polylane.graph.operators.keyed_random import KEYED
+from polylane.graph.operators.packed_recurrent import PackedRecurrent
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.placement import REPLICATE_PARTIAL_GRAD, Shard
 
@@ -77,8 +78,30 @@ def test_dropout_between_layers(kind: str, first: bool, layers: int) -> None:
     assert any(s.name == "batch" for s in found)
 
 
+@pytest.mark.parametrize("kind", ["lstm", "gru"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_sequences_of_several_lengths(kind: str, dropout: float) -> None:
+    args = arguments(kind, 5, 2, 2, True, True, dropout)
+    part = SampleSlice(5, first=5, batch=10, seed=3)
+    of = {"lengths": torch.tensor([2, 1, 3, 3, 1]), "in_order": False}
+    op = f"aten.{kind}.input"
+    found = check(PackedRecurrent(kind), [part, 7, 0, *args], of, degree=3, op=op, part=part)
+    (by_batch,) = (s for s in found if s.name == "batch")
+    assert isinstance(by_batch.inputs[-1], Shard)
+
+
 def test_packed_sequences_stay_whole() -> None:
     x = torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
     args = arguments("gru", 2, 1, 1, True, False, 0.0)
     data = [tensor(5, 2), x.batch_sizes, args[1], args[2], True, 1, 0.0, True, False]
     assert not any(s.name == "batch" for s in check(aten.gru.data, data, degree=2))
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("biases", [False, True])
+def test_a_cell_is_split_by_samples(kind: str, biases: bool) -> None:
+    wide = KINDS[kind] * 3
+    states = [tensor(5, 3), tensor(5, 3, seed=1)] if kind == "lstm" else tensor(5, 3)
+    weights = [tensor(wide, 2), tensor(wide, 3), *([tensor(wide), tensor(wide, seed=2)] if biases else [])]
+    found = check(getattr(aten, f"{kind}_cell").default, [tensor(5, 2), states, *weights], degree=2)
+    assert any(s.name == "batch" and isinstance(s.outputs[0], Shard) for s in found)

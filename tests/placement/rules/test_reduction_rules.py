@@ -238,6 +238,13 @@ def test_cosine_similarity(dim: int, degree: int) -> None:
     assert cut_dims(checked) == {0, 1, 2} - {dim % 3}
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+def test_pairwise_distance(keepdim: bool) -> None:
+    a, b = numbers([3, 4, 2]), numbers([4, 2], seed=1)
+    checked = check(aten.pairwise_distance.default, [a, b, 2.0, 1e-6, keepdim])
+    assert cut_dims(checked) == {0, 1}
+
+
 @pytest.mark.parametrize("ends", [0, 1, 2])
 @pytest.mark.parametrize("dim", [0, -1])
 def test_diff(dim: int, ends: int) -> None:

@@ -145,15 +145,15 @@ def _written_groups(graph: fx.Graph) -> list[list[fx.Node]]:
     for node in graph.nodes:
         for value in written_arguments(node):
             written[groups[value]].append(node)
-    together = []
+    memory_groups = []
     for first, writers in written.items():
         if first.op == "placeholder":  # a buffer: all that touches it runs on the stage that holds it
             touching = {m for m in members[first] if m.op != "placeholder"}
             touching |= {user for m in members[first] for user in m.users}
-            together.append(sorted((n for n in touching if n.op != "output"), key=order.__getitem__))
+            memory_groups.append(sorted((n for n in touching if n.op != "output"), key=order.__getitem__))
             continue
         # From where the memory begins to its last write; what comes later only reads.
         last = max(order[w] for w in writers)
         inside = {n for n in members[first] if order[n] <= last} | set(writers)
-        together.append(sorted(inside, key=order.__getitem__))
-    return together
+        memory_groups.append(sorted(inside, key=order.__getitem__))
+    return memory_groups

@@ -15,9 +15,11 @@ from polylane.graph.capture.export import format_line
 from polylane.graph.capture.functionalize import complete_arguments, functional_name
 from polylane.graph.capture.inline import op_name
 from polylane.graph.capture.leaves import LeafCall
+from polylane.graph.capture.python.drawn_functions import DrawnFunction, KeyedDraw
 from polylane.graph.capture.python_operators import FunctionCall
 from polylane.graph.operators.counter_rng import python_seed_of, salt_of, seed_of
 from polylane.graph.operators.keyed_random import KEYED
+from polylane.graph.operators.packed_recurrent import PackedRecurrent
 from polylane.graph.operators.python_context import running_as_slice
 from polylane.graph.precision import UnderSetting, unwrap_settings
 from polylane.graph.python_state.random_generators import python_seeded
@@ -111,11 +113,16 @@ def key_random_operators(graph: fx.Graph, part: fx.Node, name: Callable[[fx.Node
         Whether there was any random operator, and a sentence for each whose numbers still depend on how samples are
         divided.
     """
-    notes, found = [], False
+    notes, found = list[str](), False
     for node in graph.nodes:
         own = unwrap_settings(node.target)
         if isinstance(own, LeafCall) or (isinstance(own, FunctionCall) and own.random):
             node.target = PythonOnSlice(node.target, name(node))
+        elif isinstance(own, DrawnFunction):
+            node.target, found = KeyedDraw(own, name(node)), True
+            if own.tensor_positions:
+                where = format_line(own.source)
+                notes.append(f"{name(node)} draws beside a tensor, of which a part of a batch has a part alone{where}")
     for node in [n for n in graph.nodes if n.op == "call_function" and is_random(n)]:
         found = True
         reason = _key_node(node, part, salt_of(name(node)))
@@ -131,6 +138,9 @@ def _key_node(node: fx.Node, part: fx.Node, salt: int) -> str:
     if isinstance(node.target, PythonOnSlice):
         return "they are drawn by the user's own Python"
     plain = op_name(node)
+    if isinstance(unwrap_settings(node.target), PackedRecurrent):
+        node.args = (part, salt, *node.args[2:])
+        return ""
     function = KEYED.get(plain)
     if function is None and functional_name(node) in KEYED:
         function, node.args = KeyedInPlace(KEYED[functional_name(node)]), complete_arguments(node)
@@ -164,6 +174,8 @@ def is_random(node: fx.Node) -> bool:
         target = target.own
     if isinstance(target, (LeafCall, FunctionCall)):
         return target.random
+    if isinstance(target, PackedRecurrent):
+        return target.draws(node.args)
     if not isinstance(target, torch._ops.OpOverload):
         return False
     base = target._schema.name.removeprefix("aten::")

@@ -5,32 +5,29 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import clone_leaves, sample_count, take_first_samples
+from polylane.graph.batch import sample_count, take_first_samples
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture import self_check
 from polylane.graph.capture.aliasing import functionalize_writes
-from polylane.graph.capture.describe_nodes import refuse_function_transforms
+from polylane.graph.capture.describe_nodes import refuse_unfit_operators
 from polylane.graph.capture.export import (
-    BadLoss,
     ModelWithLoss,
     NotCaptured,
     export,
     format_line,
     model_restored,
-    reason_of,
-    snapshot_tensors,
-    why_data_needed,
 )
+from polylane.graph.capture.functionalize import relax_views
+from polylane.graph.capture.gradients.expand import expand_gradients
 from polylane.graph.capture.leaves import (
     LeafCall,
-    NormalizationWatch,
     ObservedCalls,
     leaves_kept,
     observe_calls,
@@ -38,14 +35,18 @@ from polylane.graph.capture.leaves import (
     source_line_of,
 )
 from polylane.graph.capture.open_dimensions import OpenedProgram, find_open_sizes
+from polylane.graph.capture.python.drawn_functions import ObservedResults, functions_drawn, observe_functions
+from polylane.graph.capture.python.dry_run import DryRun
+from polylane.graph.capture.python.raising_branches import hide_values
 from polylane.graph.capture.python_operators import FunctionCall, forget_sites
+from polylane.graph.capture.questions.readings import Reading
+from polylane.graph.capture.reassigned_buffers import copy_what_is_read
 from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
 from polylane.graph.capture.self_check import Difference
 from polylane.graph.graph import is_inside
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
 from polylane.graph.python_state.random_generators import generator_states, states_equal
-from polylane.graph.python_state.run_watch import watch_backward
-from polylane.graph.python_state.side_effects import SideEffects, find_side_effects
+from polylane.graph.python_state.run_watch import SideEffect
 from polylane.graph.symbolic_sizes import allowed_sizes, compute_sizes_locally, refused_sizes, symbolic_inputs
 
 
@@ -61,6 +62,7 @@ class CaptureAttempt:
         is_fixed_size: whether the code holds for the example's number of samples alone.
         is_opaque: whether the code is a single leaf.
         opened: what it leaves open beside the number of samples; None: nothing.
+        readings: questions to the batch that its Python asks, with the answers for which the code holds.
         notes: one sentence for everything that could not be captured, and why.
     """
 
@@ -71,114 +73,60 @@ class CaptureAttempt:
     is_fixed_size: bool = False
     is_opaque: bool = False
     opened: OpenedProgram | None = None
+    readings: tuple[Reading, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class DryRun:
-    """One eager run of the loss.
-
-    Attributes:
-        results: the loss, or its total and count, detached.
-        random: whether the run drew random numbers.
-        values: least number of values per channel of any batch statistic; None without.
-        is_mean: whether the loss returned a scalar, not a ``polylane.Mean``.
-        effects: what the run did besides computing.
-        takes_gradients: whether the run differentiated something itself (a gradient penalty, forces of an energy).
-    """
-
-    results: tuple[Tensor, ...]
-    random: bool
-    values: int | None
-    is_mean: bool
-    effects: SideEffects = field(default_factory=SideEffects)
-    takes_gradients: bool = False
-
-
-def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
-    """Run the loss once, eagerly. A loss that fails by itself is the user's error, not a limit of capture.
-
-    Raises:
-        BadLoss: the result is no loss; in training, it has no gradient; or the loss calls backward().
-        PolylaneError: the run raises any other error.
-    """
-    before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
-
-    def run() -> tuple[Tensor, ...]:
-        nonlocal drawn
-        result: tuple[Tensor, ...] = whole(*clone_leaves(leaves))
-        drawn = drawn or not states_equal(before, generator_states())
-        return result
-
-    with model_restored(whole):
-        try:
-            with torch.enable_grad(), NormalizationWatch() as normalizing, watch_backward() as taken:
-                results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
-            if any(taken):
-                raise BadLoss(
-                    "loss(model, batch) calls backward() itself, and its result is differentiated once more: leave "
-                    "that out, and return the loss (torch.autograd.grad may be used inside)"
-                )
-            if whole.training:
-                _refuse_without_gradient(whole, results[0])
-            values = tuple(each.detach() for each in results)
-            return DryRun(values, drawn, normalizing.values, whole.mean, effects, bool(taken))
-        except BadLoss as error:
-            raise BadLoss(f"{error}{format_line(source_line_of(whole.loss_function))}") from None
-        except PolylaneError:
-            raise
-        except Exception as error:
-            fault = NotCaptured.of(whole, error)
-            if abstract and (unknown := why_data_needed(error)):
-                raise PolylaneError(
-                    f"{fault.path or 'loss(model, batch)'} depends on {unknown}{format_line(fault.line)}, and "
-                    "predictions are made without data: keep the sizes, as torch.where or a product with the mask "
-                    "does, or leave plan and simulate out and give train a plan of your own"
-                ) from error
-            where = f"{'on the meta device ' if abstract else ''}on {which}{f' in {fault.path}' if fault.path else ''}"
-            raise PolylaneError(
-                f"loss(model, batch) fails {where}: {reason_of(error)}{format_line(fault.line)}"
-            ) from error
-
-
-def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
-    """Raise BadLoss if no parameter would be trained; plain PyTorch's backward() raises then, too."""
-    if loss.requires_grad:
-        return
-    if not any(parameter.requires_grad for parameter in whole.parameters()):
-        raise BadLoss("no parameter of the model requires a gradient, so that there is nothing to train: unfreeze some")
-    raise BadLoss(
-        "the loss does not depend on any parameter that requires a gradient, so that nothing would be trained: return "
-        "one that is differentiable, without argmax, detach() or no_grad() on the way"
-    )
 
 
 def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool) -> CaptureAttempt:
     """Export, turning what cannot be captured into leaves, until the self-check holds; with one note per leaf."""
-    kept = _modules_with_effects(dry.effects)
+    # What draws is a leaf: where it is a function, the function alone, as long as its results can be followed.
+    draws = [effect for effect in dry.effects.found if effect.function is not None]
+    found = None
+    if draws and not dry.takes_gradients:
+        found = _capture_with_functions(whole, leaves, dry, abstract, draws)
+    found = found or _capture_with_functions(whole, leaves, dry, abstract)
+    assert found is not None
+    return found
+
+
+def _capture_with_functions(
+    whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, abstract: bool, draws: Sequence[SideEffect] = ()
+) -> CaptureAttempt | None:
+    """Capture with functions that draw as nodes of their own; None if that fails, so that they have to be in leaves.
+
+    Args:
+        whole: model and loss, unchanged afterwards.
+        leaves: flat leaves of the example batch.
+        dry: the eager run before, whose other effects make leaves of the modules that have them.
+        abstract: whether the model is on the meta device, where no check against it can run.
+        draws: effects of the functions that become nodes; without any the result is never None.
+    """
+    functions: Sequence[Any] = tuple(dict.fromkeys(effect.function for effect in draws))
+    kept = _modules_with_effects([effect for effect in dry.effects.found if effect not in draws])
     if "" in kept:
         if abstract:
             raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")
         return _capture_opaque(whole, leaves, dry, f"it {kept['']}")
-    if dry.takes_gradients:  # export would keep what autograd saved as constants
-        why = "it takes gradients inside itself (torch.autograd.grad), which cannot be captured"
-        if abstract:
-            raise PolylaneError(f"the model cannot be captured on the meta device: {why}")
-        return _capture_opaque(whole, leaves, dry, why)
     while True:  # each round makes one more module a leaf, or a larger one; at the latest the whole model
         try:
-            draft = attempt_capture(whole, leaves, kept)
+            draft = attempt_capture(whole, leaves, kept, functions=functions)
         except NotCaptured as fault:
             path, why = fault.path, f"{fault.reason}{format_line(fault.line)}"
+            if any(not path or is_inside(effect.path, path) for effect in draws):
+                return None
             if abstract:
                 raise PolylaneError(f"{path or 'the model'} cannot be captured on the meta device: {why}") from fault
+            if fault.data_decides and whole.tracing.answer_questions(leaves):
+                continue
             if path is None:  # export failed after the forward, for what some module has left behind
                 path = next(iter(_find_culprits(whole, leaves, list(kept), "")), "")
         else:
-            _attach_effects(draft, dry.effects)
+            _attach_effects(draft, dry)
             difference = None if abstract else run_self_check(whole, draft, leaves)
             if difference is None:
                 return replace(draft, notes=describe_leaves(whole, kept))
+            if draws:
+                return None
             path, why = _find_faulty_module(whole, draft, leaves, kept, difference)
         while path and path in kept:  # already a leaf and still failing: make its parent the leaf
             path = path.rpartition(".")[0]
@@ -189,19 +137,20 @@ def capture_with_leaves(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun
         kept[path] = f"{path} is a leaf, kept whole: {why}"
 
 
-def _modules_with_effects(effects: SideEffects) -> dict[str, str]:
+def _modules_with_effects(effects: Sequence[SideEffect]) -> dict[str, str]:
     """Return the modules that do more than compute, and why each is a leaf; key "" for model and loss together."""
-    paths = sorted({effect.path for effect in effects.found})
+    paths = sorted({effect.path for effect in effects})
     outermost = [p for p in paths if not any(is_inside(p, other) for other in paths if other != p)]
-    kept = {p: "; ".join(effect.describe for effect in effects.found if is_inside(effect.path, p)) for p in outermost}
+    kept = {p: "; ".join(effect.describe for effect in effects if is_inside(effect.path, p)) for p in outermost}
     return {path: f"{path} is a leaf, kept whole: it {why}" if path else why for path, why in kept.items()}
 
 
-def _attach_effects(draft: CaptureAttempt, effects: SideEffects) -> None:
-    """Set on every leaf what it does besides computing."""
+def _attach_effects(draft: CaptureAttempt, dry: DryRun) -> None:
+    """Set on every leaf what it does besides computing, and whether it may differentiate something itself."""
     for node in draft.graph.nodes:
         if isinstance(node.target, LeafCall):
-            node.target.effects = tuple(e for e in effects.found if is_inside(e.path, node.target.path))
+            node.target.effects = tuple(e for e in dry.effects.found if is_inside(e.path, node.target.path))
+            node.target.takes_gradients = dry.takes_gradients
 
 
 def describe_leaves(whole: ModelWithLoss, kept: dict[str, str]) -> tuple[str, ...]:
@@ -220,7 +169,8 @@ def run_self_check(
     wrap_autocast(draft.graph)
     try:
         opened = None if draft.opened is None else draft.opened.sizes
-        return self_check.first_difference(whole, draft.graph, draft.constants, leaves, sizes, opened, others)
+        graph, constants, readings = draft.graph, draft.constants, draft.readings
+        return self_check.first_difference(whole, graph, constants, leaves, sizes, opened, others, readings)
     finally:
         unwrap_autocast(draft.graph)
         for node, target in noted.items():
@@ -247,55 +197,81 @@ def _watch_random(graph: fx.Graph) -> dict[fx.Node, FunctionCall]:
 
 
 def attempt_capture(
-    whole: ModelWithLoss, leaves: Sequence[Any], paths: Collection[str], dims: Collection[tuple[int, int]] = ()
+    whole: ModelWithLoss,
+    leaves: Sequence[Any],
+    paths: Collection[str],
+    dims: Collection[tuple[int, int]] = (),
+    functions: Sequence[FunctionType] = (),
 ) -> CaptureAttempt:
     with ExitStack() as stack:  # on exit the model is restored first, then the call sites are forgotten
         stack.callback(forget_sites)
         stack.enter_context(model_restored(whole))
-        if paths:
+        if paths or functions:
             modules = {path: whole.model.get_submodule(path) for path in paths}
-            stack.enter_context(leaves_kept(modules, _observe_two_sizes(whole, modules, leaves), whole.tracing))
+            seen = _observe_two_sizes(whole, modules, leaves, functions)
+            stack.enter_context(leaves_kept(modules, [(n, calls) for n, (calls, _) in seen], whole.tracing))
+            stack.enter_context(functions_drawn(functions, [(n, results) for n, (_, results) in seen], whole.tracing))
         program = export(whole, leaves, dims)
         graph, constants = rewrite.copy_with_roles(program)
         part = rewrite.add_slice_input(graph)
         rewrite.inline_sites(graph, part)
+        hide_values(graph, whole.carried.values())
     # The checks that export inserted say for which sizes the code holds; read them before they are dropped.
     opened = find_open_sizes(program, graph, leaves) if dims else None
     symbols, nominal = ((), {}) if opened is None else (opened.symbols, opened.nominal)
     lowest, highest = allowed_sizes(program, symbols)
     refused = refused_sizes(graph, lowest, highest, 2 * sample_count(leaves), nominal)
     rewrite.drop_assertions(graph)
-    refuse_function_transforms(graph)
+    refuse_unfit_operators(graph)
     compute_sizes_locally(graph, part, symbols, () if opened is None else opened.sizes.nominal)
     rewrite.merge_tied(graph, whole.tied)
-    together = functionalize_writes(graph)
+    copy_what_is_read(graph)
+    memory_groups = functionalize_writes(graph)
+    relax_views(graph, {node for group in memory_groups for node in group})
+    if expand_gradients(graph, constants, memory_groups):
+        compute_sizes_locally(graph, part, symbols, () if opened is None else opened.sizes.nominal)
     repeat_moves(graph, whole, leaves)
     graph.lint()
-    return CaptureAttempt(graph, constants, together, refused, is_fixed_size=lowest == highest, opened=opened)
+    asked = whole.tracing.readings
+    return CaptureAttempt(graph, constants, memory_groups, refused, lowest == highest, opened=opened, readings=asked)
+
+
+_Observed = tuple[ObservedCalls, ObservedResults]
 
 
 def _observe_two_sizes(
-    whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]
-) -> list[tuple[int, ObservedCalls]]:
-    """Return two batch sizes, each with the calls of ``modules`` at that size; one size twice if no other works."""
+    whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any], functions: Sequence[FunctionType]
+) -> list[tuple[int, _Observed]]:
+    """Return two batch sizes, each with what is called at that size; one size twice if no other works."""
     one = take_first_samples(leaves, self_check.FEW)  # small sizes first: they are cheaper
     samples = sample_count(one)
     other = self_check.other_batch(one) if samples > 2 else self_check.resize_batch(one, 2 * samples)
-    seen: dict[int, ObservedCalls] = {}
+    seen: dict[int, _Observed] = {}
     for batch in (one, other, leaves, self_check.other_batch(leaves)):
         if len(seen) < 2 and sample_count(batch) not in seen:
             with suppress(NotCaptured):
-                seen[sample_count(batch)] = _observe_once(whole, modules, batch)
+                seen[sample_count(batch)] = _observe_once(whole, modules, batch, functions)
     return (list(seen.items()) * 2)[:2]
 
 
-def _observe_once(whole: ModelWithLoss, modules: dict[str, nn.Module], leaves: Sequence[Any]) -> ObservedCalls:
+def _observe_once(
+    whole: ModelWithLoss,
+    modules: dict[str, nn.Module],
+    leaves: Sequence[Any],
+    functions: Sequence[FunctionType] = (),
+) -> _Observed:
+    calls: ObservedCalls = {}
+
+    def run() -> None:
+        calls.update(observe_calls(modules, lambda: whole(*leaves), needed))
+
     try:  # with gradients where it needs them: a tensor without any refuses hooks
         needed = not self_check.runs_without_gradients(whole, leaves)
         with model_restored(whole):
-            return observe_calls(modules, lambda: whole(*leaves), needed)
+            results = observe_functions(functions, run)
     except Exception as error:
         raise NotCaptured.of(whole, error) from error
+    return calls, results
 
 
 def _find_faulty_module(
@@ -358,12 +334,13 @@ def _called_children(whole: ModelWithLoss, leaves: Sequence[Any], prefix: str) -
     inside = {
         path: m for path, m in whole.model.named_modules() if path and path.startswith(f"{prefix}." if prefix else "")
     }
-    called = [path for path, calls in _observe_once(whole, inside, leaves).items() if calls]
+    called = [path for path, calls in _observe_once(whole, inside, leaves)[0].items() if calls]
     return [path for path in called if not any(path.startswith(f"{other}.") for other in called)]
 
 
 def _capture_opaque(whole: ModelWithLoss, leaves: Sequence[Any], dry: DryRun, why: str) -> CaptureAttempt:
     """Return model and loss as one leaf: the user's Python runs on every worker."""
+    whole.tracing.tape = None  # it draws its own numbers
     call = opaque_call(whole, leaves, dry.results, dry)
     call.source, call.effects = source_line_of(whole.loss_function), dry.effects.found
     call.takes_gradients = dry.takes_gradients

@@ -13,12 +13,15 @@ from torch import Tensor, fx, nn
 from polylane.graph.batch import cast_leaves, flatten, sample_count
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture.assign_keys import key_random_operators
-from polylane.graph.capture.attempt import CaptureAttempt, DryRun, capture_with_leaves, dry_run
+from polylane.graph.capture.attempt import CaptureAttempt, capture_with_leaves
 from polylane.graph.capture.checkpoints import find_checkpoints
 from polylane.graph.capture.describe_nodes import describe_nodes, find_gradient_flow, label_nodes, recomputable_nodes
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.open_capture import capture_opened
 from polylane.graph.capture.open_dimensions import Opening
+from polylane.graph.capture.python.dry_run import DryRun, dry_run, run_forward
+from polylane.graph.capture.questions.asked_draws import StepDraws
+from polylane.graph.capture.questions.carried_leaves import find_carried_leaves
 from polylane.graph.capture.self_check import resize_batch
 from polylane.graph.flops import DTYPE_NAMES
 from polylane.graph.graph import Code, Graph, TensorInfo
@@ -38,6 +41,8 @@ def capture(
     which: str = "the example batch",
     effects: SideEffects | None = None,
     opening: Opening | None = None,
+    asks: bool = False,
+    draws: StepDraws | None = None,
 ) -> Graph:
     """Capture ``loss(model, batch)`` as one flat graph that holds for any number of samples.
 
@@ -51,26 +56,26 @@ def capture(
         which: name of the batch in error messages.
         effects: effects seen in another mode of the same model: a module that keeps state there is a leaf here, too.
         opening: sizes other than the number of samples that are to be left open; default: none.
+        asks: whether it is known that the loss asks about values of its batch (see questions/readings.py).
+        draws: numbers of the step for which it is captured, where they decide which way it goes; None: for no one.
 
     Raises:
         NotOpened: the sizes of ``opening`` cannot be left open.
         PolylaneError: the loss itself fails, or does not return a loss.
     """
-    leaves, rebuild = flatten(batch)
-    if sample_count(leaves) < 2:  # from one sample, sizes that follow the batch cannot be told from others
-        leaves = resize_batch(leaves, 2)
-    whole, literals = ModelWithLoss(model, loss, rebuild), LiteralRecorder()
+    whole, leaves, abstract = _combine(model, loss, batch, draws)
+    literals = LiteralRecorder()
     with _in_mode(whole, training):
-        abstract = any(p.is_meta for p in model.parameters())
-        if abstract:
-            leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         if in_float64:  # the user's code runs in its own precision; the graph is promoted afterwards
             leaves = cast_leaves(leaves, torch.float32)
         with cast_module(whole, torch.float32) if in_float64 else nullcontext():
             with literals if in_float64 else nullcontext():
                 dry = dry_run(whole, leaves, abstract, which)
+            if asks:
+                whole.tracing.answer_questions(leaves)
             if effects is not None:
                 dry = replace(dry, effects=dry.effects.merged_with(effects))
+            whole.carried = find_carried_leaves(whole, leaves, batch, dry.effects.functions_run)
             if opening is None:
                 draft = capture_with_leaves(whole, leaves, dry, abstract)
             else:
@@ -81,6 +86,36 @@ def capture(
         if in_float64:
             promote_to_float64(draft.graph, draft.constants, literals)
         return _finish_graph(whole, leaves, dry, draft, trainable)
+
+
+def refuse_failing_loss(model: nn.Module, loss: Loss, batch: Any) -> None:
+    """Run ``loss(model, batch)`` once, forward, in the dtypes that model and batch have; what fails is told as
+    :func:`capture` tells it.
+
+    Args:
+        model: the user's model; unchanged afterwards.
+        loss: ``loss(model, batch)``, as for :func:`capture`.
+        batch: an example, of the form that the user's data have.
+
+    Raises:
+        PolylaneError: the loss fails, or does not return a loss.
+    """
+    whole, leaves, abstract = _combine(model, loss, batch)
+    with _in_mode(whole, True):
+        run_forward(whole, leaves, abstract)
+
+
+def _combine(
+    model: nn.Module, loss: Loss, batch: Any, draws: StepDraws | None = None
+) -> tuple[ModelWithLoss, list[Any], bool]:
+    """Return model and loss as one module, the batch's flat leaves, and whether all of it is on the meta device."""
+    leaves, rebuild = flatten(batch)
+    if sample_count(leaves) < 2:  # from one sample, sizes that follow the batch cannot be told from others
+        leaves = resize_batch(leaves, 2)
+    abstract = any(p.is_meta for p in model.parameters())
+    if abstract:
+        leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return ModelWithLoss(model, loss, rebuild, draws), leaves, abstract
 
 
 @contextmanager
@@ -111,6 +146,10 @@ def _finish_graph(
     if trainable is not None:
         info = {name: replace(each, trainable=name in trainable) for name, each in info.items()}
     nodes, uncut = _describe_graph(graph, draft.shared_memory_groups, {name for name, i in info.items() if i.trainable})
+    # An opaque part may read more in a later step.
+    carried = frozenset[int]() if any(node.op == "leaf" for node in nodes) else frozenset(whole.carried)
+    random = random or any(reading.is_drawn for reading in draft.readings)
+    code = _make_code(draft, len(leaves), random, statistics, dry.effects)
     return Graph(
         nodes=nodes,
         parameters=info,
@@ -121,7 +160,7 @@ def _finish_graph(
         notes=(*draft.notes, *keyless),
         loss_is_mean=dry.is_mean,
         is_opaque=draft.is_opaque,
-        code=_make_code(draft, len(leaves), random, statistics, dry.effects),
+        code=replace(code, carried=carried),
         outputs=tuple(str(node.meta["name"]) for node in results if node.op == "call_function"),
         checkpoints=find_checkpoints(graph),
     )
@@ -129,16 +168,18 @@ def _finish_graph(
 
 def _make_code(draft: CaptureAttempt, leaves: int, random: bool, statistics: bool, effects: SideEffects | None) -> Code:
     sizes, symbols = (None, ()) if draft.opened is None else (draft.opened.sizes, draft.opened.symbols)
-    return Code(draft.graph, draft.constants, leaves, random, statistics, effects, sizes, symbols)
+    return Code(draft.graph, draft.constants, leaves, random, statistics, effects, sizes, symbols, draft.readings)
 
 
 def _in_float32(opening: Opening) -> Opening:
     return replace(opening, others=tuple(cast_leaves(each, torch.float32) for each in opening.others))
 
 
-def _describe_graph(graph: fx.Graph, together: Sequence[Sequence[fx.Node]], trainable: set[str]) -> tuple[Any, Any]:
+def _describe_graph(
+    graph: fx.Graph, memory_groups: Sequence[Sequence[fx.Node]], trainable: set[str]
+) -> tuple[Any, Any]:
     alive = set(graph.nodes)
-    groups = [[node for node in group if node in alive] for group in together]
+    groups = [[node for node in group if node in alive] for group in memory_groups]
     # A buffer that is written is state, not a constant: what is computed from it cannot be recomputed elsewhere.
     written = {node for group in groups for node in group}
     written |= {

@@ -16,7 +16,7 @@ from polylane.graph.capture.inline import op_name
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Node
 from polylane.graph.precision import unwrap_settings
-from polylane.graph.python_state.own_objects import is_users
+from polylane.graph.python_state.own_objects import innermost_line
 from polylane.graph.symbolic_sizes import SymbolicSize, batch_dimension, is_dynamic, is_ragged
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -44,14 +44,13 @@ def module_of(node: fx.Node) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """Return the innermost source line of the user's that made a node, "file:line", or ""."""
+    """Return the innermost source line of the user's that made a node, see :func:`innermost_line`."""
     target = unwrap_settings(node.target)
     target = getattr(target, "own", target)  # of the user's own Python, keyed
     if isinstance(target, LeafCall):
         return target.source
     frames = [(m["file"], m["line"]) for m in _FRAME.finditer(node.meta.get("stack_trace") or "")]
-    own = [f"{file}:{line}" for file, line in frames if is_users(file)]
-    return own[-1] if own else ""
+    return innermost_line(frames)
 
 
 def label_nodes(graph: fx.Graph) -> None:
@@ -68,17 +67,27 @@ def label_nodes(graph: fx.Graph) -> None:
         node.meta["name"] = base if counts[base] == 1 else f"{base}#{counts[base]}"
 
 
-def refuse_function_transforms(graph: fx.Graph) -> None:
-    """Refuse a graph with steps of torch.func's (vmap, jvp, grad), which hold for the run of the export alone.
+def refuse_unfit_operators(graph: fx.Graph) -> None:
+    """Refuse a graph with operators that hold for the run of the export alone, or for one device alone.
+
+    The former are steps of torch.func's (vmap, jvp, grad). The latter is as_strided: it reads memory by numbers, and a
+    tensor that is gathered from other workers has other strides.
 
     Raises:
         NotCaptured: there is one; it names the module that has to be a leaf.
     """
     for node in graph.nodes:
         if node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith("torch._functorch"):
-            path = module_of(node)
             reason = "torch.func transforms a function inside, which no graph can hold"
-            raise NotCaptured("" if path == "loss" else path, source_of(node), reason)
+        elif node.target in _BY_MEMORY:
+            reason = "as_strided reads a tensor's memory as it lies on one device, where a plan lays it otherwise"
+        else:
+            continue
+        path = module_of(node)
+        raise NotCaptured("" if path == "loss" else path, source_of(node), reason)
+
+
+_BY_MEMORY = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_.default)
 
 
 def name_without_number(node: fx.Node) -> str:
@@ -88,23 +97,23 @@ def name_without_number(node: fx.Node) -> str:
 
 
 def find_gradient_flow(
-    graph: fx.Graph, trainable: set[str], together: Sequence[Sequence[fx.Node]]
+    graph: fx.Graph, trainable: set[str], memory_groups: Sequence[Sequence[fx.Node]]
 ) -> dict[fx.Node, bool]:
     """Return for every node whether a gradient may flow back through its value: a superset of what autograd finds.
 
     It does where a parameter goes into the value and the loss depends on it. Nodes that write to the same memory
-    (``together``) share the flow: a view that is written to changes its base.
+    (``memory_groups``) share the flow: a view that is written to changes its base.
     """
-    fed = _find_fed_by_parameters(graph, trainable, together)
-    read = _find_read_by_loss(graph, fed, together)
+    fed = _find_fed_by_parameters(graph, trainable, memory_groups)
+    read = _find_read_by_loss(graph, fed, memory_groups)
     return {node: flow and node in read for node, flow in fed.items()}
 
 
 def _find_fed_by_parameters(
-    graph: fx.Graph, trainable: set[str], together: Sequence[Sequence[fx.Node]]
+    graph: fx.Graph, trainable: set[str], memory_groups: Sequence[Sequence[fx.Node]]
 ) -> dict[fx.Node, bool]:
     """Return for every node whether its value depends on a trainable parameter by operators that have gradients."""
-    group_of = {node: i for i, group in enumerate(together) for node in group}
+    group_of = {node: i for i, group in enumerate(memory_groups) for node in group}
     flowing: set[int] = set()
     # Fixed point: a gradient that enters one node of a group flows through all of it, and further from there.
     while True:
@@ -118,14 +127,14 @@ def _find_fed_by_parameters(
 
 
 def _find_read_by_loss(
-    graph: fx.Graph, fed: Mapping[fx.Node, bool], together: Sequence[Sequence[fx.Node]]
+    graph: fx.Graph, fed: Mapping[fx.Node, bool], memory_groups: Sequence[Sequence[fx.Node]]
 ) -> set[fx.Node]:
     """Return the nodes from whose values the loss is computed by operators that have gradients.
 
     What a dead branch computes is none of them: it stays in the graph where it writes a buffer, a BatchNorm's
     statistics for example, and its parameters have no gradient.
     """
-    groups = {node: group for group in together for node in group}
+    groups = {node: group for group in memory_groups for node in group}
     found = set[fx.Node]()
     waiting = list(graph.output_node().all_input_nodes)
     while waiting:

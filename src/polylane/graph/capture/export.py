@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import builtins
-import io
 import itertools
-import logging
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr
-from types import FrameType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -20,19 +16,29 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental import _config
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, read_text
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
-from polylane.graph.capture.checkpoints import checkpoints_inlined, name_checkpoint
+from polylane.graph.capture.checkpoints import checkpoints_inlined
+from polylane.graph.capture.gradients.calls import NoGradientCall, gradient_calls_kept
 from polylane.graph.capture.known_values import KnownValues
 from polylane.graph.capture.leaves import CaptureRun
+from polylane.graph.capture.python.absent_values import AbsentValues
+from polylane.graph.capture.python.asked_numbers import AskedNumbers
+from polylane.graph.capture.python.export_repairs import exports_repaired
+from polylane.graph.capture.python.packed_sequences import packed_sequences_padded
+from polylane.graph.capture.python.users_frames import UsersFrames
 from polylane.graph.capture.python_operators import functions_kept
+from polylane.graph.capture.questions.asked_draws import StepDraws
+from polylane.graph.capture.questions.tape import sizes_answered
+from polylane.graph.capture.reassigned_buffers import reassignments_written
 from polylane.graph.capture.stray_tensors import references_replaced
 from polylane.graph.python_state.compiler import compiler_off
 from polylane.graph.python_state.gradient_hooks import GradientHooks
-from polylane.graph.python_state.own_objects import is_users
+from polylane.graph.python_state.own_objects import innermost_line
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.python_state.side_effects import python_names_of, torch_object_ids
 from polylane.graph.python_state.state_snapshots import snapshot_names
+from polylane.graph.quiet_tracing import quiet
 from polylane.recipe import Mean
 
 # Filled in by torch's own config machinery, which no type checker sees.
@@ -44,22 +50,27 @@ Loss = Callable[[nn.Module, Any], Any]
 class ModelWithLoss(nn.Module):
     """Model and loss as one module over flat leaves, so that any structure of batch and output can be captured."""
 
-    def __init__(self, model: nn.Module, loss: Loss, rebuild: Rebuild) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, rebuild: Rebuild, draws: StepDraws | None = None) -> None:
         super().__init__()
         self.model = model
         if isinstance(loss, nn.Module):
             self.loss = loss  # its buffers (class weights, say) are captured too
         self.given_loss = loss
-        self._rebuild = rebuild
-        self.tracing = CaptureRun()
+        self.rebuild = rebuild
+        self.tracing = CaptureRun(draws=draws)
         self.mean = True
+        self.carried: dict[int, Any] = {}  # leaves that are no tensors and are not read: no inputs of an export
 
     def forward(self, *leaves: Any) -> tuple[Tensor, ...]:
         self.tracing.samples = sample_count(leaves)
         self.tracing.calls.clear()
         _share_sample_count(leaves, self.tracing.sampled)
-        with compiler_off(), self._exporting() if torch.compiler.is_exporting() else nullcontext():
-            result = self.given_loss(self.model, self._rebuild(leaves))
+        exporting = torch.compiler.is_exporting()
+        given = [self.carried.get(i, leaf) for i, leaf in enumerate(leaves)] if exporting else leaves
+        absent = any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves)
+        eagerly = AbsentValues() if absent else self.tracing.drawn_alike()
+        with compiler_off(), self._exporting(leaves) if exporting else eagerly:
+            result = self.given_loss(self.model, self.rebuild(given))
         self.mean = not isinstance(result, Mean)
         if isinstance(result, Mean):
             total, count = result.total, result.count
@@ -77,11 +88,17 @@ class ModelWithLoss(nn.Module):
         return (result,)
 
     @contextmanager
-    def _exporting(self) -> Iterator[None]:
+    def _exporting(self, leaves: Sequence[Any]) -> Iterator[None]:
         """Context manager: what export leaves undone, while it has its own tensors in place of the parameters."""
         present = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         stand_ins = {id(self.tracing.tensors[name]): tensor for name, tensor in present.items()}
-        with references_replaced(self, stand_ins), KnownValues():
+        numbers = AskedNumbers()
+        with (
+            references_replaced(self, stand_ins),
+            numbers.branches_checked(),
+            KnownValues(self.tracing.tape, leaves, numbers),
+            reassignments_written(self),
+        ):
             yield
 
     @property
@@ -141,25 +158,25 @@ class NotCaptured(Exception):
         path: path of the innermost module whose forward was running; None when none was.
         line: "file:line" of the user's code, or "".
         reason: the cause, as one sentence.
+        data_decides: whether export stopped at a question about numbers that it does not have.
     """
 
-    def __init__(self, path: str | None, line: str, reason: str) -> None:
+    def __init__(self, path: str | None, line: str, reason: str, data_decides: bool = False) -> None:
         super().__init__(path, line, reason)
-        self.path, self.line, self.reason = path, line, reason
+        self.path, self.line, self.reason, self.data_decides = path, line, reason, data_decides
 
     @classmethod
     def of(cls, whole: ModelWithLoss, error: BaseException) -> NotCaptured:
         """Return where ``error`` arose: the innermost module, and the user's innermost line, in its traceback."""
         paths = {id(module): path for path, module in whole.model.named_modules()}
-        path, line = None, ""
+        path, lines = None, list[tuple[str, int]]()
         for frame, number in traceback.walk_tb(error.__traceback__):
             first = frame.f_code.co_varnames[:1]  # the first argument, "self" or any other name
             module = frame.f_locals.get(first[0]) if first else None
             if frame.f_code.co_name == "forward" and id(module) in paths:
                 path = paths[id(module)]
-            if is_users(frame.f_code.co_filename):
-                line = f"{frame.f_code.co_filename}:{number}"
-        return cls(path, line, reason_of(error))
+            lines.append((frame.f_code.co_filename, number))
+        return cls(path, innermost_line(lines), reason_of(error), _asks_for_data(error))
 
 
 def export(
@@ -188,17 +205,21 @@ def export(
         with (
             _SYMBOLIC.patch(backed_size_oblivious=True),
             functions_kept(),
+            gradient_calls_kept(),
+            exports_repaired(),
+            packed_sequences_padded(),
+            sizes_answered(whole.tracing.tape),
             _caches_off(whole.model),
             _lines_kept(),
             patch.object(builtins, "len", _open_length),
             checkpoints_inlined(),
             _distributions_unchecked(),
-            _quiet(),
+            quiet(),
             torch.enable_grad(),
         ):
             return torch.export.export(
                 whole,
-                tuple(leaves),
+                tuple(None if i in whole.carried else leaf for i, leaf in enumerate(leaves)),
                 dynamic_shapes={"leaves": dynamic},
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
@@ -236,30 +257,9 @@ def _lines_kept() -> Iterator[None]:
     proxies: Any = torch.fx.proxy
     with (
         patch.object(proxies.TracerBase, "_filter_traceback_frames", lambda _, stack: stack),
-        patch.object(proxies, "CapturedTraceback", _UsersFrames),
+        patch.object(proxies, "CapturedTraceback", UsersFrames(__file__)),
     ):
         yield
-
-
-class _UsersFrames:
-    """The user's part of the stack, in place of torch's record of all of it, which takes longer than an operator."""
-
-    @staticmethod
-    def extract() -> type[_UsersFrames]:
-        return _UsersFrames
-
-    @staticmethod
-    def summary() -> traceback.StackSummary:
-        frame: FrameType | None = sys._getframe(1)
-        frames = list[traceback.FrameSummary]()
-        # Frames above this file belong to polylane's caller, not to the loss.
-        while frame is not None and (file := frame.f_code.co_filename) != __file__:
-            if is_users(file):
-                frames.append(traceback.FrameSummary(file, frame.f_lineno, frame.f_code.co_name, lookup_line=False))
-            elif place := name_checkpoint(frame):
-                frames.append(traceback.FrameSummary(place, 1, "checkpoint", lookup_line=False))
-            frame = frame.f_back
-        return traceback.StackSummary.from_list(frames[::-1])
 
 
 _LENGTH = len
@@ -270,39 +270,27 @@ def _open_length(of: Any) -> Any:
     return of.shape[0] if isinstance(of, FakeTensor) and of.dim() else _LENGTH(of)
 
 
-_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch.fx")
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Context manager: silence export's prints and logs of its unfinished graph; failing is a normal event here."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
-    with redirect_stderr(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+def _asks_for_data(error: BaseException) -> bool:
+    """Return whether export failed because a branch or a size goes by the numbers of a tensor."""
+    return type(error).__name__ in ("GuardOnDataDependentSymNode", "UserError") and "data-dependent" in read_text(error)
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why something failed, on one line."""
-    name = type(error).__name__
-    if "fake tensor in the exported program constant's list" in str(error):
+    """Return why something failed, on one line; what export says is put in words for the user."""
+    if isinstance(error, NoGradientCall):
+        return str(error)
+    if "fake tensor in the exported program constant's list" in read_text(error):
         return "export cannot follow a tensor that is made inside (by .data or torch.func, say)"
-    if name in ("GuardOnDataDependentSymNode", "UserError") and "data-dependent" in str(error):
+    if _asks_for_data(error):
         return "which way it goes, or how much it computes, depends on the data"
-    text = str(error).strip().splitlines() or [""]
+    name = type(error).__name__
+    text = read_text(error).strip().splitlines() or [""]
     return f"{name}: {text[0]}" if text[0] else name
 
 
 def why_data_needed(error: BaseException) -> str:
     """Return what about the data an operator wanted to know that ran on the meta device, where there is none; or ""."""
-    text = str(error).partition("\n")[0].lower()
+    text = read_text(error).partition("\n")[0].lower()
     if not isinstance(error, NotImplementedError | RuntimeError | TypeError) or "meta" not in text:
         return ""
     by_size = ("nonzero", "masked_select", "unique", "bincount", "repeat_interleave", "histc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import Any
 
@@ -85,6 +86,22 @@ def functionalize(node: fx.Node) -> list[fx.Node] | None:
     before.append(_insert_before(node, twin, args, cast_value(wanted, given.dtype), node.kwargs))
     node.target, node.args, node.kwargs = torch.ops.aten.to.dtype, (before[-1], wanted.dtype), {}
     return before
+
+
+def relax_views(graph: fx.Graph, shared: Collection[fx.Node]) -> None:
+    """Let every view copy where it must: which strides a value has is another matter on ranks that split operators.
+
+    A convolution may give its channels last, so that ``x.permute(0, 2, 3, 1).contiguous()`` does nothing under export,
+    and the view after it holds only there. The operators keep their names.
+
+    Args:
+        graph: captured code, changed in place.
+        shared: nodes that share memory which some node writes: these stay views.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.view.default and node not in shared:
+            node.meta.setdefault("op", str(node.target))
+            node.target = torch.ops.aten.reshape.default
 
 
 def find_operator(name: str) -> Any:

@@ -10,7 +10,8 @@ from torch import Tensor, fx
 
 from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.functionalize import functional_name
-from polylane.graph.capture.python_operators import call_of_site
+from polylane.graph.capture.python.packed_sequences import RecurrentSite
+from polylane.graph.capture.python_operators import SITES, call_of_site
 
 _ASSERTIONS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range", "aten._assert_async")
 
@@ -159,16 +160,27 @@ def drop_assertions(graph: fx.Graph) -> None:
 def inline_sites(graph: fx.Graph, part: fx.Node) -> None:
     """Replace placeholder operators by the callables that they stand for."""
     for node in graph.nodes:
-        if node.op == "call_function" and str(node.target) == "polylane.opaque.default":
+        if node.op == "call_function" and str(node.target) in SITES:
             number, tensors = node.args
-            node.target, node.args = call_of_site(number), (part, tensors)
+            site = call_of_site(number)
+            if isinstance(site, RecurrentSite):
+                site.write_operator(node, part, tensors)
+            else:
+                node.target, node.args = site, (part, tensors)
+            if node.meta.get("val") is None:  # a check, which gives nothing
+                node.meta["val"] = []
 
 
 def drop_dead_nodes(graph: fx.Graph) -> None:
     """Erase nodes that nothing reads and that write nothing that lasts."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users and not written_arguments(node) and op_name(node) != "leaf":
+        if node.op == "call_function" and not node.users and not _lasts(node):
             graph.erase_node(node)
+
+
+def _lasts(node: fx.Node) -> bool:
+    """Return whether a node does something that does not need a reader: it writes, or may raise."""
+    return bool(written_arguments(node)) or op_name(node) in ("leaf", "check")
 
 
 def merge_tied(graph: fx.Graph, tied: dict[str, str]) -> None:

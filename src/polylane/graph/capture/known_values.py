@@ -2,13 +2,16 @@
 
 Export knows no tensor's numbers, so that ``if mask.all()`` cannot be followed, not even where the mask was written
 down by the user's code: a causal mask, the columns of a table that are categories. Such tensors are computed as they
-are made, beside what export records of them, and questions about them are answered.
+are made, beside what export records of them, and questions about them are answered. So are tensors that follow from
+the batch, where a tape (:mod:`polylane.graph.capture.questions.tape`) takes down what was asked of them.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -18,40 +21,119 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
+from polylane.graph.capture.python.asked_numbers import AskedNumbers
+from polylane.graph.capture.python.drawn_functions import tensor_of_drawn
+from polylane.graph.capture.python.export_repairs import without_absent_generator
+from polylane.graph.capture.python.raising_branches import TRUTHS, answer_raising, is_compared_to_raise
+from polylane.graph.capture.questions.asked_draws import is_asked_draw
+from polylane.graph.capture.questions.tape import BatchTape
+
 # What Python asks of a tensor's numbers.
 _CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "__contains__")
 _QUESTIONS = frozenset((*_CONVERSIONS, "item", "tolist", "is_nonzero", "equal", "allclose"))
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _MOST_ELEMENTS = 1 << 22  # larger tensors are not computed
 
 
 class KnownValues(TorchFunctionMode):
-    """Mode under which questions about tensors that follow from constants alone are answered during export."""
+    """Mode under which questions about tensors that follow from constants alone are answered during export.
 
-    def __init__(self) -> None:
+    Args:
+        tape: takes down questions about tensors that follow from the batch; None: these are not answered.
+        leaves: flat leaves of the batch under export.
+        numbers: is told which tensors the numbers are taken out of that stay symbols; None: nobody is.
+    """
+
+    def __init__(
+        self, tape: BatchTape | None = None, leaves: Sequence[Any] = (), numbers: AskedNumbers | None = None
+    ) -> None:
         super().__init__()
-        self._values: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        self._tape, self._numbers = tape, numbers
+        given = [] if tape is None else tape.start(leaves)
+        self._values = {id(each): (weakref.ref(each), value) for each, value in given}
         self._written: dict[int, Tensor] = {}  # constants that the code writes: unknown from then on
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs, name = without_absent_generator(kwargs or {}), getattr(func, "__name__", "")
+        drawn = tensor_of_drawn(func, args, kwargs)
+        if drawn is not None:
+            return drawn
         known = self._known_arguments(args, kwargs)
-        if name in _QUESTIONS and known is not None:
-            return _compute(func, *known)
+        if name in _QUESTIONS:
+            answer = self._answer(func, known, args, kwargs, sys._getframe(1))
+            if answer is not None:
+                return answer
         result = func(*args, **kwargs)
+        if self._tape is not None and is_asked_draw(func, result):
+            self._values[id(result)] = weakref.ref(result), self._tape.draw(name, result)
+            return result
+        if name == "item" and self._numbers is not None:
+            self._numbers.learn(result, args[0])
         written = _written_arguments(name, args, kwargs)
-        if written and (known is None or any(not isinstance(each, FakeTensor) for each in written)):
+        if written and (known is None or not self._may_write(written)):
             self._forget(written)
         elif known is not None and name not in _QUESTIONS and (written or _has_tensors(result)):
-            self._keep(result, func, known)
+            self._keep(
+                result, func, known, self._encoded(args, kwargs), [v for v in map(self._find, written) if v is not None]
+            )
         return result
+
+    def _answer(self, func: Any, known: tuple[Any, Any] | None, args: Any, kwargs: Any, frame: FrameType) -> Any:
+        """Answer what Python asks of tensors; None if export is to tell that it does not know.
+
+        Args:
+            func: torch's function or method that asks, such as ``Tensor.item``.
+            known: its arguments with tensors as they are known, or None.
+            args, kwargs: its arguments, tensors of the export.
+            frame: of the function that asks.
+        """
+        answer, name = None if known is None else _compute(func, *known), getattr(func, "__name__", "")
+        asked = self._encoded(args, kwargs)
+        of_batch = known is not None and self._tape is not None and self._tape.depends_on_batch(asked)
+        if known is not None and not of_batch:
+            return answer
+        # A check of what only raises needs no question to the whole batch ahead of its step.
+        going_on = answer_raising(name, args, kwargs, frame) if name in TRUTHS else None
+        if going_on is None and name == "item" and self._numbers is not None and is_compared_to_raise(frame):
+            return None
+        if going_on is None and of_batch and self._tape is not None and self._tape.answer(func, asked, answer):
+            return answer
+        return going_on
 
     def _known_arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments with tensors as they are known; None if one is not, or a size is left open."""
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)):
+            if isinstance(leaf, torch.Generator) or (isinstance(leaf, _SIZES) and self._number_of(leaf) is None):
                 return None
             if isinstance(leaf, Tensor) and self._find(leaf) is None:
                 return None
+
+        def known(leaf: Any) -> Any:
+            return self._find(leaf) if isinstance(leaf, Tensor) else self._number_of(leaf)
+
+        found: tuple[Any, Any] = tree_map(lambda v: known(v) if isinstance(v, (Tensor, *_SIZES)) else v, (args, kwargs))
+        return found
+
+    def _may_write(self, written: Sequence[Tensor]) -> bool:
+        """Return whether tensors stay known when something known is written into them."""
+        if any(not isinstance(each, FakeTensor) for each in written):
+            return False
+        if self._tape is None:
+            return True
+        # What was a constant follows from the batch, perhaps, from now on; others that share its memory would not.
+        constants = [own for each in written if (own := self._find(each)) is not None and not self._tape.knows(own)]
+        shared = [own.untyped_storage()._cdata for _, own in self._values.values()]
+        if any(shared.count(own.untyped_storage()._cdata) > 1 for own in constants):
+            return False
+        for own in constants:
+            self._tape.adopt(own)
+        return True
+
+    def _number_of(self, size: Any) -> Any:
+        return None if self._tape is None else self._tape.number_of(size)
+
+    def _encoded(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments with tensors as they are known, and sizes as they are."""
         found: tuple[Any, Any] = tree_map(lambda v: self._find(v) if isinstance(v, Tensor) else v, (args, kwargs))
         return found
 
@@ -63,23 +145,28 @@ class KnownValues(TorchFunctionMode):
         found = self._values.get(id(tensor))
         return found[1] if found is not None and found[0]() is tensor else None
 
-    def _keep(self, result: Any, func: Any, known: tuple[Any, Any]) -> None:
-        if sum(each.numel() for each in _tensors(result)) > _MOST_ELEMENTS:
+    def _keep(self, result: Any, func: Any, known: tuple[Any, Any], encoded: Any, written: Sequence[Tensor]) -> None:
+        if self._tape is None and sum(each.numel() for each in _tensors(result)) > _MOST_ELEMENTS:
             return
         try:
             value = _compute(func, *known)
         except Exception:  # drawn at random, or another limit: unknown
             return
-        for each, of in zip(_tensors(result), _tensors(value), strict=False):
-            if isinstance(each, FakeTensor) and tuple(each.shape) == tuple(of.shape):
+        pairs = list(zip(_tensors(result), _tensors(value), strict=False))
+        if self._tape is not None:
+            if not all(isinstance(each, FakeTensor) and self._tape.has_size(each, of) for each, of in pairs):
+                return
+            self._tape.record(func, encoded, pairs, written)
+        for each, of in pairs:
+            if isinstance(each, FakeTensor) and (self._tape is not None or tuple(each.shape) == tuple(of.shape)):
                 self._values[id(each)] = weakref.ref(each), of
 
     def _forget(self, tensors: Sequence[Tensor]) -> None:
         """Forget tensors, and all that share memory with them."""
         self._written |= {id(each): each for each in tensors if not isinstance(each, FakeTensor)}
-        lost = {of.untyped_storage().data_ptr() for each in tensors if (of := self._find(each)) is not None}
+        lost = {of.untyped_storage()._cdata for each in tensors if (of := self._find(each)) is not None}
         kept = self._values.items()
-        self._values = {key: of for key, of in kept if of[1].untyped_storage().data_ptr() not in lost}
+        self._values = {key: of for key, of in kept if of[1].untyped_storage()._cdata not in lost}
 
 
 class _Drawn(Exception):

@@ -7,10 +7,9 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
@@ -18,9 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, flatten, sample_count
+from polylane.graph.capture.python.replaced_parameters import parameters_replaced
 from polylane.graph.capture.python_operators import emit_call, with_tensors
+from polylane.graph.capture.questions.asked_draws import StepDraws, draws_replayed
+from polylane.graph.capture.questions.readings import Reading
+from polylane.graph.capture.questions.tape import BatchTape
 from polylane.graph.capture.stray_tensors import references_replaced
 from polylane.graph.module_copies import copy_module
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm_arguments
@@ -38,6 +40,10 @@ class LeafOutput:
     per_sample: tuple[int, ...]  # growth of each dimension per sample; 0 = fixed
     dtype: torch.dtype
 
+    def shape_for(self, samples: Any) -> list[Any]:
+        """Return the shape for a number of samples, which may be symbolic."""
+        return [grow * samples if grow else size for size, grow in zip(self.shape, self.per_sample, strict=True)]
+
 
 @dataclass
 class CaptureRun:
@@ -48,12 +54,36 @@ class CaptureRun:
         sampled: positions of the batch's leaves that have it as their first size.
         tensors: the model's own parameters and buffers, by name.
         calls: calls of each leaf so far.
+        tape: takes down what the loss asks of the batch, where such questions are answered; None: they are not.
+        draws: numbers of the step for which the loss is exported; None: for no one.
     """
 
     samples: Any = None
     sampled: Sequence[int] = ()
     tensors: dict[str, Tensor] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
+    tape: BatchTape | None = None
+    draws: StepDraws | None = None
+
+    @property
+    def readings(self) -> tuple[Reading, ...]:
+        """The questions that were asked of the batch in the last export, with its answers."""
+        return () if self.tape is None else tuple(self.tape.readings)
+
+    def drawn_alike(self) -> AbstractContextManager[None]:
+        """Return a context manager: the loss, run eagerly, draws the single numbers that its export is told."""
+        return nullcontext() if self.tape is None else draws_replayed(self.draws)
+
+    def answer_questions(self, leaves: Sequence[Any]) -> bool:
+        """Let questions about the batch be answered from now on; False if they were already, or have no answers.
+
+        Args:
+            leaves: flat leaves of the batch that is exported; on the meta device they have no data to answer from.
+        """
+        if self.tape is not None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
+            return False
+        self.tape = BatchTape(leaves, self.draws)
+        return True
 
 
 @dataclass(eq=False)
@@ -103,13 +133,20 @@ class LeafCall:
     __module__ = "polylane"
     samples: Any = None  # the symbolic batch size, while capturing
 
+    @property
+    def is_batch_norm(self) -> bool:
+        """Whether the module is torch's own batch normalization, whose samples share nothing but statistics.
+
+        With ``momentum=None`` export cannot trace it: how far its running statistics move depends on a counter's value.
+        """
+        module = self.module
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+        plain = "forward" not in module.__dict__ and not any(hooks) and not self.effects
+        return plain and type(module).forward is nn.modules.batchnorm._BatchNorm.forward
+
     def fake(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         like = tensors[0] if tensors else torch.empty(0)
-        shapes = [
-            [grow * self.samples if grow else size for size, grow in zip(out.shape, out.per_sample, strict=True)]
-            for out in self.outputs
-        ]
-        return [like.new_empty(shape, dtype=out.dtype) for shape, out in zip(shapes, self.outputs, strict=True)]
+        return [like.new_empty(out.shape_for(self.samples), dtype=out.dtype) for out in self.outputs]
 
     def copy_call(self) -> LeafCall:
         """Return the same call of a copy of the module: one module cannot run on two sets of tensors at once."""
@@ -143,7 +180,7 @@ class LeafCall:
         else:
             stand_ins = {id(current[name]): tensor for name, tensor in own.items()}
             named = _every_name(self.module, stand_ins)
-            with references_replaced(self.module, stand_ins), _parameters_replaced(self.path):
+            with references_replaced(self.module, stand_ins), parameters_replaced(self.path):
                 result = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
         for name in self.buffers:
             if named[name] is not own[name]:  # self.buffer = new: the old buffer takes the value
@@ -165,35 +202,6 @@ def _every_name(module: nn.Module, stand_ins: Mapping[int, Tensor]) -> dict[str,
         for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
         if tensor is not None and id(tensor) in stand_ins
     }
-
-
-@contextmanager
-def _parameters_replaced(path: str) -> Iterator[None]:
-    """Context manager: refuse what does not work while a module has tensors of the plan in the place of its parameters.
-
-    Raises:
-        PolylaneError: inside, torch.utils.checkpoint is called with use_reentrant=True, whose recomputation would send
-            gradients to the module's own parameters; or a parameter is copied by copy.deepcopy.
-    """
-
-    class Refused:
-        @staticmethod
-        def apply(*_: Any) -> Any:
-            raise PolylaneError(
-                f"{path or 'the model'} calls torch.utils.checkpoint with use_reentrant=True, in what runs as your own "
-                "Python, where gradients would go past the plan: take use_reentrant=False"
-            )
-
-    try:
-        with patch.object(torch.utils.checkpoint, "CheckpointFunction", Refused):
-            yield
-    except RuntimeError as error:
-        if "support the deepcopy protocol" not in str(error):
-            raise
-        raise PolylaneError(
-            f"{path or 'the model'} copies its parameters with copy.deepcopy inside of its forward, in what runs as "
-            "your own Python, where others are in their place: copy what it needs before, in __init__"
-        ) from error
 
 
 @contextmanager
@@ -269,7 +277,12 @@ def _calls_replaced(modules: dict[str, nn.Module], build: Callable[[str, nn.Modu
             module.__dict__.pop("_call_impl", None)
 
 
-def _infer_output(one: Tensor, two: Tensor, samples: Sequence[int], path: str) -> LeafOutput:
+def infer_output(one: Tensor, two: Tensor, samples: Sequence[int], path: str) -> LeafOutput:
+    """Return the form of an output of the user's own Python, from its values at two numbers of samples.
+
+    Raises:
+        ValueError: a size changes otherwise than in proportion to the samples; it names ``path``.
+    """
     # A size that grows proportionally with the samples follows them; any other change depends on data.
     growth = []
     for a, b in zip(one.shape, two.shape, strict=True):
@@ -301,7 +314,7 @@ def leaves_kept(
             tracing.calls[path] += 1
             first, second = (calls[path][k] for _, calls in observed)
             output_at = [i for i, value in enumerate(first.result) if isinstance(value, Tensor)]
-            shapes = [_infer_output(first.result[i], second.result[i], samples, path) for i in output_at]
+            shapes = [infer_output(first.result[i], second.result[i], samples, path) for i in output_at]
             call, tensors = _leaf_call(module, path, (args, kwargs), shapes, output_at, first, samples[0])
             call.samples = tracing.samples
             outputs = emit_call(call, tensors)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from polylane.graph.capture.attempt import CaptureAttempt, DryRun, attempt_capture, describe_leaves, run_self_check
+from polylane.graph.capture.attempt import CaptureAttempt, attempt_capture, describe_leaves, run_self_check
 from polylane.graph.capture.export import ModelWithLoss, NotCaptured, format_line
 from polylane.graph.capture.open_dimensions import NotOpened, Opening, close_sizes
+from polylane.graph.capture.python.dry_run import DryRun
+from polylane.graph.capture.questions.readings import are_answered
 
 
 def capture_opened(
@@ -22,12 +24,15 @@ def capture_opened(
     if abstract or dry.effects.found:
         raise NotOpened("a part of it must be kept whole")
     try:
-        draft = attempt_capture(whole, leaves, (), opening.dims)
+        draft = _attempt_twice(whole, leaves, opening)
     except NotCaptured as fault:
         raise NotOpened(f"{fault.reason}{format_line(fault.line)}") from fault
     assert draft.opened is not None
     others = [
-        each for each in opening.others if draft.opened.sizes.find(each) not in (None, draft.opened.sizes.nominal)
+        each
+        for each in opening.others
+        if draft.opened.sizes.find(each) not in (None, draft.opened.sizes.nominal)
+        and are_answered(draft.readings, each)
     ]
     if not others:  # nothing that has come shows whether the code holds at another size
         raise NotOpened("what it computes depends on these sizes", is_final=False)
@@ -36,3 +41,13 @@ def capture_opened(
         raise NotOpened(f"{difference.what} came out different at other sizes")
     close_sizes(draft.graph, draft.opened.nominal)
     return replace(draft, notes=describe_leaves(whole, {}))
+
+
+def _attempt_twice(whole: ModelWithLoss, leaves: Sequence[Any], opening: Opening) -> CaptureAttempt:
+    """Export without answers to what the loss asks of the batch, or, where it needs some, with these."""
+    try:
+        return attempt_capture(whole, leaves, (), opening.dims)
+    except NotCaptured as fault:
+        if not (fault.data_decides and whole.tracing.answer_questions(leaves)):
+            raise
+    return attempt_capture(whole, leaves, (), opening.dims)

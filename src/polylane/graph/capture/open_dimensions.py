@@ -69,7 +69,7 @@ def find_open_sizes(program: torch.export.ExportedProgram, graph: fx.Graph, leav
     """Return what an export left open, with everything that it assumed.
 
     Args:
-        program: what torch.export returned.
+        program: the exported program, as torch.export returned it.
         graph: its flat code, whose placeholders have roles.
         leaves: flat leaves of the batch that was exported.
 

@@ -21,12 +21,27 @@ from polylane.graph.python_state.compiler import compiler_off
 _SITES: dict[int, Any] = {}
 _LIBRARY = torch.library.Library("polylane", "DEF")
 _LIBRARY.define("opaque(int site, Tensor[] tensors) -> Tensor[]")
+_LIBRARY.define("check(int site, Tensor[] tensors) -> ()")
+torch.fx.node.has_side_effect(torch.ops.polylane.check.default)
+SITES = frozenset(("polylane.opaque.default", "polylane.check.default"))
 
 
 @torch.library.register_fake("polylane::opaque", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _fake(site: int, tensors: list[Tensor]) -> list[Tensor]:
     outputs: list[Tensor] = _SITES[site].fake(tensors)
     return outputs
+
+
+@torch.library.register_fake("polylane::check", lib=_LIBRARY)  # type: ignore[untyped-decorator]
+def _fake_check(site: int, tensors: list[Tensor]) -> None:
+    return None
+
+
+def emit_check(site: Any, tensors: list[Tensor]) -> None:
+    """Write a call of ``site`` into the graph that is being exported which gives nothing, and may raise."""
+    number = len(_SITES)
+    _SITES[number] = site
+    torch.ops.polylane.check(number, [each.detach() if each.requires_grad else each for each in tensors])
 
 
 def emit_call(site: Any, tensors: list[Tensor]) -> list[Tensor]:

@@ -20,6 +20,7 @@ from polylane.graph.batch import (
     take_first_samples,
 )
 from polylane.graph.capture.export import ModelWithLoss, model_restored
+from polylane.graph.capture.questions.readings import Reading, are_answered
 from polylane.graph.open_sizes import OpenSizes
 from polylane.graph.precision import Promoted, cast_module
 from polylane.graph.sample_slice import SampleSlice
@@ -86,6 +87,7 @@ def first_difference(
     sizes: Collection[int] = (),
     opened: OpenSizes | None = None,
     others: Sequence[Sequence[Any]] = (),
+    readings: Sequence[Reading] = (),
 ) -> Difference | None:
     """Compare two consecutive steps of the model and of its captured code; return the first difference.
 
@@ -100,16 +102,21 @@ def first_difference(
         sizes: further numbers of samples to try; those for which the model itself fails are skipped.
         opened: the other sizes that the code leaves open; None: it leaves none.
         others: flat leaves of batches of other open sizes to try.
+        readings: questions to a batch; the code is checked on batches alone that answer as this one does.
 
     Returns:
         The first difference, or None if there is none.
     """
     first = take_first_samples(leaves, FEW)
-    if sample_count(first) < sample_count(leaves) and not runs_without_gradients(whole, first):
+    few = sample_count(first) < sample_count(leaves)
+    if few and not (are_answered(readings, first) and runs_without_gradients(whole, first)):
         first = list(leaves)
     # Two batches in a row: state that the first step leaves (buffers, flags) must act on the second.
     runs = [[first, other_batch(first)], *([resize_batch(leaves, size)] for size in sizes)]
     runs += [[list(each), other_batch(each)] for each in others]
+    if readings:  # the same batch twice, where another one answers otherwise
+        held = [[each for each in batches if are_answered(readings, each)] for batches in runs]
+        runs = [[*same, *same[: len(of) - len(same)]] for same, of in zip(held, runs, strict=True) if same]
     captured = _CapturedCode(whole, fx.GraphModule(nn.Module(), graph), graph, constants, opened)
     differences = (_find_difference(captured, batches, _equal_bits) for batches in runs)
     found = next((difference for difference in differences if difference is not None), None)

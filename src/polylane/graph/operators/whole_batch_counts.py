@@ -25,6 +25,7 @@ class CombineParts(StrEnum):
     MEAN = "mean"  # weighted by the slices' samples
     MAX = "max"
     MIN = "min"
+    SAME = "same"  # equal for all slices, as they are before the step's first pass
 
 
 class WholeBatchStatistic:

@@ -1,11 +1,12 @@
 """Captured settings: values that a graph took for constant although the user may change them between steps.
 
-Attributes of modules that are plain values (a temperature, dropout's p), tensors that are no buffers, training flags of
-submodules, whether parameters require a gradient, plain globals and closure variables that the loss reads, and the
-environment. They are compared before every step with their values at capture; if one differs, another graph is needed.
+Attributes of modules that are plain values (a temperature, dropout's p), tensors that are no buffers, numpy arrays,
+lists and other objects, training flags of submodules, whether parameters require a gradient, globals and closure
+variables that the loss reads, and the environment. They are compared before every step with their values at capture; if
+one differs, another graph is needed.
 
 Only names that occur in the functions which ran are watched: a number that a training loop keeps on the model for
-    itself does not concern the graph. Neither do attributes of leaves, which run the user's Python anyway.
+itself does not concern the graph. Neither do attributes of leaves, which run the user's Python anyway.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import operator
 import os
 import types
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,7 @@ from polylane.graph.graph import is_inside
 from polylane.graph.python_state.own_objects import (
     MISSING,
     PLAIN,
+    is_array,
     is_of_project_class,
     is_project_file,
     names_in_code,
@@ -33,6 +36,8 @@ from polylane.graph.python_state.state import TORCHS, PythonName, find_python_na
 
 _DEPTH = 3  # nesting of objects and containers that is followed
 _MANY = 4_000  # limit on the number of watched objects
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_TABLES = frozenset(nn.Module().__dict__)  # of hooks and the like, which are never replaced
 # With these a function may read any attribute by a computed name: then all names are watched.
 _DYNAMIC = frozenset(("getattr", "__dict__", "vars", "__getattr__", "__getattribute__"))
 
@@ -50,12 +55,12 @@ class _WatchedNames:
 
 @dataclass(frozen=True)
 class _WatchedTensor:
-    """A tensor that is no buffer: watched for replacement, and for writes by its version counter."""
+    """A tensor that is no buffer: watched for replacement, and for writes by its version counter where it has one."""
 
     owner: Any
     name: str
     tensor: Tensor
-    version: int
+    version: int | None
     label: str
 
 
@@ -88,7 +93,11 @@ class CapturedSettings:
         ]
         self._parameters = [own[key] for own, key, _ in self._slots]
         self._modes, self._gradients = self._modes_now(), self._gradients_now()
-        self._look = _WatchList(effects, leaves)
+        # The graph reads them at every step, wherever else the user keeps them: an LSTM has its weights in a list.
+        read = {
+            id(tensor) for _, module in every for tensor in (*module._parameters.values(), *module._buffers.values())
+        }
+        self._look = _WatchList(effects, leaves, read)
         for path, module in every:
             self._look.module(path, module)
         functions = [loss for loss in losses if not isinstance(loss, nn.Module)]
@@ -146,9 +155,15 @@ def _describe_replaced(path: str, module: nn.Module, before: Sequence[Any]) -> s
 
 
 class _WatchList:
-    """Collects the watched names, and compares them."""
+    """Collects the watched names, and compares them.
 
-    def __init__(self, effects: SideEffects, leaves: Collection[str]) -> None:
+    Args:
+        effects: what the capture's run was seen to read and write.
+        leaves: paths of modules that read their own attributes on every run; "": all modules.
+        inputs: identities of the tensors that the graph reads at every step, whose values are no setting.
+    """
+
+    def __init__(self, effects: SideEffects, leaves: Collection[str], inputs: Collection[int]) -> None:
         said: set[str] = set()
         own: set[str] = set()
         for code in effects.functions_run:
@@ -157,11 +172,12 @@ class _WatchList:
         # None: any name counts; otherwise only names that occur in functions that ran.
         self._said = None if own & _DYNAMIC else said
         self._touched = {place.key for place in effects.written_names}
-        self._leaves = leaves
+        self._leaves, self._inputs = leaves, inputs
         self._rows: list[_WatchedNames] = []
         self._kept: list[_WatchedTensor] = []
         self._sizes: list[tuple[Any, int, Callable[[str], str], Any, frozenset[Any]]] = []
-        self._lists: list[tuple[Any, list[Any], str]] = []
+        self._objects: list[tuple[Any, str, Any, str]] = []
+        self._contents: list[tuple[Any, Any, str]] = []
         self._cells: list[tuple[PythonName, Any]] = []
         self._environment = {key: os.environ.get(key) for key in effects.environment_keys}
         self._seen: set[int] = set()
@@ -183,9 +199,8 @@ class _WatchList:
         value = place.get()
         # A cell has no dict: its content is compared by itself.
         if isinstance(place.owner, types.CellType):
-            if type(value) in PLAIN:
-                self._cells.append((place, value))
-            else:
+            self._cells.append((place, value))
+            if type(value) not in PLAIN:
                 self._value(value, place.label, 1)
         elif place.kind == "default":
             self._value(value, place.label, 1)
@@ -215,8 +230,11 @@ class _WatchList:
         for name in names:
             value = own[name]
             if isinstance(value, Tensor):
-                self._kept.append(_WatchedTensor(own, name, value, value._version, label(name)))
+                version = None if id(value) in self._inputs else value._version
+                self._kept.append(_WatchedTensor(own, name, value, version, label(name)))
             elif name not in plain:
+                if name not in _TABLES:
+                    self._objects.append((own, name, value, label(name)))
                 self._value(value, label(name), depth + 1)
 
     def _value(self, value: Any, label: str, depth: int) -> None:
@@ -224,10 +242,12 @@ class _WatchList:
             return
         if isinstance(value, dict):
             self._dict(value, lambda name: f"{label}[{name!r}]", depth, value)
-        elif isinstance(value, list):
-            if len(value) <= _MANY and all(_is_plain(each) for each in value):
-                self._seen.add(id(value))
-                self._lists.append((value, list(value), label))
+        elif is_array(value) or (isinstance(value, _CONTAINERS) and len(value) <= _MANY):
+            self._seen.add(id(value))
+            self._contents.append((value, _fingerprint(value, self._inputs), label))
+            for i, each in enumerate(value if isinstance(value, list | tuple) else ()):
+                if not _is_plain(each):
+                    self._value(each, f"{label}[{i}]", depth + 1)
         elif is_of_project_class(value) and hasattr(value, "__dict__"):
             self._dict(value.__dict__, lambda name: f"{label}.{name}", depth, value)
 
@@ -244,14 +264,18 @@ class _WatchList:
             return row.label(_first_changed(row))
         for kept in self._kept:
             # In-place writes raise a tensor's version counter.
-            if kept.owner.get(kept.name, None) is not kept.tensor or kept.tensor._version != kept.version:
+            written = kept.version is not None and kept.tensor._version != kept.version
+            if written or kept.owner.get(kept.name, None) is not kept.tensor:
                 return kept.label
         for own, size, label, owner, names in self._sizes:
             if len(own) != size and (new := self._new(own, owner, names)):
                 return label(new)
-        for values, before, name in self._lists:
-            if values != before:
-                return name
+        for own, name, value, told in self._objects:
+            if own.get(name) is not value:
+                return told
+        for value, before, told in self._contents:
+            if _fingerprint(value, self._inputs) != before:
+                return told
         for place, value in self._cells:
             if _differs(place.get(), value):
                 return place.label
@@ -264,6 +288,24 @@ class _WatchList:
         """Return a new key of a dict that counts: a watched name, or what has no name, such as a hook."""
         new = [n for n in own if n not in names and (not isinstance(n, str) or self._counts(owner, n))]
         return str(new[0]) if new else None
+
+
+def _fingerprint(value: Any, inputs: Collection[int], depth: int = 0) -> Any:
+    """Return what changes if the content of a container or an array does; an object inside counts by its identity."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return id(value), None if id(value) in inputs else value._version
+    if isinstance(value, (dict, *_CONTAINERS)):
+        if depth > _DEPTH:
+            return id(value)
+        if isinstance(value, set | frozenset):
+            return set(value)
+        inner = value.items() if isinstance(value, dict) else value
+        return [_fingerprint(each, inputs, depth + 1) for each in inner]
+    if is_array(value):
+        return value.shape, value.tobytes() if not value.dtype.hasobject else repr(value)
+    return id(value)
 
 
 def _is_plain(value: Any) -> bool:

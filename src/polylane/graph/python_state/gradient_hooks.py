@@ -9,9 +9,10 @@ here it would be once on every replica and for every microbatch, with a part of 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,27 @@ _SEED = "polylane: seed"  # key of the first hook, beside torch's numbers
 Hooks = tuple[dict[Any, Any], dict[Any, Any]]  # the functions of both kinds, by torch's number
 
 
+@dataclass(frozen=True)
+class OwnHook:
+    """A hook of polylane's own on a parameter, which is called in every pass.
+
+    Attributes:
+        function: called as torch calls the hook.
+    """
+
+    function: Callable[[Tensor], None]
+
+    def __call__(self, tensor: Tensor) -> None:
+        self.function(tensor)
+
+
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Return whether the user has registered a hook on a tensor's gradient."""
-    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+    return any(map(_users_hooks, (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)))
+
+
+def _users_hooks(hooks: Mapping[Any, Any] | None) -> dict[Any, Any]:
+    return {key: hook for key, hook in (hooks or {}).items() if not isinstance(hook, OwnHook)}
 
 
 def hooked_names(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
@@ -40,16 +59,16 @@ def copy_hooks(model: nn.Module, copied: nn.Module) -> None:
     """Give the parameters of a deep copy the gradient hooks of the model's own, which copy.deepcopy leaves out."""
     for own, other in zip(model.parameters(), copied.parameters(), strict=True):
         if own is not other and has_gradient_hooks(own):
-            _put_hooks(other, (own._backward_hooks or {}, own._post_accumulate_grad_hooks or {}))
+            _put_hooks(other, (_users_hooks(own._backward_hooks), _users_hooks(own._post_accumulate_grad_hooks)))
 
 
 def _take_hooks(tensor: Tensor) -> Hooks:
     """Empty torch's own dictionaries: autograd goes on calling what is in one that was replaced."""
     taken = dict[Any, Any](), dict[Any, Any]()
     for kind, into in zip(_KINDS, taken, strict=True):
-        if own := getattr(tensor, kind):
-            into.update(own)
-            own.clear()
+        into.update(_users_hooks(getattr(tensor, kind)))
+        for key in into:
+            del getattr(tensor, kind)[key]
     return taken
 
 
@@ -88,7 +107,13 @@ class GradientHooks:
                 _put_hooks(self.parameters[name], hooks)
             self.taken = outer
 
-    def run(self, held: Mapping[str, nn.Parameter], seed: int, step: int) -> None:
+    def run(
+        self,
+        held: Mapping[str, nn.Parameter],
+        seed: int,
+        step: int,
+        earlier: Mapping[str, Tensor | None] | None = None,
+    ) -> None:
         """Run the hooks that are off on the gradients of parameters, which are complete.
 
         Args:
@@ -96,6 +121,7 @@ class GradientHooks:
                 has in their place, in the same shape.
             seed: seed of the training.
             step: number of the step; with the seed it determines what random numbers hooks draw.
+            earlier: gradients of earlier passes by name, to which these are added; default: none.
 
         Raises:
             PolylaneError: a hook raised, or is on a parameter that the plan has cut.
@@ -109,11 +135,17 @@ class GradientHooks:
                     f"a hook on the gradient of {name} was registered after the training was prepared, and the plan "
                     f"cuts {name} into parts: register it before"
                 )
-        gradients = [held[name].grad for name in hooked]
+        gradients, running = [held[name].grad for name in hooked], [hooked[0]]
         for name in hooked:
-            held[name].grad = None
+            held[name].grad = (earlier or {}).get(name)
             before, after = self.taken[name]
-            _put_hooks(held[name], ({_SEED: _make_seeding(f"{seed} {step} {name}"), **before}, after))
+            _put_hooks(
+                held[name],
+                (
+                    {_SEED: _make_seeding(f"{seed} {step} {name}", partial(running.__setitem__, 0, name)), **before},
+                    after,
+                ),
+            )
         try:
             # Autograd calls them itself, in a backward pass that consists of these parameters alone.
             with torch.random.fork_rng(devices=[]):
@@ -123,7 +155,7 @@ class GradientHooks:
         except Exception as error:
             said = " ".join(str(error).split()) or "no message"
             raise PolylaneError(
-                f"a hook on the gradient of {', '.join(hooked)} raised {type(error).__name__}: {said}"
+                f"a hook on the gradient of {running[0]} raised {type(error).__name__}: {said}"
             ) from error
         finally:
             for name in hooked:
@@ -131,11 +163,17 @@ class GradientHooks:
                 self.taken[name][0].pop(_SEED)
 
 
-def _make_seeding(key: str) -> Any:
-    """Return a first hook: random numbers that the others draw depend on the key alone, and not on the worker."""
+def _make_seeding(key: str, begin: Callable[[], None]) -> Any:
+    """Return a first hook: random numbers that the others draw depend on the key alone, and not on the worker.
+
+    Args:
+        key: what the random numbers depend on.
+        begin: called first, so that it is known whose hooks run.
+    """
     number = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
 
     def seed(gradient: Tensor) -> None:
+        begin()
         torch.manual_seed(number)
 
     return seed

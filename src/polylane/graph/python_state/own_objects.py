@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,19 @@ def is_users(file: str) -> bool:
 def is_project_file(file: str) -> bool:
     """Return whether a source file is the user's project, not an installed library."""
     return is_users(file) and not file.startswith(_LIBRARIES)
+
+
+def innermost_line(frames: Iterable[tuple[str, Any]]) -> str:
+    """Return the innermost of the user's lines, "file:line"; of one in a library, also the line that led there.
+
+    Args:
+        frames: file and line of each frame, outermost first.
+    """
+    users = [(file, line) for file, line in frames if is_users(file)]
+    if not users:
+        return ""
+    (file, line), own = users[-1], [f"{file}:{line}" for file, line in users if is_project_file(file)]
+    return f"{file}:{line}, called from {own[-1]}" if own and not is_project_file(file) else f"{file}:{line}"
 
 
 def is_own_or_installed(file: str) -> bool:

@@ -37,12 +37,14 @@ class SideEffect:
         what: description for the user, such as "writes self.calls".
         line: "file:line" of the user's code, or "".
         kind: one of "state", "random", "clock" and "hook" (called in backward passes, which a graph would leave out).
+        function: the function that draws, of those that a namespace has by their name; None where there is none.
     """
 
     path: str
     what: str
     line: str
     kind: str
+    function: types.FunctionType | None = None
 
     @property
     def describe(self) -> str:
@@ -153,6 +155,16 @@ def _caller(frame: types.FrameType) -> types.FrameType:
 
 def line_of_frame(frame: types.FrameType) -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def innermost_function(frame: types.FrameType | None) -> types.FunctionType | None:
+    """Return the innermost function of a namespace that a frame belongs to, within the call of a module."""
+    while frame is not None and frame.f_code is not CALL:
+        found = frame.f_globals.get(frame.f_code.co_name)
+        if isinstance(found, types.FunctionType) and found.__code__ is frame.f_code:
+            return found
+        frame = frame.f_back
+    return None
 
 
 def innermost_module(frame: types.FrameType | None, paths: Mapping[int, str]) -> str:

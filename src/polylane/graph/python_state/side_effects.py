@@ -24,7 +24,15 @@ from torch import nn
 
 from polylane.graph.python_state.own_objects import MISSING, is_users, names_in_code
 from polylane.graph.python_state.random_generators import generator_states, generators_drawn_from, restore_generators
-from polylane.graph.python_state.run_watch import CALL, RunWatch, SideEffect, innermost_module, is_stdlib, line_of_frame
+from polylane.graph.python_state.run_watch import (
+    CALL,
+    RunWatch,
+    SideEffect,
+    innermost_function,
+    innermost_module,
+    is_stdlib,
+    line_of_frame,
+)
 from polylane.graph.python_state.state import PythonName, find_python_names
 from polylane.graph.python_state.state_snapshots import StateDigests
 
@@ -38,12 +46,14 @@ class SideEffects:
         written_names: Python names that were written at least once.
         environment_keys: keys of the environment that were read.
         functions_run: code objects of the functions that ran.
+        written_parameters: names of the parameters that were written in place.
     """
 
     found: tuple[SideEffect, ...] = ()
     written_names: tuple[PythonName, ...] = ()
     environment_keys: tuple[str, ...] = ()
     functions_run: frozenset[types.CodeType] = frozenset()
+    written_parameters: frozenset[str] = frozenset()
 
     def merged_with(self, other: SideEffects) -> SideEffects:
         """Return these effects with the state that another run of the same model kept."""
@@ -161,7 +171,7 @@ def _locate_effects(tracer: _Tracer, changing: Sequence[PythonName], drawn: Sequ
         found.append(SideEffect(path, f"{verb} {label}", writers[0][1] if writers else "", "state"))
     for name in drawn:
         for path, line in tracer.wrote.get((0, name), [("", "")]):
-            found.append(SideEffect(path, f"draws from {name}", line, "random"))
+            found.append(SideEffect(path, f"draws from {name}", line, "random", tracer.functions.get(line)))
     return list(dict.fromkeys(found))
 
 
@@ -174,6 +184,8 @@ class _Tracer:
         self._changing, self._drawn = changing, drawn
         self._last: tuple[str, str] = ("", "")
         self._ran: set[tuple[types.CodeType, str]] = set()
+        self._function: types.FunctionType | None = None
+        self.functions: dict[str, types.FunctionType] = {}
         self.called: set[str] = {""}
         self.wrote: dict[tuple[int, str], list[tuple[str, str]]] = {}
 
@@ -203,6 +215,8 @@ class _Tracer:
             # A change is noticed at the next event: it belongs to the line that ran before.
             if value != self._state[key] and self._last not in self.wrote.setdefault(key, []):
                 self.wrote[key].append(self._last)
+                if self._function is not None:
+                    self.functions[self._last[1]] = self._function
         self._state = state
 
     def _call(self, frame: types.FrameType, event: str, arg: Any) -> Any:
@@ -219,6 +233,7 @@ class _Tracer:
         self._note_changes()
         if event == "line":
             self._last = innermost_module(frame, self._paths), line_of_frame(frame)
+            self._function = innermost_function(frame) if self._drawn else None
         return self._line
 
     def readers(self, place: PythonName) -> set[str]:

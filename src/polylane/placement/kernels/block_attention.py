@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polylane.graph.traced_sizes import traced_max, traced_min
 from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
 from polylane.placement.placement import with_offsets
 
@@ -35,8 +36,8 @@ def count_scores(queries: Span, keys: Span, causal: bool) -> int:
     def before(x: int, start: int, stop: int) -> int:
         """Count the scores of all queries before position ``x`` with the keys from ``start`` to ``stop``."""
         # Queries inside the range see 1, 2, ... of its keys (a triangle); those behind it see all (a rectangle).
-        rising = min(max(x - start, 0), stop - start)
-        return rising * (rising + 1) // 2 + max(x - stop, 0) * (stop - start)
+        rising = traced_min(traced_max(x - start, 0), stop - start)
+        return rising * (rising + 1) // 2 + traced_max(x - stop, 0) * (stop - start)
 
     return sum(before(b, c, d) - before(a, c, d) for a, b in queries for c, d in keys)
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polylane.graph.traced_sizes import traced_max
 from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
 from polylane.placement.kernels.block_attention import (
     AttentionGradients,
@@ -73,8 +74,8 @@ class RingSchedule:
     def busiest_share(self) -> float:
         """Time of all steps, each as long as its busiest rank, as a share of the time of all scores on one rank."""
         every = range(self.degree)
-        steps = (max(self.scores[r][(r - step) % self.degree] for r in every) for step in every)
-        return sum(steps) / max(sum(map(sum, self.scores)), 1)
+        steps = (traced_max(*(self.scores[r][(r - step) % self.degree] for r in every)) for step in every)
+        return sum(steps) / traced_max(sum(map(sum, self.scores)), 1)
 
     def max_traffic(self, per_key: int, backward: bool) -> tuple[int, int]:
         """Return (bytes of the rank that sends most, number of messages), from the bytes of one key and its value."""
@@ -89,7 +90,7 @@ class RingSchedule:
             messages += any(forward) + (backward and (any(forward) or any(back)))
             for r in range(n):
                 sent[r] += (1 + backward) * forward[r] + backward * back[r]
-        return max(sent) * per_key, messages
+        return traced_max(*sent) * per_key, messages
 
 
 class RingAttention:

@@ -11,6 +11,7 @@ from string import ascii_letters
 import torch
 
 from polylane.graph.precision import unwrap_settings
+from polylane.graph.traced_sizes import traced_max
 from polylane.placement.kernels.accumulation_dtype import accumulation_dtype
 from polylane.placement.kernels.block_attention import count_scores
 from polylane.placement.kernels.causal_attention import CausalAttention, causal_mask, select_heads
@@ -134,7 +135,7 @@ def _query_strategies(call: OperatorCall) -> Iterator[Strategy]:
         given = Shard(out.dim - 2, cuts)
         # Causal queries see more keys the later they are: the busiest rank need not have most queries.
         scores = [count_scores(span, keys, call["is_causal"]) for span in given.ranges_by_rank]
-        work = max(scores) / max(sum(scores), 1)
+        work = traced_max(*scores) / traced_max(sum(scores), 1)
         yield call.strategy("query positions", placed, given, local=_attend_local_queries, work=work)
 
 
@@ -198,7 +199,7 @@ def _key_strategies(call: OperatorCall) -> Iterator[Strategy]:
         scores = [count_scores(queries, span, call["is_causal"]) for span in Shard(0, cuts).ranges_by_rank]
         reductions = 3 if out.gradient else 2  # of the row maximum and the row sum; backward of one number per row
         sent = reductions * (call.degree - 1) * rows * accumulation_dtype(key.dtype).itemsize
-        work = max(scores) / max(sum(scores), 1)
+        work = traced_max(*scores) / traced_max(sum(scores), 1)
         yield call.strategy(
             "keys", placed, PARTIAL, local=_attend_local_keys, work=work, sent=sent, messages=reductions
         )  # fmt: skip

@@ -81,11 +81,12 @@ def index_put(call: OperatorCall) -> Iterator[Strategy]:
     """x with values written at positions: dimensions that are not indexed; with accumulate, also the positions."""
     x, values, indices = call["self"], call["values"], call["indices"]
     yield from partial_sums(call, x, values)
-    masked = _masked_dimensions(x, indices) if values.count == 1 else None
-    if masked is not None:  # one number wherever the mask is set: elementwise
-        yield from strategies_by_dimension(
-            call, [label_dimensions(x), masked, [None] * values.dim], [label_dimensions(x)]
-        )
+    masked, own = _masked_dimensions(x, indices), label_dimensions(x)
+    # Dimensions after those that a mask at the beginning stands for: a value of these alone is the same wherever it is.
+    after = own[len(masked) :] if masked is not None and indices[0] is not None else []
+    if masked is not None and (values.count == 1 or values.dim <= len(after)):  # elementwise
+        written = broadcast_labels(values, after) if values.dim <= len(after) else no_labels(values)
+        yield from strategies_by_dimension(call, [own, masked, written], [own])
         return
     if not _has_plain_positions(x, indices):
         return

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from string import ascii_lowercase
-
-import torch
 
 from polylane.placement.kernels.collective_op import all_reduce_bytes
 from polylane.placement.kernels.empty_shards import covers_all_ranks
@@ -152,7 +151,7 @@ def _by_classes(call: OperatorCall) -> Iterator[Strategy]:
     places = [scores.at(dim)]
     if _has_probabilities(call):
         places += [target.at(dim), *([weight.at(0)] if weight is not None else [])]
-    samples = torch.Size(scores.shape).numel() // max(scores.shape[dim], 1)
+    samples = math.prod(scores.shape) // max(scores.shape[dim], 1)
     # Row values that are all-reduced: maximum, sum of exponentials and target logit (and the smoothing term).
     sums = 3 + (call.arguments.get("label_smoothing", 0) > 0) if not _has_probabilities(call) else 5
     for cuts in call.common_cuts(*places):

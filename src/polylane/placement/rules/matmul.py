@@ -10,7 +10,7 @@ from polylane.placement.kernels.empty_shards import covers_all_ranks
 from polylane.placement.placement import PARTIAL
 from polylane.placement.rules.by_dimension import Letters, broadcast_labels, strategies_by_dimension
 from polylane.placement.rules.registry import rule
-from polylane.placement.strategy import OperatorCall, Strategy, TensorValue
+from polylane.placement.strategy import OperatorCall, RankCall, Strategy, TensorValue
 
 # Labels other than m, n and k: those of batch dimensions.
 _BATCH = "".join(letter for letter in ascii_lowercase if letter not in "kmn")
@@ -204,3 +204,29 @@ def _expand_ellipsis(part: str, width: int) -> list[str]:
     every = [str(i) for i in reversed(range(width))]
     at = part.find(".")
     return list(part) if at < 0 else [*part[:at], *every, *part[at + 1 :]]
+
+
+_CDIST_ROWS = 25  # with more rows of either operand torch takes the Euclidean distance from a matrix product
+
+
+@rule("cdist")
+def cdist(call: OperatorCall) -> Iterator[Strategy]:
+    """Distances of rows: (..., m, k) (..., n, k) -> (..., m, n), batches broadcast."""
+    left, right = call["x1"], call["x2"]
+    most = max(left.dim, right.dim) - 2
+    batch = list(_BATCH[:most])
+    letters: list[Letters] = [
+        broadcast_labels(left, [*batch, "m", "k"]), broadcast_labels(right, [*batch, "n", "k"]),
+    ]  # fmt: skip
+    names = {"m": "rows of the left", "n": "rows of the right"}
+    sizes = (left.shape[-2], right.shape[-2])
+    crosses = call["p"] == 2 and not call["compute_mode"] and max(sizes) > _CDIST_ROWS
+    every = strategies_by_dimension(
+        call, letters, [[*batch, "m", "n"]], names=names, local=_keep_product if crosses else None, skip="k"
+    )
+    yield from every
+
+
+def _keep_product(edit: RankCall) -> None:
+    """Have a part of few rows computed as the whole is."""
+    edit["compute_mode"] = 1  # always from a matrix product

@@ -41,6 +41,11 @@ _LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
     "lerp": (("self", "end"),),
     "addcmul": (("self", "tensor1"), ("self", "tensor2")),
     "addcdiv": (("self", "tensor1"),),
+    # A backward pass is linear in the gradient that comes in.
+    **dict.fromkeys(
+        ("tanh_backward", "sigmoid_backward", "silu_backward", "gelu_backward", "threshold_backward"),
+        (("grad_output",),),
+    ),
 }
 
 

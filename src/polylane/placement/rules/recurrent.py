@@ -1,4 +1,4 @@
-"""Sharding rules of recurrent layers: by samples, the sequences of a batch."""
+"""Sharding rules of recurrent layers and of their cells: by samples, the sequences of a batch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,22 @@ def recurrent(call: OperatorCall) -> Iterator[Strategy]:
         return
     sequences: Letters = ("b", None, None) if call["batch_first"] else (None, "b", None)
     states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
-    inputs = label_inputs(call, {call["input"].index: sequences, **{state.index: _STATE for state in states}})
+    labels: dict[int, Letters] = {call["input"].index: sequences, **{state.index: _STATE for state in states}}
+    if "lengths" in call.arguments:  # sequences of several lengths
+        labels[call["lengths"].index] = ("b",)
+    inputs = label_inputs(call, labels)
     outputs = [sequences, *[_STATE] * len(states)]
     yield from strategies_by_dimension(
         call, inputs, outputs, names={"b": "batch"}, local=draw_locally if drops else None
     )
+
+
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def recurrent_cell(call: OperatorCall) -> Iterator[Strategy]:
+    """One step of a layer: input (B, I), states (B, H); every output is a state."""
+    states = call["hx"] if isinstance(call["hx"], (list, tuple)) else [call["hx"]]
+    if any(value.dim != 2 for value in (call["input"], *states)):
+        return
+    rows: Letters = ("b", None)
+    inputs = label_inputs(call, {value.index: rows for value in (call["input"], *states)})
+    yield from strategies_by_dimension(call, inputs, [rows] * len(call.outputs), names={"b": "batch"})

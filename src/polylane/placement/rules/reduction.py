@@ -192,6 +192,14 @@ def cosine_similarity(call: OperatorCall) -> Iterator[Strategy]:
     )
 
 
+@rule("pairwise_distance")
+def pairwise_distance(call: OperatorCall) -> Iterator[Strategy]:
+    """Every dimension but the last one, that of the vectors."""
+    letters = label_dimensions(call.outputs[0])
+    places = letters if call["keepdim"] else [*letters, None]
+    yield from strategies_by_dimension(call, broadcast_input_labels(call, places), [letters])
+
+
 @rule("diff")
 def diff(call: OperatorCall) -> Iterator[Strategy]:
     """Every dimension but the one along which neighbours are subtracted, and partial sums."""

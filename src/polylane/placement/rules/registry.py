@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TypeVar
 
@@ -74,21 +74,31 @@ def is_pointwise(op: str) -> bool:
 
 def strategies(call: OperatorCall) -> tuple[Strategy, ...]:
     """Return every way to compute a call on the ranks of an axis; the first computes it whole on each of them."""
+    return tuple(iterate_strategies(call))
+
+
+def iterate_strategies(call: OperatorCall) -> Iterator[Strategy]:
+    """Yield the strategies of :func:`strategies`; the rule runs no further than is asked for."""
+    # Rules may reach the same placements in two ways: keep the first, so that the solver has no duplicates.
+    distinct = set[object]()
+    for strategy in _offered_strategies(call):
+        _check(call, strategy)
+        placements = strategy.inputs, strategy.outputs
+        if placements not in distinct:
+            distinct.add(placements)
+            yield strategy
+
+
+def _offered_strategies(call: OperatorCall) -> Iterator[Strategy]:
     own = rule_of(call.op)
-    found = [call.strategy("replicate", {}, REPLICATE, default=REPLICATE)]
+    yield call.strategy("replicate", {}, REPLICATE, default=REPLICATE)
     # In-place writes and the user's own Python may not be linear in the gradient.
     if call.op.startswith("aten.") and not call.written_inputs:
         # A backward pass is linear in the gradient: from partial gradients it makes partial gradients.
-        found.append(call.strategy("replicate, with partial gradients", {}, REPLICATE_PARTIAL_GRAD))
+        yield call.strategy("replicate, with partial gradients", {}, REPLICATE_PARTIAL_GRAD)
     if own is not None:
         # A size that depends on data is another one in the next step: no cut of the example's would fit it.
-        found += (strategy for strategy in own(call) if not _cuts_unknown_size(call, strategy))
-    # Rules may reach the same placements in two ways: keep the first, so that the solver has no duplicates.
-    distinct: dict[object, Strategy] = {}
-    for strategy in found:
-        _check(call, strategy)
-        distinct.setdefault((strategy.inputs, strategy.outputs), strategy)
-    return tuple(distinct.values())
+        yield from (strategy for strategy in own(call) if not _cuts_unknown_size(call, strategy))
 
 
 def _cuts_unknown_size(call: OperatorCall, strategy: Strategy) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
@@ -107,10 +108,7 @@ def _dimension_groups(source: Sequence[int], target: Sequence[int]) -> Iterator[
 
 def _dimension_blocks(shape: Sequence[int], dims: Sequence[int]) -> list[tuple[int, DimensionBlock]]:
     sizes = [shape[d] for d in dims]
-    return [
-        (d, DimensionBlock(torch.Size(sizes[:i]).numel(), sizes[i], torch.Size(sizes[i + 1 :]).numel()))
-        for i, d in enumerate(dims)
-    ]
+    return [(d, DimensionBlock(math.prod(sizes[:i]), sizes[i], math.prod(sizes[i + 1 :]))) for i, d in enumerate(dims)]
 
 
 @rule(
@@ -188,8 +186,8 @@ def expand(call: OperatorCall) -> Iterator[Strategy]:
     x, out = call["self"], call.outputs[0]
     letters = label_dimensions(out)
     # A second tensor (expand_as) only gives a shape: it may be whole or placed like the output.
-    for lies in (no_labels, lambda _: letters):
-        rest = [lies(v) for v in call.inputs[1:]]
+    for label in (no_labels, lambda _: letters):
+        rest = [label(v) for v in call.inputs[1:]]
         yield from strategies_by_dimension(
             call, [broadcast_labels(x, letters), *rest], [letters], local=_expand_locally
         )

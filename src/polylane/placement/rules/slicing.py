@@ -8,6 +8,7 @@ from itertools import accumulate, chain, islice, pairwise, product
 
 import torch
 
+from polylane.graph.traced_sizes import traced_max, traced_min
 from polylane.placement.placement import (
     PARTIAL,
     Cuts,
@@ -168,7 +169,7 @@ def select(call: OperatorCall) -> Iterator[Strategy]:
 
 def _select_locally(edit: RankCall) -> None:
     given = edit.input_shard(edit.call["self"].index)
-    at = int(edit["index"]) % given.size
+    at = edit["index"] % given.size
     own = _local_slices(given, edit.index, at, at + 1, 1)
     if own:
         edit.replace(aten.select.int, edit["self"], given.dim, own[0][0])
@@ -203,9 +204,18 @@ def stretch(call: OperatorCall) -> Iterator[Strategy]:
 
 def _slice_bounds(call: OperatorCall, size: int) -> tuple[int, int, int]:
     if call.base == "narrow":
-        start = int(call["start"]) % max(size, 1)
-        return start, start + int(call["length"]), 1
-    return slice(call["start"], call["end"], call["step"]).indices(size)
+        start = call["start"] % max(size, 1)
+        return start, start + call["length"], 1
+    step = 1 if call["step"] is None else call["step"]
+    first, last = (_slice_end(call[name], size, default) for name, default in (("start", 0), ("end", size)))
+    return first, last, step
+
+
+def _slice_end(at: int | None, size: int, default: int) -> int:
+    """Return one end of a slice between 0 and ``size``; a negative one counts from the end."""
+    if at is None:
+        return default
+    return traced_max(at + size, 0) if at < 0 else traced_min(at, size)
 
 
 def _strided_cuts(cuts: Cuts, start: int, length: int, step: int) -> Cuts:
@@ -213,7 +223,7 @@ def _strided_cuts(cuts: Cuts, start: int, length: int, step: int) -> Cuts:
     if start == 0 and step == 1 and length == cuts[-1][-1]:
         return cuts
     # Index in the result of the first selected element at or after position p: ceil((p - start) / step).
-    segments = [tuple(min(max(-((start - p) // step), 0), length) for p in segment) for segment in cuts]
+    segments = [tuple(traced_min(traced_max(-((start - p) // step), 0), length) for p in segment) for segment in cuts]
     return simplify_cuts(tuple(segments))
 
 

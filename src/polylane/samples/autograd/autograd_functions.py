@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, fx
@@ -39,6 +39,7 @@ from polylane.graph.python_state.state_snapshots import StateDigests, snapshot_n
 from polylane.graph.symbolic_sizes import size_function
 from polylane.placement.operator_view import OperatorNode, TensorKey
 from polylane.placement.placement import REPLICATE, Shard
+from polylane.placement.rules.registry import rule_of
 from polylane.samples.autograd.function_trace import FunctionArgument, FunctionTrace, TracedFunction, trace_function
 from polylane.samples.interpretation.abstract_interpreter import AbstractInterpreter, interpret
 from polylane.samples.interpretation.additivity import (
@@ -58,6 +59,9 @@ MOST_OUTPUTS = 3
 _KnownSettings = dict[tuple[Any, ...], tuple[State, ...] | None]
 # Proofs by function and arguments: a model calls the same function in every layer.
 _KNOWN: WeakKeyDictionary[FunctionCall, _KnownSettings] = WeakKeyDictionary()
+
+# Functions whose trace shows samples that meet, in an operator that a rule is known of.
+_JOINING: WeakSet[FunctionCall] = WeakSet()
 
 
 def prove_function(node: fx.Node, step: OperatorNode, states: Sequence[State]) -> tuple[State, ...] | None:
@@ -85,6 +89,16 @@ def prove_function(node: fx.Node, step: OperatorNode, states: Sequence[State]) -
         traced = TracedFunction(function, settings, arguments)
         known[key] = _prove_states(traced) or _prove_states(traced)
     return known[key]
+
+
+def trace_joins_samples(node: fx.Node) -> bool:
+    """Return whether the trace of a custom autograd function has shown an operator at which its samples meet.
+
+    Args:
+        node: FX node of the user's own Python, for which :func:`prove_function` has proven nothing.
+    """
+    function, _ = _unwrap_call(node.target)
+    return function is not None and function in _JOINING
 
 
 def _unwrap_call(target: Any) -> tuple[FunctionCall | None, list[UnderSetting]]:
@@ -153,8 +167,17 @@ def _gradients_match(trace: FunctionTrace, states: Sequence[State]) -> bool:
     results: Any = trace.graph.output_node().args[0]
     for argument, result in zip(trace.gradients, results[trace.outputs :], strict=True):
         if not _is_gradient_of(trace.function.arguments[argument].state, walk, walk.key_of(result)):
+            _note_joining(trace, walk)
             return False
     return True
+
+
+def _note_joining(trace: FunctionTrace, walk: AbstractInterpreter) -> None:
+    """Note a function whose first operator without a state has a rule: what the rule does not allow joins samples."""
+    calls = [node for node in trace.graph.nodes if node.op == "call_function" and "op" in node.meta]
+    unknown = [n for n in calls if isinstance(n.meta.get("val"), Tensor) and walk.key_of(n) not in walk.states]
+    if unknown and rule_of(str(unknown[0].meta["op"])) is not None:
+        _JOINING.add(trace.function.call)
 
 
 def _output_states(trace: FunctionTrace) -> tuple[State, ...] | None:

@@ -140,7 +140,7 @@ def _trace_with_samples(
         outputs = run(inputs)
         if not tangents:
             return outputs
-        gradients = _compute_gradients([outputs[i] for i in chosen], [inputs[i] for i in wanted], tangents)
+        gradients = compute_gradients([outputs[i] for i in chosen], [inputs[i] for i in wanted], tangents)
         found["gradients"] = tuple(i for i, gradient in zip(wanted, gradients, strict=True) if gradient is not None)
         return [*outputs, *(gradient for gradient in gradients if gradient is not None)]
 
@@ -161,7 +161,7 @@ def _trace_with_samples(
     return FunctionTrace(function, graph, len(outputs), differentiable, chosen, found["gradients"])
 
 
-def _compute_gradients(
+def compute_gradients(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
     """Compute gradients as torch.autograd.grad does, but visibly to function modes, which it disables."""

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from polylane.errors import PolylaneError
 from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.graph import Graph, Node, is_inside
 from polylane.graph.operators.whole_batch_counts import CombineParts, WholeBatchStatistic
 from polylane.graph.symbolic_sizes import SymbolicSize, is_ragged
@@ -33,6 +34,8 @@ from polylane.samples.interpretation.additivity import (
     power_of_additive,
     power_of_size,
 )
+from polylane.samples.interpretation.check_conditions import check_holds_by_parts
+from polylane.samples.interpretation.concatenated_rows import derive_concatenated
 from polylane.samples.interpretation.known_states import Derived, KnownStates, NeededStatistic, nodes_from_inputs
 from polylane.samples.interpretation.regrouped_rows import derive_regrouped
 from polylane.samples.interpretation.transfer_functions import derive_rows, derive_scaled, derive_sums
@@ -63,8 +66,7 @@ def interpret(
         functions: proves custom autograd functions; default: none is proven.
     """
     try:
-        # The same operators at two sizes: of the whole batch, and of one of two replicas with half the
-        # samples.
+        # The same operators at two sizes: of the whole batch, and of one of two replicas with half the samples.
         whole = view_operators(graph, WHOLE, REPLICAS, ragged=True)
         own = view_operators(graph, OWN, REPLICAS, ragged=True, batch=WHOLE)
     except PolylaneError:
@@ -83,11 +85,13 @@ class AbstractInterpreter(KnownStates):
         per_sample: paths of modules whose own Python, as the user declares, treats samples independently.
         functions: proves custom autograd functions; see :func:`interpret`.
         unproven: nodes that run the user's own Python on samples, without a proof.
+        unproven_checks: checks that may raise for a part of a batch and not for the whole, or the other way round.
     """
 
     per_sample: Collection[str] = ()
     functions: Functions | None = None
     unproven: list[Node] = field(default_factory=list)
+    unproven_checks: list[Node] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,6 +100,8 @@ class AbstractInterpreter(KnownStates):
 
     def interpret_operator(self, step: OperatorNode, own: OperatorCall) -> None:
         """Derive the states of one operator's outputs; ``own`` is the call that a replica makes."""
+        if step.call.op == "check" and not check_holds_by_parts(self, self.nodes[step.name]):
+            self.unproven_checks.append(self.described[step.name])
         found = self._derive_states(step, own) if step.output_keys else None
         for place, key in enumerate(step.output_keys):
             state = None if found is None else found[place]
@@ -114,6 +120,8 @@ class AbstractInterpreter(KnownStates):
             return self._counted_states(step, node.target)
         if step.call.op in ("leaf", "function"):
             return self._user_python_states(step)
+        if step.call.op == "draw":
+            return self._drawn_states(step)
         if any(key in self.gone for key in (*step.output_keys, *step.input_keys)):
             return None
         if any(key not in self.states for key in step.input_keys) or _has_unknown_numbers(step.call):
@@ -134,6 +142,7 @@ class AbstractInterpreter(KnownStates):
             found = derive_rows(self, step, own, node) or derive_sums(self, step, own, node)
         else:
             found = derive_sums(self, step, own, node)
+        found = found or derive_concatenated(self, step, node)
         return found or derive_scaled(self, step, own, node) or derive_regrouped(self, step, own, node)
 
     def _counted_states(self, step: OperatorNode, target: WholeBatchStatistic) -> Derived:
@@ -143,6 +152,8 @@ class AbstractInterpreter(KnownStates):
         value: Any = self.nodes[step.name].args[1]
         extreme = isinstance(value, fx.Node) and _EXTREMES.get(base_name(value)) is target.combine
         extreme = extreme and self._has_extreme(self.key_of(value.all_input_nodes[0]), value)
+        if target.combine is CombineParts.SAME:
+            return [REPLICATE] if state == REPLICATE else None
         wanted = {CombineParts.SUM: 0, CombineParts.MEAN: 1}.get(target.combine)
         return [REPLICATE] if extreme or (wanted is not None and power_of_additive(state) == wanted) else None
 
@@ -151,13 +162,15 @@ class AbstractInterpreter(KnownStates):
         described = self.described[step.name]
         known = all(key in self.states for key in step.input_keys)
         known = known and not any(isinstance(self.states[key], IN_OTHER_ORDER) for key in step.input_keys)
-        # Equal inputs give equal outputs; but a function's gradient may not be, so a differentiable one needs
-        # its proof.
+        # Equal inputs give equal outputs; but a function's gradient may not be, so a differentiable one needs a proof.
         alike = known and all(self.states[key] == REPLICATE for key in step.input_keys) and not self._grow(step)
         if alike and not (step.call.op == "function" and described.requires_grad):
             return [REPLICATE] * len(step.output_keys)
         if known and (proven := self._function_states(step)) is not None:
             return proven
+        call = getattr(self.nodes[step.name].target, "own", None)
+        if known and isinstance(call, LeafCall) and call.is_batch_norm:  # replicas share its statistics
+            return [self.placements[key] for key in step.output_keys]
         self.unproven.append(described)
         if not known or not any(name == "model" or is_inside(described.module, name) for name in self.per_sample):
             return None
@@ -169,6 +182,17 @@ class AbstractInterpreter(KnownStates):
             p if isinstance(p, Shard) else mean if p is not None and number else None
             for p, number in zip((self.placements[key] for key in step.output_keys), floating, strict=True)
         ]
+
+    def _drawn_states(self, step: OperatorNode) -> Derived:
+        """Return the states of what a function draws: of sizes alone, it is drawn for the whole batch by every part.
+
+        With tensors it is called with a part's own number of samples: then it must not see that number at all.
+        """
+        placed = [self.placements[key] for key in step.output_keys]
+        if not step.input_keys:
+            return placed
+        alike = all(self.states.get(key) == REPLICATE for key in step.input_keys) and not self._grow(step)
+        return placed if alike and not self.nodes[step.name].target.own.size_positions else None
 
     def _function_states(self, step: OperatorNode) -> Sequence[State] | None:
         """Return the states of a custom autograd function, if its forward and backward pass prove them."""

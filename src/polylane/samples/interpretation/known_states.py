@@ -67,6 +67,7 @@ class KnownStates:
         placements: tensor -> placement on two replicas if its samples are in order; None if they cannot be.
         size_cuts: tensors whose elements are row numbers, which differ between part and whole -> how the rows that they
             number are cut.
+        strides: of row numbers, the distance between two.
         permutations: operator that sorts all rows -> how the rows that it numbers are cut.
         sorted_columns: sorted numbers of columns, of which none is negative -> a number that all are below.
         statistics: (reading node, operand) -> whole-batch statistic that is needed.
@@ -80,6 +81,7 @@ class KnownStates:
     states: dict[TensorKey, State] = field(default_factory=dict)
     placements: dict[TensorKey, Placement | None] = field(default_factory=dict)
     size_cuts: dict[TensorKey, Cuts] = field(default_factory=dict)
+    strides: dict[TensorKey, int] = field(default_factory=dict)
     permutations: dict[str, Cuts] = field(default_factory=dict)
     sorted_columns: dict[TensorKey, int] = field(default_factory=dict)
     statistics: dict[tuple[fx.Node, fx.Node], NeededStatistic] = field(default_factory=dict)

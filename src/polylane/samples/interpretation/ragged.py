@@ -35,6 +35,12 @@ def share_one_mask(nodes: Sequence[fx.Node], known: Mapping[Any, fx.Node]) -> bo
     return symbols <= known.keys() and len({_number_formula(known[symbol], numbers) for symbol in symbols}) == 1
 
 
+def same_formula(one: fx.Node, other: fx.Node) -> bool:
+    """Return whether two nodes compute the same from the graph's inputs, possibly twice."""
+    numbers: dict[Any, int] = {}
+    return _number_formula(one, numbers) == _number_formula(other, numbers)
+
+
 def _number_formula(node: fx.Node, numbers: dict[Any, int]) -> int:
     """Return a number for the formula that a node computes from placeholders: equal for equal computations.
 

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from polylane.graph.capture.aliasing import written_arguments
+from polylane.graph.precision import unwrap_settings
 from polylane.placement.operator_view import OperatorNode, base_name, bind_arguments
 from polylane.placement.placement import REPLICATE, Cuts, Replicate, Shard, divide_cuts
 from polylane.placement.rules.registry import rule_of
@@ -39,8 +42,6 @@ _BY_ROW = {
     *REFORMING,
     *EXPANDING,
 }
-# Products of groups of rows, each with the weight of its group: of torch, and of a library that stands in for it.
-_GROUPED_PRODUCTS = {"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"}
 # They give numbers of columns: (input, number of columns) is told by the dimension that they look along.
 _CHOOSING = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": 0, "argmin": 0, "argsort": 0}
 _ADDING_ROWS = {"index_add", "scatter_add"}
@@ -57,7 +58,7 @@ def derive_regrouped(known: KnownStates, step: OperatorNode, own: OperatorCall, 
         return _sorted(known, step, node) or _inverse_by_sorting(known, step)
     if step.call.op == "aten.where.default" or base in ("nonzero", "nonzero_numpy"):
         return _found_across(known, step)
-    if step.call.op in _GROUPED_PRODUCTS:
+    if _is_grouped_product(step, states, node):
         return _grouped_product(known, step, states)
     if base in _ADDING_ROWS:
         return _added_to_own_rows(known, step, states)
@@ -270,6 +271,40 @@ def _counted(step: OperatorNode, states: list[State]) -> Derived:
     if step.call.base == "cumsum":
         return [replace(groups, ends=True)] if not groups.ends else None
     return [groups] if step.call.base in COPYING else None
+
+
+def _is_grouped_product(step: OperatorNode, states: list[State], node: fx.Node) -> bool:
+    """Return whether an operator multiplies groups of rows, each with the weight of its group: torch's, or another."""
+    if step.call.op.startswith("aten."):
+        return step.call.base == "_grouped_mm"
+    kinds = [type(state) for state in states]
+    return kinds == [Regrouped, Replicate, Groups] and multiplies_groups(unwrap_settings(node.target))
+
+
+@cache
+def multiplies_groups(target: Any) -> bool:
+    """Return whether a library's own operator computes a grouped product, found by trying it.
+
+    Its implementation is not seen by the capture. It is called with random numbers, for groups of several sizes, empty
+    ones among them, and each row is compared with the product that a grouped one has there.
+
+    Args:
+        target: the operator, as in the captured graph.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    random = torch.Generator().manual_seed(0)
+    for ends in ((2, 2, 5, 7), (0, 3, 4, 7), (7, 7, 7, 7), (1, 2, 3, 7)):
+        rows, weights = (torch.randn(s, dtype=torch.float64, generator=random) for s in ((7, 3), (4, 3, 5)))
+        groups = torch.tensor(ends, dtype=torch.int32)
+        expected = torch.stack([row @ weights[sum(i >= end for end in ends)] for i, row in enumerate(rows)])
+        try:
+            found = target(rows, weights, groups)
+        except Exception:  # other arguments, or none that it can compute with
+            return False
+        if not (isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected)):
+            return False
+    return True
 
 
 def _grouped_product(known: KnownStates, step: OperatorNode, states: list[State]) -> Derived:

@@ -29,6 +29,7 @@ aten = torch.ops.aten
 
 # They return all elements in the same order, or repeat each: their output shape says everything about their arguments.
 REFORMING = {"flatten", "ravel", "reshape", "reshape_as", "squeeze", "unflatten", "unsqueeze", "view", "view_as"}
+REFORMING |= {"_unsafe_view"}
 EXPANDING = {"broadcast_to", "expand", "expand_as"}
 COPYING = {"to", "_to_copy", "type_as", "alias", "clone", "contiguous", "detach", "lift_fresh_copy"}
 
@@ -124,8 +125,7 @@ def _compare_rank_call(
         arguments = map_nested(lambda v: tensors[v.index] if isinstance(v, TensorValue) else v, of.arguments)
         return RankCall(of, graph, node.target, prefix, arguments, names, given, {"": rank})
 
-    # Emit the rank's call and the replica's into one scratch graph, on the same placeholders, and compare the
-    # nodes.
+    # Emit the rank's call and the replica's into one scratch graph, on the same placeholders, and compare the nodes.
     changed = edit(call, strategy.outputs)
     if strategy.local is not None:
         changed.index, changed.strategy, changed.axis = rank, strategy, graph.placeholder("axis")

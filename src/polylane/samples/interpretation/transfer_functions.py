@@ -49,6 +49,7 @@ from polylane.samples.interpretation.replica_calls import (
 from polylane.samples.interpretation.row_numbers import (
     WRITING_ROWS,
     finds_own_rows,
+    reads_own_bags,
     reads_own_rows,
     selects_own_rows,
     writes_own_rows,
@@ -82,7 +83,9 @@ def derive_rows(known: KnownStates, step: OperatorNode, own: OperatorCall, node:
     if not share_one_mask(node.all_input_nodes, known.masks):
         return None  # two masks may select different numbers of rows in a part
     base, in_order = step.call.base, [known.placements.get(key) for key in step.output_keys]
-    if any(lies is None for lies in in_order):
+    if base == "embedding_bag" and reads_own_bags(known, step, in_order[0]):
+        return in_order
+    if any(placement is None for placement in in_order):
         return None
     if base in REFORMING and step.call.inputs[0].count != step.call.outputs[0].count:
         return None  # a size fixed for another number of samples
@@ -93,13 +96,16 @@ def derive_rows(known: KnownStates, step: OperatorNode, own: OperatorCall, node:
     if not step.input_keys and base == "arange" and step.call.arguments != own.arguments:
         (rows,) = in_order
         first, stride = step.call.arguments.get("start", 0), step.call.arguments.get("step", 1)
-        if not isinstance(rows, Shard) or (first, stride) != (0, 1):
+        if not isinstance(rows, Shard) or first != 0 or stride != own.arguments.get("step", 1):
             return None
         known.size_cuts |= dict.fromkeys(step.output_keys, rows.cuts)
+        known.strides |= dict.fromkeys(step.output_keys, stride)
         return in_order
     # Row numbers (arange) differ between part and whole. They may be moved around, and may index their own rows;
     # nothing else.
     numbered = [key in known.size_cuts for key in step.input_keys]
+    if any(known.strides.get(key, 1) != 1 for key in step.input_keys):
+        return None  # the first numbers of bags, which name no rows
     if base == "index" and any(numbered):
         return in_order if reads_own_rows(known, step, in_order[0]) else None
     if base in WRITING_ROWS and any(numbered):
@@ -128,12 +134,12 @@ def _filled(step: OperatorNode, own: OperatorCall, node: fx.Node, in_order: Sequ
     return [proportional(power)] if power is not None and others and in_order == [REPLICATE] else None
 
 
-def _draws_alike(step: OperatorNode, own: OperatorCall, node: fx.Node, lies: Placement | None) -> bool:
+def _draws_alike(step: OperatorNode, own: OperatorCall, node: fx.Node, placement: Placement | None) -> bool:
     """Return whether a part draws the random numbers of its own samples, or all parts draw the same."""
     if not step.call.prefix or isinstance(unwrap_settings(node.target), DrawnPerSlice):
         return False
     same = {**step.call.arguments, "size": ()} == {**own.arguments, "size": ()}
-    return same and node.args[2] == (lies.dim if isinstance(lies, Shard) else None)
+    return same and node.args[2] == (placement.dim if isinstance(placement, Shard) else None)
 
 
 def derive_by_rules(known: KnownStates, step: OperatorNode, own: OperatorCall, node: fx.Node) -> Derived:
@@ -188,6 +194,8 @@ def derive_sums(known: KnownStates, step: OperatorNode, own: OperatorCall, node:
     base, placements = step.call.base, [known.placements.get(key) for key in step.output_keys]
     if any(placement is None or isinstance(placement, Shard) for placement in placements):
         return None
+    if base in LIKE_SHAPED and has_same_numbers(step.call, own):
+        return placements
     if base in _ADDING | _MULTIPLYING | _DIVIDING and not written_arguments(node):
         names = bind_arguments(node)[1]
         left, right = (_operand(known, names[name]) for name in ("self", "other"))

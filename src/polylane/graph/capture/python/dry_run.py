@@ -1,0 +1,143 @@
+"""The dry run: one eager run of a loss before it is captured, which finds the user's own errors and side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.errors import PolylaneError, read_text
+from polylane.graph.batch import clone_leaves
+from polylane.graph.capture.export import (
+    BadLoss,
+    ModelWithLoss,
+    NotCaptured,
+    format_line,
+    model_restored,
+    reason_of,
+    snapshot_tensors,
+    why_data_needed,
+)
+from polylane.graph.capture.leaves import NormalizationWatch, source_line_of
+from polylane.graph.capture.python.failing_batch import describe_failing_batch
+from polylane.graph.python_state.random_generators import generator_states, states_equal
+from polylane.graph.python_state.run_watch import watch_backward
+from polylane.graph.python_state.side_effects import SideEffects, find_side_effects
+
+_TWO_DEVICES = ("not on the expected device", "on the same device")  # what torch says of tensors that do not meet
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """One eager run of the loss.
+
+    Attributes:
+        results: the loss, or its total and count, detached.
+        random: whether the run drew random numbers.
+        values: least number of values per channel of any batch statistic; None without.
+        is_mean: whether the loss returned a scalar, not a ``polylane.Mean``.
+        effects: what the run did besides computing.
+        takes_gradients: whether the run differentiated something itself (a gradient penalty, forces of an energy).
+    """
+
+    results: tuple[Tensor, ...]
+    random: bool
+    values: int | None
+    is_mean: bool
+    effects: SideEffects = field(default_factory=SideEffects)
+    takes_gradients: bool = False
+
+
+def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> DryRun:
+    """Run the loss once, eagerly. A loss that fails by itself is the user's error, not a limit of capture.
+
+    Raises:
+        BadLoss: the result is no loss; in training, it has no gradient; or the loss calls backward().
+        PolylaneError: the run raises any other error.
+    """
+    before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
+    parameters, written = dict(whole.named_tensors("parameters")), set[str]()
+
+    def run() -> tuple[Tensor, ...]:
+        nonlocal drawn
+        versions = {name: parameter._version for name, parameter in parameters.items()}
+        result: tuple[Tensor, ...] = whole(*clone_leaves(leaves))
+        drawn = drawn or not states_equal(before, generator_states())
+        written.update(name for name, parameter in parameters.items() if parameter._version != versions[name])
+        return result
+
+    with model_restored(whole), _errors_told(whole, leaves, abstract, which):
+        with torch.enable_grad(), NormalizationWatch() as normalizing, watch_backward() as taken:
+            results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
+            effects = replace(effects, written_parameters=frozenset(written))
+        if any(taken):
+            raise BadLoss(
+                "loss(model, batch) calls backward() itself, and its result is differentiated once more: leave "
+                "that out, and return the loss (torch.autograd.grad may be used inside)"
+            )
+        if whole.training:
+            _refuse_without_gradient(whole, results[0])
+        values = tuple(each.detach() for each in results)
+        return DryRun(values, drawn, normalizing.values, whole.mean, effects, bool(taken))
+
+
+def run_forward(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> None:
+    """Run the loss once and look at nothing else; what fails is told as :func:`dry_run` tells it.
+
+    Args:
+        whole: model and loss, restored afterwards.
+        leaves: flat leaves of the batch.
+        abstract: whether the model is on the meta device.
+        which: name of the batch in the message.
+
+    Raises:
+        PolylaneError: the run raises an error, or its result is no loss.
+    """
+    with model_restored(whole), _errors_told(whole, leaves, abstract, which), torch.enable_grad():
+        whole(*clone_leaves(leaves))
+
+
+@contextmanager
+def _errors_told(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str) -> Iterator[None]:
+    """Context manager: turn an exception of the user's model or loss into one sentence with their line."""
+    try:
+        yield
+    except BadLoss as error:
+        raise BadLoss(f"{error}{format_line(source_line_of(whole.loss_function))}") from None
+    except PolylaneError:
+        raise
+    except Exception as error:
+        fault = NotCaptured.of(whole, error)
+        if abstract and any(words in read_text(error) for words in _TWO_DEVICES):
+            raise PolylaneError(
+                f"{fault.path or 'loss(model, batch)'} joins tensors of two devices{format_line(fault.line)}, and "
+                "predictions are made on one without data: make each on the device of what it meets, as .to(x.device) "
+                "does"
+            ) from error
+        if abstract and (unknown := why_data_needed(error)):
+            raise PolylaneError(
+                f"{fault.path or 'loss(model, batch)'} depends on {unknown}{format_line(fault.line)}, and "
+                "predictions are made without data: keep the sizes, as torch.where or a product with the mask "
+                "does, or leave plan and simulate out and give train a plan of your own"
+            ) from error
+        where = f"{'on the meta device ' if abstract else ''}on {which}{f' in {fault.path}' if fault.path else ''}"
+        raise PolylaneError(
+            f"loss(model, batch) fails {where}: {reason_of(error)}{format_line(fault.line)}"
+            f"{describe_failing_batch(whole, leaves)}"
+        ) from error
+
+
+def _refuse_without_gradient(whole: ModelWithLoss, loss: Tensor) -> None:
+    """Raise BadLoss if no parameter would be trained; plain PyTorch's backward() raises then, too."""
+    if loss.requires_grad:
+        return
+    if not any(parameter.requires_grad for parameter in whole.parameters()):
+        raise BadLoss("no parameter of the model requires a gradient, so that there is nothing to train: unfreeze some")
+    raise BadLoss(
+        "the loss does not depend on any parameter that requires a gradient, so that nothing would be trained: return "
+        "one that is differentiable, without argmax, detach() or no_grad() on the way"
+    )
