@@ -9,10 +9,15 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
 ZOO := $(VENV)-zoo
+CHAOS_PLANS := data=2 pipeline=2 data=2,pipeline=2 tensor=2 data=2,shard=parameters data=2,servers=2 data=2,every=3 \
+	pipeline=2,schedule=pipedream
+FAULTS ?= 200
+LAUNCHERS := --launcher own --launcher torchrun
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
-.PHONY: install test test-workers test-alone test-all mutants check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
-	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths trainings zoo gpu clean
+.PHONY: install test test-workers test-alone test-all mutants fuzz check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
+	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
+	bench-checkpoints trainings zoo gpu chaos clean
 
 install: $(INSTALLED)
 
@@ -36,9 +41,9 @@ check: $(INSTALLED)
 	@$(BIN)/mypy
 
 # Lint and types beside two halves of the tests, of about equal length: most of what starts workers, with the planner, and
-# the rest. Two jobs at a time.
+# the rest. All three at a time, so that neither half begins later than the other.
 test: $(INSTALLED)
-	@$(MAKE) --no-print-directory -j 2 -O check test-workers test-alone
+	@$(MAKE) --no-print-directory -j 3 -O check test-workers test-alone
 
 test-workers: $(INSTALLED)
 	@$(BIN)/python -m pytest -m "not slow" -p no:cacheprovider $(WORKERS)
@@ -52,6 +57,10 @@ test-all: check
 # Deliberate bugs, one at a time: `verify` and the tests must notice each. `make mutants ARGS="--only dropped-send"`.
 mutants: $(INSTALLED)
 	@PYTHONPATH=tests $(BIN)/python -m mutants --jobs 2 $(ARGS)
+
+# Wrong input by the thousand: each must end well, or in one sentence, within bounds. Others: `make fuzz ARGS="--seed 2"`.
+fuzz: $(INSTALLED)
+	@PYTHONPATH=tests $(BIN)/python -m fuzzing --inputs 1000 $(ARGS)
 
 demo: $(INSTALLED)
 	@$(BIN)/polylane train $(DEMO) --epochs $(EPOCHS) --run run/digits
@@ -99,6 +108,10 @@ bench-staleness: $(INSTALLED)
 bench-lengths: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.lengths $(ARGS)
 
+# What a checkpoint costs the training that it is taken of.
+bench-checkpoints: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.checkpoints $(ARGS)
+
 bench-planner: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.planner $(ARGS)
 
@@ -131,6 +144,11 @@ $(ZOO)/.installed: $(INSTALLED)
 # run/gpu. `make gpu INSTALL=no PYTHON=/path/to/python` takes a Python that has torch and what polylane needs already.
 gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED))
 	@PYTHONPATH=src $(if $(filter no,$(INSTALL)),$(PYTHON),$(BIN)/python) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(ARGS)
+
+# Two hundred faults at random moments of trainings, by eight plans, over both transports, under both launchers: half an
+# hour or more. Others: `make chaos FAULTS=40 ARGS="--seed 8 --only kill"`.
+chaos: $(INSTALLED)
+	@$(BIN)/polylane chaos tests/small_network.py $(addprefix --plan ,$(CHAOS_PLANS)) --batch 16 $(LAUNCHERS) --seed 7 --faults $(FAULTS) $(ARGS)
 
 # Everything that is made; the virtual environment too.
 clean:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from polylane.runtime.workers.fork import tie_to_parent
+from polylane.runtime.workers.parent_tie import tie_to_parent
 
 # What one worker of a contender does: given its rank, it sets itself up and returns the function that runs one step.
 Setup = Callable[[int], Callable[[], Any]]

@@ -46,7 +46,8 @@ def warm() -> None:
     """Import what the commands import when they are called, also what torch imports when a first model is captured."""
     import torch.distributed.run
 
-    from polylane.commands import inspect, train, training, verify  # noqa: F401
+    from polylane.commands import inspect, train, verify  # noqa: F401
+    from polylane.commands.running import worker  # noqa: F401
     from polylane.graph.capture.capture import capture
 
     model = torch.nn.Linear(2, 2)
@@ -100,7 +101,8 @@ class Warm(subprocess.Popen[str]):
 def _start_warm(process: Any, *arguments: Any) -> None:
     """In place of ``subprocess.Popen._execute_child``: start a Python command line warm, others as they are."""
     given = _ITS_PARAMETERS.bind(process, *arguments).arguments
-    if not isinstance(given["args"], Sequence) or given["args"][0] != sys.executable:
+    # What runs on the standard library alone (a checkpoint's writer) starts cold quickly enough.
+    if not isinstance(given["args"], Sequence) or list(given["args"][:1]) != [sys.executable] or "-P" in given["args"]:
         _start_cold(process, *arguments)
         return
     process.pid = _fork(given)
@@ -234,13 +236,17 @@ def _call_main(words: list[str]) -> None:
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     if words[: len(flags)] == flags:  # this interpreter's own
         words = words[len(flags) :]
+    is_safe = words[0] == "-P"  # the folder of what is run is not on the path
+    if is_safe:
+        words = words[1:]
     if words[0] == "-u":
         words = words[1:]
         sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)  # type: ignore[type-var]
     module = sys.modules["__main__"] = ModuleType("__main__")
     if words[0] == "-m":
         sys.argv = ["-m", *words[2:]]
-        sys.path.insert(0, os.getcwd())
+        if not is_safe:
+            sys.path.insert(0, os.getcwd())
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]  # as the interpreter does
     elif words[0] == "-c":
         sys.argv = ["-c", *words[2:]]

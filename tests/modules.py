@@ -281,7 +281,7 @@ class Latents(nn.Module):
 
 
 class Branching(nn.Module):
-    """The root forward itself asks the data which way to go: no graph of it exists."""
+    """The root forward itself asks what it computed which way to go: no graph of it exists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,6 +289,6 @@ class Branching(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.relu(self.fc1(x))
-        if x.abs().sum() > 0:  # of the absolute values: a part of a batch must go the way of the whole
+        if hidden.sum() > 0:  # of what is not negative: a part of a batch must go the way of the whole
             hidden = F.relu(self.fc2(hidden))
         return self.fc3(hidden)

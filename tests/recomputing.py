@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import models
 from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
 from polylane.cost.memory.recompute_budget import dropped_on_stages
@@ -15,6 +17,7 @@ from polylane.cost.memory.recompute_choice import SavedValues
 from polylane.cost.memory.saved_by_operators import trace_saved_tensors
 from polylane.cost.memory.saved_tensors import BackendSetting, SavedTensors
 from polylane.graph.batch import flatten
+from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
@@ -25,6 +28,19 @@ from polylane.runtime.pipeline.stage_code import StageHooks, extract_stage
 from polylane.runtime.pipeline.stage_runner import StageRunner
 
 CPU = torch.device("cpu")
+SAMPLES = 4
+
+
+def seeded(case: models.Case) -> nn.Module:
+    torch.manual_seed(0)
+    return case.model()
+
+
+@cache
+def captured(name: str) -> tuple[models.Case, Graph]:
+    """One of the models of the tests with its graph of SAMPLES samples, which all tests of recomputation share."""
+    case = models.CASES[name]() if name in models.CASES else models.example_case(name)
+    return case, capture(seeded(case), case.loss, case.batch(SAMPLES, 0))
 
 
 def stage_runner(

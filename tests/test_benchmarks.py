@@ -66,6 +66,7 @@ QUICK = [
     pytest.param("__main__", ["tiny"], "polylane pipeline=2,schedule=1f1b,microbatches=2", id="benchmarks"),
     pytest.param("balance", [], r"\| `pipeline=3` \| [\d.]+%|not measured, for ", id="balance"),
     pytest.param("gpipe", ["tiny"], r"\| polylane schedule=1f1b \| \d+, \d+ \|", id="gpipe"),
+    pytest.param("checkpoints", [], r"data=2 +\d+ +[\d.]+ +[\d.]+ ", marks=slow, id="checkpoints"),
     pytest.param("lengths", ["--plans", "data=1"], r"\| polylane data=1 \| [\d.]+ \|", marks=slow, id="lengths"),
     pytest.param("memory_laws", [], r"\| 1f1b \| 2, 1 \| ([\d.]+ MiB) \| \1 \|", marks=slow, id="memory_laws"),
     pytest.param("memory_limit", [], r"\* by this plan: trains", marks=slow, id="memory_limit"),
@@ -98,6 +99,8 @@ def test_files_of_the_zoo_are_named_alike_on_every_machine() -> None:
         "x (/a/.venv/lib/python3.11/site-packages/timm/models/vit.py:3) and (/home/me/it/benchmarks/zoo/physics.py:9)"
     )
     assert name_files_alike(there) == "x (timm/models/vit.py:3) and (benchmarks/zoo/physics.py:9)"
+    generated = "called from /tmp/torch_geometric.nn.conv.sage_conv_SAGEConv_propagate_1p7ckm95.py:83)"
+    assert name_files_alike(generated) == "called from torch_geometric.nn.conv.sage_conv_SAGEConv_propagate.py:83)"
 
 
 def test_every_benchmark_has_a_quick_run() -> None:

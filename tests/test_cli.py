@@ -33,9 +33,24 @@ from polylane.plan import plan_file as plans
 from polylane.verify import verify as verification
 
 RECIPE = """
+import os
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+LAUNCHER = os.getpid()
+
+class BreaksInWorkers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if os.getpid() != LAUNCHER:
+            raise OSError("no such device")
+        return gradient
 
 class Net(nn.Module):
     def __init__(self, width, depth, fault):
@@ -51,6 +66,8 @@ class Net(nn.Module):
             x = layer(x)
         if self.fault == "forward":
             raise ValueError("forward is broken")
+        if self.fault == "worker":
+            x = BreaksInWorkers.apply(x)
         if self.fault == "memory":
             x = x + torch.empty(1 << 46)
         return self.outward(x + first)
@@ -101,6 +118,8 @@ def data(split, samples=22, fault=""):
         rows = Samples((row * float("nan") if i == 3 else row, y) for i, (row, y) in enumerate(rows))
     if split == "train" and fault == "sample":
         rows.broken = samples - 1
+    if fault == "dtype":
+        rows = Samples((row.half(), y) for row, y in rows)
     if fault == "loader":
         return torch.utils.data.DataLoader(rows, batch_size=4)
     return iter(rows) if fault == "iterator" else rows
@@ -326,15 +345,16 @@ def test_a_folder_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("model", "tiny.py:26: model() raised ValueError: no model today"),
+        ("model", "tiny.py:43: model() raised ValueError: no model today"),
         ("no module", "model() must return a torch.nn.Module, not a int"),
-        ("optimizer", "tiny.py:35: optimizer(parameters) raised KeyError: 'momentum'"),
-        ("scheduler", "tiny.py:40: scheduler(optimizer) raised RuntimeError: no schedule"),
-        ("collate", "tiny.py:45: collate(samples) raised RuntimeError: no batch"),
-        ("data", "tiny.py:57: data('train') raised FileNotFoundError: no such data"),
+        ("optimizer", "tiny.py:52: optimizer(parameters) raised KeyError: 'momentum'"),
+        ("scheduler", "tiny.py:57: scheduler(optimizer) raised RuntimeError: no schedule"),
+        ("collate", "tiny.py:62: collate(samples) raised RuntimeError: no batch"),
+        ("data", "tiny.py:74: data('train') raised FileNotFoundError: no such data"),
         ("no data", "data('train') must return a dataset"),
         ("empty", "data('train') has no samples"),
         ("forward", "forward is broken"),
+        ("dtype", "loss(model, batch) fails on the example batch in inward: RuntimeError: mat1 and mat2 must have the"),
         (
             "memory",
             "this process ran out of memory, asking for 256 TiB more: `polylane plan --memory SIZE`",
@@ -346,7 +366,7 @@ def test_a_folder_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_bad_recipes(here: Path, command: str, fault: str, sentence: str) -> None:
-    told = {("verify", "forward"), ("verify", "memory"), ("verify", "argmax"), ("verify", "frozen")}
+    told = {("verify", fault) for fault in ("forward", "dtype", "memory", "argmax", "frozen")}
     result = call(command, "tiny.py", "--set", f"fault={fault}")
     assert result.exit_code == 2, result.exception
     assert (result.stdout == "") or (command, fault) in told  # it has said what it is about to do
@@ -636,12 +656,15 @@ def test_inspect_says_that_replicas_compute_a_batch_together(here: Path) -> None
 
 
 def test_inspect_says_what_an_optimizer_kept_whole(here: Path) -> None:
-    picky = "if len(next(iter(parameters))[1]) < 5: raise ValueError('too small')\n    return torch.optim.SGD"
+    """Whose optimizer runs on these weights alone, and not on the larger values of a trial."""
+    picky = (
+        "if max(p.abs().max() for _, p in parameters) > 1: raise ValueError('too large')\n    return torch.optim.SGD"
+    )
     recipe = Path("tiny.py").read_text().replace("return torch.optim.SGD", picky)
     Path("picky.py").write_text(recipe)
-    with pytest.warns(UserWarning, match="10 parameters stay whole on every rank of tensor=2, .*ValueError: too small"):
+    with pytest.warns(UserWarning, match="10 parameters stay whole on every rank of tensor=2, .*ValueError: too large"):
         shown = call("inspect", "picky.py", "--plan", "tensor=2").stdout
-    why = "its optimizer does not run on small parameters (picky.py:36: optimizer(parameters) raised ValueError: too"
+    why = "its optimizer does not run on small parameters (picky.py:53: optimizer(parameters) raised ValueError: too"
     assert "whole on every rank: inward.weight (128 B): " + why in shown
 
 
@@ -811,10 +834,15 @@ def test_stop_on_nan(folder: Path) -> None:
 
 
 def test_a_worker_that_raises(folder: Path) -> None:
-    _, err = execute(folder, "train tiny.py --set fault=sample --batch 8 --workers 2 --run run/raises", code=1)
+    _, err = execute(folder, "train tiny.py --set fault=worker --batch 8 --workers 2 --run run/raises", code=1)
     assert err.startswith("polylane: worker ")
-    assert "bad sector" in err
+    assert "no such device" in err
     assert err.count("Traceback") == 1
+
+
+def test_a_sample_that_raises(folder: Path) -> None:
+    _, err = execute(folder, "train tiny.py --set fault=sample --batch 8 --workers 2 --run run/sample", code=2)
+    assert re.match(r"polylane: batch 3 of epoch 1: sample 21 of the dataset raised OSError: bad sector \(.*\)\n$", err)
 
 
 def test_ctrl_c_ends_all_and_keeps_what_was_written(folder: Path) -> None:
@@ -825,7 +853,8 @@ def test_ctrl_c_ends_all_and_keeps_what_was_written(folder: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=10)
     assert process.returncode == 130
-    assert err == "run/interrupted/ keeps what was written so far\npolylane: interrupted\n"
+    kept = "run/interrupted/ keeps what was written so far, no weights among it: no checkpoints were asked for"
+    assert err == f"polylane: interrupted: {kept}\n"
     wait_for(lambda: not alive(process.pid))
     assert len(metrics(run)[0]) >= 2
     plans.load(run / "plan.yaml")
@@ -851,13 +880,18 @@ def test_the_same_command_under_torchrun(folder: Path) -> None:
 
 
 ACCELERATED = """
+import multiprocessing.util
 import sys
-import polylane.runtime.workers.world
+import commands_run
 from polylane.cli import main
+from polylane.runtime.workers import world
 
-if __name__ == "__main__":  # new processes import this file again, and find no accelerator
-    polylane.runtime.workers.world.accelerator_type = lambda: "pretended"
+if __name__ == "__main__":
+    world.found, world.accelerator_type = world.accelerator_type, lambda: "pretended"
+    multiprocessing.util.spawnv_passfds = commands_run.spawn
     main(sys.argv[1:])
+else:  # new processes import this file again, and find no accelerator
+    world.accelerator_type = world.found
 """
 
 

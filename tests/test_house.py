@@ -31,7 +31,8 @@ FLOORS = (
     ("observe",),
     ("plan",),
     ("program",),
-    ("samples",),
+    ("samples", "diagnosis"),
+    ("checkpoint",),
     ("cost",),
     ("profiling",),
     ("sharding",),
@@ -44,10 +45,14 @@ FLOORS = (
     ("auto",),
     ("__init__",),
     ("commands",),
-    ("cli", "cli_options", "cli_planning"),
+    ("cli", "cli_options", "cli_planning", "cli_running"),
     ("__main__",),
 )
-SAME_ROOM = {"cli_options": "cli", "cli_planning": "cli"}  # files that belong to another one's room
+SAME_ROOM = {
+    "cli_options": "cli",
+    "cli_planning": "cli",
+    "cli_running": "cli",
+}  # files that belong to another one's room
 
 MOST_FILES = 18  # of a folder, its __init__.py not counted
 MOST_LINES_OF_A_FILE = 400

@@ -57,6 +57,18 @@ class Tied(nn.Module):
         return self.last(torch.tanh(self.inner(torch.tanh(self.first(x)))))
 
 
+class OverAll(torch.optim.SGD):
+    """Scales all updates by the norm of all gradients, as D-Adaptation and others do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in own]).norm()
+        for p in own:
+            p.grad = p.grad / norm
+        return super().step(closure)
+
+
 def classify(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 

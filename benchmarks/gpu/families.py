@@ -12,6 +12,7 @@ from polylane.runtime.workers.fork import WorkerContext
 
 STEPS = 3
 TOLERANCE = 1e-9  # relative, in float64
+DIVERGED = 10.0  # a loss of the GPT: guessing one of 97 tokens has 4.6
 
 # What computes the numbers of one device.
 EQUAL = {
@@ -53,7 +54,7 @@ OWN = {
     4: ("pipeline=4,schedule=pipedream-2bw,microbatches=4", "data=4,every=2"),
 }
 
-# What depends on which worker is faster: that it trains, and how near its loss is to the CPU's.
+# What depends on which worker is faster: only that it does not diverge; how near it is to the CPU's is shown.
 TIMED = {2: ("data=2,servers=1,staleness=2",), 4: ("data=4,servers=1,staleness=2",)}
 
 
@@ -116,7 +117,7 @@ def rows_of(workers: int, plans: tuple[str, ...], found: dict[str, dict], host: 
         elif plan in OWN[workers]:
             holds = figures["to the CPU"] < 1e-7 if "to the CPU" in figures else None
         else:
-            holds = figures["loss"] < 10.0
+            holds = figures["loss"] < DIVERGED
         rows.append(Row("families", name, figures, holds))
     return rows
 

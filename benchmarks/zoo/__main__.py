@@ -24,7 +24,9 @@ from benchmarks.zoo.prove import EQUAL, FAILED, PLANS, REFUSED
 PATIENCE = 300  # seconds for a model's capture and for each of its plans, before it counts as a hang
 
 
-def find_apart(entry: Entry, plans: Sequence[str], steps: int, patience: float = PATIENCE) -> list[dict[str, Any]]:
+def prove_in_process(
+    entry: Entry, plans: Sequence[str], steps: int, patience: float = PATIENCE
+) -> list[dict[str, Any]]:
     """What is found of an entry in a process of its own; a hang or a death counts as FAILED on the plan it was at."""
     command = [sys.executable, "-m", "benchmarks.zoo.prove", entry.name, str(steps), *plans]
     # In a session of its own: its workers end with it.
@@ -49,7 +51,8 @@ def find_apart(entry: Entry, plans: Sequence[str], steps: int, patience: float =
     plan = plans[len(found) - 1]
     found.append({"name": entry.name, "plan": plan, "verdict": FAILED, "told": ended, "seconds": seconds})
     # What comes after the one that hangs is found in a process of its own.
-    return found + (find_apart(entry, plans[len(found) - 1 :], steps, patience)[1:] if plans[len(found) - 1 :] else [])
+    left = plans[len(found) - 1 :]
+    return found + (prove_in_process(entry, left, steps, patience)[1:] if left else [])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen, options.plans, options.steps = chosen[:1], options.plans[:1], 1
     counts: dict[str, int] = {}
     for entry in [] if options.page else chosen:
-        found = find_apart(entry, options.plans, options.steps)
+        found = prove_in_process(entry, options.plans, options.steps)
         for line in found:
             verdict = line.get("verdict", line.get("how"))
             where = f"{entry.name:28} {line.get('plan', 'capture'):28}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.zoo.families import FAMILIES
-from benchmarks.zoo.prove import EQUAL, FAILED, PLANS, REFUSED, UNEQUAL, WHOLE
+from benchmarks.zoo.prove import EQUAL, FAILED, FUNCTIONS, PLANS, REFUSED, UNEQUAL, WHOLE
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "models.md"
@@ -25,8 +25,9 @@ HEAD = """# Models of other packages
 Written by `make zoo`: models that others wrote, unmodified, small, with random weights, each trained for two steps by
 seven plans and held by `verify` against one device in float64. *Equal*: every loss, gradient, weight, buffer and
 optimizer state within 1e-9. *Refused*: one sentence before the first step, below. *whole*: every operator of the model
-is in the graph; *leaves*: some modules run as the Python that they are; *opaque*: the whole model does, so that only
-its samples can be split.
+is in the graph; *functions*: it is, and custom autograd functions are one node each, with their own backward passes;
+*leaves*: some modules run as the Python that they are; *opaque*: the whole model does, so that only its samples can be
+split.
 """
 
 
@@ -39,9 +40,13 @@ def load_measured(folder: Path = MEASURED) -> dict[str, dict[str, Found]]:
 _FOLDERS = re.compile(r"/[^\s():]*?/(?=benchmarks/zoo/|aten/src/)|/[^\s():]*/(?:site|dist)-packages/")
 
 
+# A file that a package generates for a layer, with a random end (torch_geometric's message passing).
+_GENERATED = re.compile(r"/[^\s():]*/((?:\w+\.)+\w+)_\w{8}\.py\b")
+
+
 def name_files_alike(told: str) -> str:
     """Return what was said with its files as they are called on every machine: from their package's name on."""
-    return _FOLDERS.sub("", told)
+    return _GENERATED.sub(r"\1.py", _FOLDERS.sub("", told))
 
 
 def save_found(family: str, name: str, found: Iterable[Mapping[str, Any]], folder: Path = MEASURED) -> None:
@@ -76,15 +81,17 @@ def _summary(measured: Mapping[str, Mapping[str, Found]]) -> str:
     verdicts = [found[plan]["verdict"] for found in models for plan in PLANS if plan in found]
     accepted = [verdict for verdict in verdicts if verdict != REFUSED]
     equal = verdicts.count(EQUAL)
-    whole = sum(found["capture"]["how"] == WHOLE for found in models if "capture" in found)
+    how = [found["capture"]["how"] for found in models if "capture" in found]
+    kept = how.count(FUNCTIONS)
+    functions = f", and {kept} but for custom autograd functions" if kept else ""
     seconds = sorted(found["capture"]["seconds"] for found in models if "capture" in found)
     if not accepted:
         return "Nothing is measured yet.\n"
     return (
         f"**{len(models)} models, {len(verdicts)} pairs of a model and a plan: {len(accepted)} accepted "
         f"({len(accepted) / len(verdicts):.1%}), {equal} of these equal ({equal / len(accepted):.1%}), "
-        f"{len(verdicts) - len(accepted)} refused.** {whole} models are captured whole; a capture takes "
-        f"{seconds[len(seconds) // 2]:.1f} s (median), {seconds[-1]:.1f} s at most.\n"
+        f"{len(verdicts) - len(accepted)} refused.** {how.count(WHOLE)} models are captured whole{functions}; "
+        f"a capture takes {seconds[len(seconds) // 2]:.1f} s (median), {seconds[-1]:.1f} s at most.\n"
     )
 
 

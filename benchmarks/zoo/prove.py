@@ -39,7 +39,7 @@ PLANS = (
     "data=2,pipeline=2",
     "data=2,shard=parameters",
 )
-WHOLE, LEAVES, OPAQUE = "whole", "leaves", "opaque"
+WHOLE, FUNCTIONS, LEAVES, OPAQUE = "whole", "functions", "leaves", "opaque"
 EQUAL, UNEQUAL, REFUSED, FAILED = "equal", "NOT equal", "refused", "FAILED"
 
 
@@ -49,7 +49,8 @@ class Captured:
 
     Attributes:
         name: of the model.
-        how: WHOLE, LEAVES: some modules run the user's own Python; OPAQUE: all of it is one such leaf; or FAILED.
+        how: WHOLE; FUNCTIONS: but for custom autograd functions, a node each; LEAVES: some modules run the user's own
+            Python; OPAQUE: all of it is one such leaf; or FAILED.
         told: why, for what is not whole.
         parameters: numbers that are trained.
         nodes: operators of the graph.
@@ -101,13 +102,27 @@ def capture_entry(entry: Entry) -> Captured:
     except Exception as error:  # to be shown beside the others
         return Captured(entry.name, FAILED, _sentence_of(error), parameters, 0, time.monotonic() - began)
     seconds = time.monotonic() - began
-    return Captured(entry.name, _how_captured(graph), " ".join(graph.notes), parameters, len(graph.nodes), seconds)
+    told = " ".join((*graph.notes, *_tell_functions(graph)))
+    return Captured(entry.name, _how_captured(graph), told, parameters, len(graph.nodes), seconds)
 
 
 def _how_captured(graph: Graph) -> str:
     if graph.is_opaque:
         return OPAQUE
-    return LEAVES if any(node.is_own_python for node in graph.nodes) else WHOLE
+    own = {node.op for node in graph.nodes if node.is_own_python}
+    if not own:
+        return WHOLE
+    return LEAVES if "leaf" in own else FUNCTIONS
+
+
+def _tell_functions(graph: Graph) -> list[str]:
+    """The custom autograd functions that are kept, each with the number of its nodes and the modules that call it."""
+    calls = [node for node in graph.nodes if node.op == "function"]
+    if not calls:
+        return []
+    where = sorted({f"{node.module or 'the model'} ({node.source})" for node in calls})
+    more = f" and {len(where) - 1} more" if len(where) > 1 else ""
+    return [f"custom autograd functions stay a node each, {len(calls)} of them, in {where[0]}{more}"]
 
 
 def prove_entry(entry: Entry, plan: str, steps: int | None = None) -> Proven:

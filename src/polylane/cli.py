@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +17,18 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from polylane import __version__, cli_planning
+from polylane import __version__, cli_planning, cli_running
 from polylane import cli_options as options
 from polylane.cli_options import Batch, ClipNorm, Json, Plan, Recipe, Seed, Set, Workers
-from polylane.commands.requests import InspectRequest, LanesRequest, TrainRequest, VerifyRequest
-from polylane.errors import PolylaneError, WorkerFailed
+from polylane.commands.requests import (
+    InspectRequest,
+    LanesRequest,
+    VerifyRequest,
+)
+from polylane.errors import LINES, PolylaneError, WorkerFailed, clean_sentence, clean_text
+from polylane.runtime.workers.failure import format_exit_code
 from polylane.runtime.workers.out_of_memory import out_of_memory
+from polylane.runtime.workers.stop_request import Stopped, describe_end
 
 # None of the imports above imports torch, so that `polylane --help` does not wait for it. Each command imports its own
 # module when it is called.
@@ -36,7 +45,7 @@ class _Sentences(TyperGroup):
     """Command group in which a user's mistake is one sentence and an exit code, not a traceback.
 
     Exit codes: 2 for wrong input or too little memory, 1 for a failed worker or a plan that is not equal to one
-    worker, 130 for Ctrl-C.
+    worker, 128 and the signal's number for a run that a signal ended: 130 for Ctrl-C, 143 for SIGTERM.
     Other exceptions are bugs of polylane and keep their traceback.
     """
 
@@ -46,22 +55,37 @@ class _Sentences(TyperGroup):
             # In standalone mode click would print errors itself, in its own form.
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except _CommandLineError as error:
-            code = _say(_plain(error.format_message()), 2)  # type: ignore[attr-defined]
+            code = _say(clean_sentence(_plain(error.format_message())), 2)  # type: ignore[attr-defined]
         except PolylaneError as error:
             # What failed for want of memory is said as such, whatever was being done.
             code = _say(str((error.__cause__ and out_of_memory(error.__cause__, None)) or error), 2)
         except WorkerFailed as error:
             code = _say(str(error), 1)
+        except Stopped as stopped:
+            sys.exit(_say(str(stopped), stopped.exit_code))
         except (typer.Abort, KeyboardInterrupt):
             code = INTERRUPTED
+        except SystemExit as leaving:
+            if (foreign := _describe_foreign_exit(leaving)) is None:
+                raise
+            code = _say(foreign, 2)
         except Exception as error:
             told = out_of_memory(error, None)
             if told is None:
                 raise
             code = _say(str(told), 2)
         if code == INTERRUPTED:
-            _say("interrupted", INTERRUPTED)
+            _say(describe_end(signal.SIGINT), INTERRUPTED)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _describe_foreign_exit(leaving: SystemExit) -> str | None:
+    """Describe where code that is not polylane's called ``sys.exit`` in the midst of a command; None if it was ours."""
+    frame = traceback.extract_tb(leaving.__traceback__)[-1]
+    if Path(frame.filename).is_relative_to(Path(__file__).parent):
+        return None
+    where = f"{frame.filename}:{frame.lineno}"
+    return f"sys.exit({format_exit_code(leaving)}) at {where} ended the command before it was done"
 
 
 # Messages of typer and pydantic, and the plainer words that replace them.
@@ -88,7 +112,7 @@ def _say(message: str, code: int) -> int:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(ECHO_SECONDS)
-    print(f"polylane: {message}", file=sys.stderr, flush=True)
+    print(f"polylane: {clean_text(message, keep=LINES)}", file=sys.stderr, flush=True)
     return code
 
 
@@ -108,14 +132,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: the command line without the program's name; None: this process's own.
     """
     warnings.formatwarning = _told
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files need not be text in the terminal's encoding
+            stream.reconfigure(errors="backslashreplace")
     app(args=None if arguments is None else list(arguments), prog_name="polylane")
 
 
 def _told(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
     """Format a warning: polylane's own as a note, others as Python does, with file and line."""
     if Path(filename).is_relative_to(Path(__file__).parent):
-        return f"note: {message}\n"
-    return f"{filename}:{lineno}: {category.__name__}: {message}\n"
+        return f"note: {clean_sentence(str(message))}\n"
+    return f"{filename}:{lineno}: {category.__name__}: {clean_text(str(message), keep=LINES)}\n"
 
 
 @app.callback(invoke_without_command=True)
@@ -132,9 +159,9 @@ def _polylane(
     their parameters, sequence=2 splits operators and leaves parameters whole, precision=bfloat16 is autocast,
     recompute=full, selective or budget:200MB computes activations again instead of keeping them,
     recompute=blocks.3:full+blocks.5:full those of modules, compile=yes compiles every stage with torch.compile's
-    inductor. With a mesh for each stage: "[data=2 | tensor=2 | 1],microbatches=8". Or the path of a plan file: one
-    that inspect --write made, the plan.yaml of an earlier run, or your own. Or auto, for the plan that is predicted
-    to be the fastest.
+    inductor, and is priced as uncompiled. With a mesh for each stage: "[data=2 | tensor=2 | 1],microbatches=8". Or
+    the path of a plan file: one that inspect --write made, the plan.yaml of an earlier run, or your own. Or auto, for
+    the plan that is predicted to be the fastest.
 
     \b
     Example:
@@ -149,64 +176,7 @@ def _polylane(
 # The commands --------------------------------------------------------------------------------------------------------
 
 
-@app.command()
-def train(
-    recipe: Recipe,
-    workers: Workers = None,
-    plan: Plan = None,
-    epochs: options.Epochs = None,
-    steps: options.Steps = None,
-    batch: Batch = 64,
-    run: options.RunFolder = None,
-    seed: Seed = 0,
-    set_: Set = None,
-    clip_norm: ClipNorm = None,
-    on_nan: options.OnNan = "stop",
-    stop_on_nan: options.StopOnNan = False,
-    drop_last: options.DropLast = False,
-    optimizer: options.LargeBatchOptimizer = None,
-    lr: options.LearningRate = None,
-    scale_lr: options.ScaleRate = None,
-    base_batch: options.BaseBatch = None,
-    warmup: options.Warmup = 0,
-    json: Json = False,
-) -> None:
-    """Train a recipe's model on N workers.
-
-    Learning rates are the recipe's, unless --scale-lr (Goyal et al. 2017; Krizhevsky 2014) or --warmup changes them.
-    LARS and LAMB: You et al. 2017 and 2020.
-
-    DIR gets plan.yaml, metrics.jsonl (a line for each step), model.safetensors (loads into the plain model), and
-    timeline.json, swimlane.html and trace.json (for ui.perfetto.dev) of one late step. While DIR has the files of an
-    earlier run, this one writes into DIR/unfinished, and replaces them when it has ended well. Weights that are not
-    finite are never saved.
-
-    \b
-    Examples:
-      polylane train examples/digits.py --workers 4 --plan data=2,pipeline=2
-      polylane train examples/digits.py --plan data=4 --batch 512 --base-batch 64 --scale-lr linear --warmup 10
-      torchrun --nproc-per-node 4 -m -- polylane train examples/digits.py
-    """
-    from polylane.commands import train as command
-    from polylane.commands.learning_rates import LearningRateOptions
-
-    request = TrainRequest(
-        recipe=recipe,
-        batch=batch,
-        settings=tuple(set_ or ()),
-        seed=seed,
-        json=json,
-        workers=workers,
-        plan=plan,
-        clip_norm=clip_norm,
-        epochs=epochs,
-        steps=steps,
-        run_folder=run,
-        on_nan="stop" if stop_on_nan else on_nan,
-        drop_last=drop_last,
-        rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup),
-    )
-    command.run(request)
+cli_running.register(app)
 
 
 @app.command()
@@ -219,6 +189,8 @@ def verify(
     seed: Seed = 0,
     set_: Set = None,
     clip_norm: ClipNorm = None,
+    resume: options.ProveResume = False,
+    resume_plan: options.ResumePlan = None,
     json: Json = False,
 ) -> None:
     """Prove a plan equal to one worker, in float64.
@@ -227,9 +199,14 @@ def verify(
     weights, buffers and optimizer states of every step. Exit code 1 where a relative error is above 1e-9; then the
     first operator whose value differs is named.
 
+    With --resume it proves checkpoints: K steps, and half of them, a checkpoint and the others on fresh workers, must
+    agree in every bit of the losses, weights, buffers, optimizers and schedulers; with --resume-plan, to 1e-9 where
+    another plan goes on. Exit code 1 where they do not; then the first tensor that differs is named.
+
     \b
-    Example:
+    Examples:
       polylane verify examples/digits.py --workers 4 --plan data=2,pipeline=2
+      polylane verify examples/digits.py --plan data=2 --resume --resume-plan pipeline=2 --steps 6
     """
     from polylane.commands import verify as command
 
@@ -243,6 +220,8 @@ def verify(
         plan=plan,
         clip_norm=clip_norm,
         steps=steps,
+        resume=resume,
+        resume_plan=resume_plan,
     )
     if not command.run(request):
         raise typer.Exit(1)

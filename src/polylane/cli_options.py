@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from polylane.commands.requests import WorkerRange
+
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A Python file, or a package.module.", show_default=False)
 ]
@@ -26,7 +28,28 @@ Workers = Annotated[
         "--workers", metavar="N", min=1, max=2**20, help="Number of workers. Default: as many as the plan takes."
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch", metavar="B", min=1, help="Samples of a batch, over all workers.")]
+
+
+def _parse_workers(text: str) -> WorkerRange:
+    fewest, colon, most = text.partition(":")
+    numbers = [int(each) for each in (fewest, most) if each.isascii() and each.isdecimal() and len(each) < 8]
+    if len(numbers) != 1 + bool(colon) or not 1 <= numbers[0] <= numbers[-1] <= 2**20:
+        raise typer.BadParameter("give a number of workers (4), or the fewest and the most (2:4)")
+    return WorkerRange(numbers[0] if colon else None, numbers[-1])
+
+
+WorkersOrRange = Annotated[
+    WorkerRange | None,
+    typer.Option(
+        "--workers",
+        metavar="N|MIN:MAX",
+        parser=_parse_workers,
+        help="Number of workers; with MIN:MAX a lost one is left out, down to MIN. Default: as many as the plan takes.",
+    ),
+]
+Batch = Annotated[
+    int, typer.Option("--batch", metavar="B", min=1, max=2**30, help="Samples of a batch, over all workers.")
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="A keyword argument of the recipe's functions. Repeatable."),
@@ -52,8 +75,64 @@ OnNan = Annotated[
     Literal["stop", "warn"],
     typer.Option("--on-nan", help="If the loss is not finite: stop, naming the first operator; or warn and go on."),
 ]
+OnHang = Annotated[
+    Literal["stop", "restart", "wait"],
+    typer.Option(
+        "--on-hang",
+        help="If a worker does not go on: stop, naming it; or name it and wait. Or restart, as --max-restarts allows.",
+    ),
+]
+HangAfter = Annotated[
+    float | None,
+    typer.Option(
+        "--hang-after",
+        metavar="SECONDS",
+        help="After how long without progress a worker hangs. Default: 8 s longer than steps usually take.",
+    ),
+]
 # Hidden: accepted for command lines from before --on-nan.
 StopOnNan = Annotated[bool, typer.Option("--stop-on-nan", help="The same as --on-nan stop.", hidden=True)]
+Grace = Annotated[
+    float,
+    typer.Option(
+        "--grace",
+        metavar="SECONDS",
+        min=0,
+        help="Time for a checkpoint after SIGTERM or SIGUSR1, before the end.",
+    ),
+]
+OnDiskError = Annotated[
+    Literal["warn", "stop"],
+    typer.Option(
+        "--on-disk-error", help="If the run folder cannot be written to any more: warn once and go on; or stop."
+    ),
+]
+SaveEvery = Annotated[
+    str | None,
+    typer.Option(
+        "--save-every",
+        metavar="INTERVAL",
+        help="Save checkpoints: every 500 steps (500), every ten minutes (10m, 30s, 2h), or auto: by what they cost.",
+    ),
+]
+Keep = Annotated[int, typer.Option("--keep", metavar="N", min=1, help="Newest checkpoints that are kept.")]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        "--resume",
+        metavar="auto|PATH",
+        help="Go on from the newest complete checkpoint of --run, if there is one; or from a checkpoint's folder.",
+    ),
+]
+MaxRestarts = Annotated[
+    int | None,
+    typer.Option(
+        "--max-restarts",
+        metavar="N",
+        min=0,
+        help="Start the workers again when one has died, so many times. Default: 0, or MAX - MIN of --workers.",
+    ),
+]
 DropLast = Annotated[bool, typer.Option("--drop-last", help="Leave out an epoch's last batch if it is shorter.")]
 LargeBatchOptimizer = Annotated[
     Literal["lars", "lamb"] | None,
@@ -120,3 +199,9 @@ Halving = Annotated[
     ),
 ]
 HopTicks = Annotated[str, typer.Option("--hop", metavar="TICKS", help="Time of a value between two workers.")]
+
+ProveResume = Annotated[bool, typer.Option("--resume", help="Prove checkpoints: go on from one, against no break.")]
+ResumePlan = Annotated[
+    str | None,
+    typer.Option("--resume-plan", metavar="SPEC", help="With --resume: a plan that goes on from the checkpoint, too."),
+]

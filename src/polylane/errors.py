@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,11 @@ class PolylaneError(Exception):
     """A message for the user: one sentence that says what was wrong, where, and what to do.
 
     The command line prints it without a traceback and exits with code 2. A mistake of our own is any other exception.
+    What a file, a name or another exception put into the sentence is cleaned and shortened (:func:`clean_sentence`).
     """
+
+    def __str__(self) -> str:
+        return clean_sentence(super().__str__())
 
 
 class NotFinite(PolylaneError):
@@ -61,6 +66,24 @@ class WorkerFailed(Exception):
         return f"{head}: {self.error_message}"
 
 
+class WorkerHung(WorkerFailed):
+    """A worker did not go on, and the training was ended for that.
+
+    Args:
+        ranks: ranks of the workers to blame, or of all that wait for a link.
+        sentence: which worker, where, since when, what it does, and who waits for it.
+        stack: what its main thread was calling, the innermost call last; empty where that is not known.
+    """
+
+    def __init__(self, ranks: Sequence[int], sentence: str, stack: str = "") -> None:
+        super().__init__(ranks[0], "WorkerHung", sentence, stack)
+        self.ranks, self.args = tuple(ranks), (ranks, sentence, stack)
+
+    def __str__(self) -> str:
+        stack = f"\n\nIts main thread, the innermost call last:\n{self.traceback.rstrip()}" if self.traceback else ""
+        return f"the training hangs: {self.error_message}{stack}"
+
+
 class ActionFailed(Exception):
     """An action of a worker's program raised; ``raise ActionFailed(...) from error`` adds where that was.
 
@@ -105,6 +128,7 @@ class ActionFailed(Exception):
 
     def __str__(self) -> str:
         told = self.cause_traceback.strip().rsplit("\n", 1)[-1]
+        told = told.removeprefix(f"{__name__}.{PolylaneError.__name__}: ")  # a sentence for the user as it is
         return f"rank {self.rank}{describe_place(self.stage, self.microbatch, self.module, self.source)}: {told}"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -150,12 +174,83 @@ def describe_place(stage: int | None, microbatch: int | None, module: str | None
 # ---- words for a sentence ------------------------------------------------------------------------------------------
 
 _SHOWN = 60  # most characters of a wrong value that are quoted
+_QUOTED = 200  # most characters of another exception's text that are quoted
+_LONGEST_WORD = 300  # most characters of a word: more than a path has that somebody typed
+_LONGEST_SENTENCE = 4000
+
+# What a terminal takes for a command, or shows in another order or not at all: controls and escapes (C0, C1), marks of
+# direction (a name could be made to read as another one), separators of lines, and halves of characters.
+_UNFIT = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+LINES = "\n\t"  # what lines are made of: a traceback keeps it
+
+
+def clean_text(text: str, keep: str = "") -> str:
+    """Return text that is safe to print: what a terminal would obey is written as an escape, such as ``\\x1b``.
+
+    Args:
+        text: may come from a file, from the model's names or from another exception.
+        keep: characters that stay as they are, such as the line breaks of a traceback.
+    """
+    return _UNFIT.sub(lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1], text)
+
+
+def find_unfit(text: str) -> str | None:
+    """Return the first character of a text that a terminal would obey, as an escape; None if there is none."""
+    found = _UNFIT.search(text)
+    return None if found is None else clean_text(found[0])
+
+
+def clean_sentence(text: str) -> str:
+    """Return a sentence on one line, clean, and with words and length within bounds."""
+    text = clean_text(text.replace("\n", " "))
+    if len(text) > _LONGEST_WORD:
+        text = re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", lambda found: shorten_text(found[0], _LONGEST_WORD), text)
+    return shorten_text(text, _LONGEST_SENTENCE)
+
+
+def shorten_text(text: str, most: int) -> str:
+    """Return a text of about ``most`` characters at most: of a longer one the beginning, the end and the length."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most * 2 // 3]}…({len(text):,} characters)…{text[-most // 4 :]}"
+
+
+def describe_error(error: BaseException) -> str:
+    """Return what was raised, on one line and shortened; of a :class:`PolylaneError` its sentence alone."""
+    text = describe_message(error)
+    return text if isinstance(error, PolylaneError) else f"{type(error).__name__}: {text}"
+
+
+def describe_message(error: BaseException) -> str:
+    """Return the text of an exception, on one line, clean and shortened."""
+    text = clean_text(" ".join(read_text(error).split())) or "no message"
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}…"
+
+
+def read_text(error: BaseException) -> str:
+    """Return the text of an exception; of a user's own that fails to tell it, words about that."""
+    try:
+        return str(error)
+    except Exception as failed:
+        return f"its text cannot be told, for its __str__ raises {type(failed).__name__}"
 
 
 def format_value(given: object) -> str:
     """Format a value for a sentence, shortened."""
-    text = "empty" if given is None else repr(given)
+    if given is None:
+        return "empty"
+    if isinstance(given, int) and abs(given) >= 10**_SHOWN:  # repr() refuses thousands of digits
+        return f"a number of more than {_SHOWN} digits"
+    # A long text is cut before repr(), which would copy it whole.
+    text = clean_text(repr(given[: 2 * _SHOWN] if isinstance(given, str) else given))
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def format_plural(number: int, word: str) -> str:
+    """Return ``1 worker``, ``4 workers``."""
+    return f"{number} {word}" + ("" if number == 1 else "s")
 
 
 def suggest_name(name: str, known: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, describe_message
 from polylane.settings import parse_setting
 
 if TYPE_CHECKING:  # torch takes a second to import, and `polylane --help` reads this file
@@ -140,10 +140,10 @@ def parse_assignments(texts: Sequence[str]) -> dict[str, str]:
 def _import_module(target: str) -> ModuleType:
     """Import the module at a path or of a dotted name."""
     path = Path(target).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         raise RecipeError(f"{target} is a folder; a recipe is a Python file or a package.module.")
-    if path.suffix == ".py" or os.sep in target or path.is_file():
-        if not path.is_file():
+    if path.suffix == ".py" or os.sep in target or os.path.isfile(path):
+        if not os.path.isfile(path):  # Path.is_file raises for names that are too long
             raise RecipeError(f"There is no recipe at {target}.")
         if path.suffix != ".py":
             raise RecipeError(f"{target} is not a Python file; a recipe's name ends with .py.")
@@ -232,7 +232,7 @@ def _describe_import_error(error: BaseException, path: Path) -> str:
     kind = type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
         return f"{shorten_path(Path(error.filename))}, line {error.lineno}: {kind}: {error.msg}."
-    message = " ".join(str(error).split()) or "no message"
+    message = describe_message(error)
     line = deepest_own_line(error, path)
     where = shorten_path(path) if line is None else f"{shorten_path(Path(line.filename))}, line {line.lineno}"
     return f"{where}: {kind}: {message.rstrip('.')}."

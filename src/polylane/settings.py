@@ -8,6 +8,8 @@ from typing import Any
 
 from polylane.errors import PolylaneError, format_value, suggest_name
 
+MOST_DIGITS = 40  # of a number
+
 # The exceptions of ast.literal_eval for text that is no literal, deep nesting and null bytes included.
 _NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 
@@ -38,6 +40,20 @@ def split_pairs(pieces: Iterable[str], keys: Sequence[str], example: str) -> dic
     return values
 
 
+def parse_whole(name: str, text: str) -> int:
+    """Parse a whole number of plain digits.
+
+    Raises:
+        PolylaneError: it has more digits than any number needs; int() takes quadratic time, and refuses thousands.
+        ValueError: it is no whole number.
+    """
+    if len(text) > MOST_DIGITS:
+        raise PolylaneError(f"{name}: {format_value(text)} has {len(text):,} digits, and {MOST_DIGITS} are the most")
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(text)
+    return int(text)
+
+
 def parse_setting(text: str, default: Any) -> Any:
     """Parse text as a value of the default's type; for a default of None, as a Python literal, else it stays text.
 
@@ -49,7 +65,7 @@ def parse_setting(text: str, default: Any) -> Any:
     if default is None:
         return _parse_literal(text)
     if not isinstance(default, (bool, int, float, tuple, list, dict)):
-        raise ValueError(f"cannot be set from text: its default is {default!r}")
+        raise ValueError(f"cannot be set from text: its default is {format_value(default)}")
     try:
         if isinstance(default, bool):  # before int, of which bool is a subclass
             return _parse_bool(text)
@@ -59,7 +75,7 @@ def parse_setting(text: str, default: Any) -> Any:
             return _parse_sequence(text, default)
         return _parse_dict(text)
     except _NO_LITERAL:
-        raise ValueError(f"takes {_describe_type(default)}, and {text!r} is not one") from None
+        raise ValueError(f"takes {_describe_type(default)}, and {format_value(text)} is not one") from None
 
 
 def _parse_bool(text: str) -> bool:

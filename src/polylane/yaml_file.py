@@ -1,4 +1,4 @@
-"""YAML files: reads a file into a plain mapping, and turns pydantic's validation errors into sentences for the user.
+"""YAML files: reads one into a plain mapping, within bounds; turns pydantic's validation errors into sentences.
 
 A sentence names the key by its place in the file (``stages.0.mesh.tensor``), and says what must be there and what is.
 """
@@ -6,7 +6,7 @@ A sentence names the key by its place in the file (``stages.0.mesh.tensor``), an
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,10 +14,18 @@ import pydantic
 import yaml
 from pydantic_core import ErrorDetails
 
-from polylane.errors import PolylaneError, format_value, suggest_name
+from polylane.errors import PolylaneError, find_unfit, format_value, shorten_text, suggest_name
 
 # libyaml's parser is ten times as fast; not every build of PyYAML has it.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+# Bounds of a file: some ten times what a plan of thousands of stages has. They bound the time and memory of reading it.
+MOST_BYTES = 8 * 2**20
+MOST_VALUES = 2**18
+MOST_LEVELS = 32
+MOST_DIGITS = 40  # characters of a number
+
+_QUOTED = 200  # most characters of the parser's message that are quoted
 
 _MAPPING = "a mapping of keys and values"
 _KEY = "[key]"  # in a pydantic location: the error is in a mapping's key, not in its value
@@ -32,33 +40,23 @@ class StrictMapping(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-class EachKeyOnce(_Loader):  # type: ignore[misc]
-    """Loader that refuses a mapping with a key twice, of which plain YAML silently keeps the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                line, name = key.start_mark.line + 1, (key.tag, key.value)
-                if name in lines:
-                    raise PolylaneError(f"{key.value} is there twice, on lines {lines[name]} and {line}: keep one")
-                lines[name] = line
-        return super().construct_mapping(node, deep)
+# ---- reading and writing ---------------------------------------------------------------------------------------------
 
 
 def parse(text: str) -> dict[Any, Any]:
     """Parse a YAML text that is a mapping.
 
+    Only what a plan or a cluster needs: mappings, lists, texts, numbers, true, false and null. What would make a small
+    file large, or run a converter, is refused: anchors, aliases, tags.
+
     Raises:
-        PolylaneError: the text is not YAML, is empty or no mapping, or a key is there twice.
+        PolylaneError: the text is not YAML, is empty or no mapping, has a key twice, or has what is refused.
     """
+    _check_size(len(text))
     try:
-        data = yaml.load(text, EachKeyOnce)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise PolylaneError(f"this is not YAML: {' '.join(str(error).split())}") from error
+        data = _Builder(text).build()
+    except (yaml.YAMLError, ValueError) as error:
+        raise PolylaneError(f"this is not YAML: {shorten_text(' '.join(str(error).split()), _QUOTED)}") from error
     if data is None:
         raise PolylaneError("there is nothing in it")
     if not isinstance(data, dict):
@@ -78,13 +76,134 @@ def read(path: str | Path, kind: str = "") -> dict[Any, Any]:
     """
     name = f"{kind} {path}" if kind else str(path)
     try:
-        return parse(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as file:
+            content = file.read(MOST_BYTES + 1)  # the file may be a device without an end
+        _check_size(len(content))
+        return parse(content.decode())
     except OSError as error:
         raise PolylaneError(f"{name}: {error.strerror or error}") from error
     except UnicodeError as error:
         raise PolylaneError(f"{name}: this is not YAML: {error}") from error
     except PolylaneError as error:
         raise PolylaneError(f"{name}: {error}") from error
+
+
+def dump(data: dict[Any, Any]) -> str:
+    """Format plain values as YAML that :func:`parse` reads: values that occur twice are written twice."""
+    return str(yaml.dump(data, Dumper=_WithoutAliases, sort_keys=False, default_flow_style=None, width=120))
+
+
+class _WithoutAliases(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _check_size(size: int) -> None:
+    if size > MOST_BYTES:
+        raise PolylaneError(f"the file has more than {MOST_BYTES / 2**20:.0f} MiB, the most that is read")
+
+
+@dataclass
+class _Open:
+    """A mapping or list whose end has not been read yet.
+
+    Attributes:
+        value: the mapping or list, as far as it has been read.
+        lines: of a mapping, the line of each key.
+        key: of a mapping, a list with the key whose value comes next; empty where a key comes next.
+    """
+
+    value: dict[Any, Any] | list[Any]
+    lines: dict[Any, int] = field(default_factory=dict)
+    key: list[Any] = field(default_factory=list)
+
+
+class _Builder:
+    """Builds plain values from a parser's events one after another, without recursion, so that depth costs no stack.
+
+    Args:
+        text: the whole text of the file.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._events = _Loader(text)
+        self._open: list[_Open] = []
+        self._values = 0
+        self._documents: list[Any] = []
+
+    def build(self) -> Any:
+        """Return the value of the one document; None where there is none."""
+        try:
+            while not isinstance(event := self._events.get_event(), yaml.StreamEndEvent):
+                self._take(event)
+        finally:
+            self._events.dispose()
+        if len(self._documents) > 1:
+            raise PolylaneError("there are several documents in it, divided by ---: keep one")
+        return self._documents[0] if self._documents else None
+
+    def _take(self, event: Any) -> None:
+        line = event.start_mark.line + 1 if event.start_mark else 0
+        if isinstance(event, yaml.AliasEvent):
+            raise PolylaneError(f"line {line}: aliases (*name) are not read: write the value itself")
+        if isinstance(event, yaml.NodeEvent):
+            self._check(event, line)
+        if isinstance(event, yaml.ScalarEvent):
+            self._add(self._scalar(event, line), line)
+        elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
+            if len(self._open) == MOST_LEVELS:
+                raise PolylaneError(f"line {line}: there are more than {MOST_LEVELS} levels, one inside the other")
+            if self._open and isinstance(self._open[-1].value, dict) and not self._open[-1].key:
+                raise PolylaneError(f"line {line}: a key must be a name or a number, not a mapping or a list")
+            self._open.append(_Open({} if isinstance(event, yaml.MappingStartEvent) else []))
+        elif isinstance(event, yaml.MappingEndEvent | yaml.SequenceEndEvent):
+            self._add(self._open.pop().value, line)
+
+    def _check(self, event: Any, line: int) -> None:
+        """Refuse what has an anchor or a tag, and too many values."""
+        if event.anchor is not None:
+            raise PolylaneError(f"line {line}: anchors (&name) are not read: write the value where it is needed")
+        if getattr(event, "tag", None) is not None:
+            raise PolylaneError(f"line {line}: tags (!name) are not read: write the value alone")
+        self._values += 1
+        if self._values > MOST_VALUES:
+            raise PolylaneError(f"there are more than {MOST_VALUES:,} values in it, the most that are read")
+
+    def _add(self, value: Any, line: int) -> None:
+        """Put a whole value where it belongs: into the list or mapping that is open, or at the top."""
+        if not self._open:
+            self._documents.append(value)
+            return
+        inside = self._open[-1]
+        if isinstance(inside.value, list):
+            inside.value.append(value)
+        elif inside.key:
+            inside.value[inside.key.pop()] = value
+        else:
+            if value in inside.lines:
+                twice = f"lines {inside.lines[value]} and {line}"
+                raise PolylaneError(f"{value} is there twice, on {twice}: keep one")
+            inside.lines[value] = line
+            inside.key.append(value)
+
+    def _scalar(self, event: Any, line: int) -> Any:
+        """Return what a scalar means: plain ones may be numbers, true, false or null, all others are text."""
+        text = event.value
+        if self._open and (unfit := find_unfit(text)) is not None:  # a whole file of text is no mapping, and said so
+            raise PolylaneError(f"line {line}: {format_value(text)} has the character {unfit}, which no name may have")
+        if not event.implicit[0]:  # in quotes
+            return text
+        tag = self._events.resolve(yaml.ScalarNode, text, event.implicit)
+        sort = tag.rpartition(":")[2]
+        # Dates, merge keys (<<) and numbers to the base of 60 (1:30) are texts here: no key takes them.
+        if sort not in ("int", "float", "bool", "null") or (sort in ("int", "float") and ":" in text):
+            return text
+        if sort in ("int", "float") and len(text) > MOST_DIGITS:
+            raise PolylaneError(f"line {line}: a number has {len(text):,} characters, and {MOST_DIGITS} are the most")
+        try:
+            return getattr(self._events, f"construct_yaml_{sort}")(yaml.ScalarNode(tag, text))
+        except ValueError:  # 0x_ looks like a number and is none
+            return text
 
 
 # ---- what is wrong with it -------------------------------------------------------------------------------------------

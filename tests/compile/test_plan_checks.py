@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,21 +13,10 @@ from compiling import compile_training
 from polylane.compile.objectives import build_objectives, needs_metric
 from polylane.compile.optimizer_parts import are_updates_separate, split_by_bits
 from polylane.errors import PolylaneError
-from training import batch_of, classify, mlp, sgd
+from polylane.graph.graph import Graph
+from training import OverAll, batch_of, classify, mlp, sgd
 
 EXAMPLE = batch_of(8)
-
-
-class OverAll(torch.optim.SGD):
-    """Scales all updates by the norm of all gradients, as D-Adaptation and others do."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.stack([p.grad.norm() for p in own]).norm()
-        for p in own:
-            p.grad = p.grad / norm
-        return super().step(closure)
 
 
 class Noisy(torch.optim.SGD):
@@ -50,7 +40,13 @@ def of(kind: Any, **options: Any) -> Any:
 
 
 def check(optimizer: Any, plan: str, scheduler: Any = None) -> None:
-    compile_training(mlp(6, 8, 8, 4), build_objectives(classify, optimizer, scheduler), EXAMPLE, plan)
+    """Compile a plan; stages are cut so that each has parameters, which measured times of a busy machine may not do."""
+
+    def seconds(graph: Graph, loss: Any, leaves: Any) -> tuple[float, ...]:
+        return tuple(float(len(node.parameters)) for node in graph.nodes)
+
+    objectives = build_objectives(classify, optimizer, scheduler)
+    compile_training(mlp(6, 8, 8, 4), objectives, EXAMPLE, plan, seconds=seconds)
 
 
 @pytest.mark.parametrize("kind", [OverAll, Noisy])
@@ -75,8 +71,18 @@ def test_an_optimizer_that_runs_on_no_small_parameters_is_warned_of() -> None:
             raise ValueError("six features?")
         return torch.optim.SGD(named.values(), lr=0.1)
 
+    seen = set[int]()
+
+    def of_its_own(parameters: Any) -> torch.optim.Optimizer:
+        own = [p for _, p in parameters]
+        seen.update([] if seen else map(id, own))
+        if not seen.issuperset(map(id, own)):
+            raise ValueError("others?")
+        return torch.optim.SGD(own, lr=0.1)
+
+    check(of_six, "pipeline=2,microbatches=2")  # it is tried on the model's own shapes
     with pytest.warns(UserWarning, match="not known whether the optimizer's updates of some depend on others"):
-        check(of_six, "pipeline=2,microbatches=2")
+        check(of_its_own, "pipeline=2,microbatches=2")
 
 
 def test_halves_tell_any_two_apart() -> None:
@@ -108,6 +114,84 @@ def test_groups_are_what_is_tried() -> None:
     weights, biases = [n for n, _ in named if "weight" in n], [n for n, _ in named if "bias" in n]
     assert are_updates_separate(named, built, [weights, biases])
     assert not are_updates_separate(named, built, [weights[:1], weights[1:] + biases])
+
+
+class TogetherFrom(torch.optim.SGD):
+    """Scales by the norm of all gradients of so many elements or more, which smaller parameters do not show."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        large = [p for p in every if p.numel() >= self.param_groups[0]["momentum"] * 100]
+        for p in large:
+            p.grad = p.grad / torch.stack([other.grad.norm() for other in large]).norm()
+        for p in every:
+            p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize(("width", "from_elements", "separate"), [(8, 30, False), (8, 100, True), (600, 30_000, False)])
+def test_what_goes_by_the_size_is_tried_at_the_models_own(width: int, from_elements: int, separate: bool) -> None:
+    """Also of a model too large for all of it to be tried, with two layers alike that different workers update."""
+    named = list(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).named_parameters())
+    assert separate == are_updates_separate(
+        named, of(TogetherFrom, momentum=from_elements / 100), [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    )
+
+
+def test_random_roundings_of_half_precision_are_seen() -> None:
+    """By one unit in the last place, which is no rounding where a parameter is updated whole."""
+
+    class Stochastic(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for p in self.param_groups[0]["params"]:
+                exact = p.double() - 0.1 * p.grad.double()
+                low = exact.to(p.dtype)
+                p.copy_(torch.where(torch.rand(p.shape) < 0.5, torch.nextafter(low, torch.full_like(low, 9e9)), low))
+
+    shapes = {"a": (20, 20), "b": (20, 20)}
+    named = [(name, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))) for name, shape in shapes.items()]
+    assert not are_updates_separate(named, of(Stochastic), [["a"], ["b"]])
+    assert are_updates_separate(named, of(torch.optim.SGD), [["a"], ["b"]])
+
+
+def clips(clip: Any, bound: float, captured: bool) -> Any:
+    """A hook before the step that clips every group by itself, as the groups are, or as a list of them was made."""
+
+    def built(parameters: Any) -> torch.optim.Optimizer:
+        named = list(parameters)
+        made = torch.optim.SGD([{"params": [p for n, p in named if k in n]} for k in ("weight", "bias")], lr=0.1)
+        lists = [group["params"] for group in made.param_groups]
+
+        def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            for own in lists if captured else (group["params"] for group in optimizer.param_groups):
+                clip(own, bound)
+
+        made.register_step_pre_hook(hook)
+        return made
+
+    return built
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("bound", [1e-2, 1e5])
+def test_norms_that_hooks_clip_are_of_whole_groups(bound: float, captured: bool) -> None:
+    """Also where only large gradients are clipped; a list of the model's own parameters knows nothing of shards."""
+    factory = clips(torch.nn.utils.clip_grad_norm_, bound, captured)
+    for plan in ("pipeline=2,microbatches=2", "data=2,servers=2", "data=2,shard=optimizer", "data=2,shard=parameters"):
+        with pytest.raises(PolylaneError, match=r"depends on others|looks at several parameters at once"):
+            check(factory, plan)
+    check(factory, "data=2")
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_values_that_hooks_clip_are_anyones(captured: bool) -> None:
+    factory = clips(torch.nn.utils.clip_grad_value_, 1e-2, captured)
+    for plan in ("pipeline=2,microbatches=2", "data=2"):
+        check(factory, plan)
+    for plan in ("data=2,shard=optimizer", "data=2,shard=parameters"):
+        with pytest.raises(PolylaneError, match="at once") if captured else nullcontext():
+            check(factory, plan)
 
 
 @pytest.mark.parametrize(

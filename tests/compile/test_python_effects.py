@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from compiling import compile_training
 from polylane.compile.objectives import build_objectives
-from polylane.compile.python_effects import collect_effects
 from polylane.errors import PolylaneError
 from polylane.graph.capture.assign_keys import draws_by_sample
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
+from polylane.samples.leaf_effects import collect_effects
 from training import sgd
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from polylane.compile.unusable_modules import refuse_unusable_modules
+from polylane.compile.unusable_modules import refuse_uninitialised, refuse_unusable_modules
 from polylane.errors import PolylaneError
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -17,6 +17,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "traced inside": (
         lambda: nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))),
         "0 was made by torch.jit",
+    ),
+    "without its own __init__": (
+        lambda: nn.Sequential(type("Net", (nn.Module,), {"__init__": lambda self: None})()),
+        r"cannot be listed \('Net' object has no attribute '_modules'\): an __init__",
     ),
     "wrapped": (lambda: nn.DataParallel(nn.Linear(2, 2)), "the model is wrapped in DataParallel"),
 }
@@ -27,7 +31,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_refused(name: str) -> None:
     make, said = REFUSED[name]
     with pytest.raises(PolylaneError, match=said) as caught:
-        refuse_unusable_modules(make())
+        refuse_uninitialised(model := make())
+        refuse_unusable_modules(model)
     assert len(str(caught.value).splitlines()) == 1
 
 

@@ -46,7 +46,7 @@ def profile_of(graph: Graph, *_: Any) -> Profile:
 @pytest.mark.parametrize(
     ("plan", "example"),
     covering.one_in(
-        2,
+        4,
         [
             *covering.pairs(
                 ["data=2", "pipeline=2,microbatches=4", "tensor=2", "[data=2 | tensor=2],microbatches=1"],

@@ -776,8 +776,8 @@ COUNTS = [
     Mutant(
         "witness-never-compares", "what users say of their own Python is watched, and never found wrong",
         "runtime.pipeline.sample_witness:check_calls",
-        "_matches_whole_batch(nodes[name], group, gather, mean)",
-        "True",
+        "_Comparison(nodes[name], group, gather, mean).find_difference()",
+        '""',
         "tests/equivalence/test_per_sample.py", unseen="what is watched is right in a proof",
     ),
     Mutant(

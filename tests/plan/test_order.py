@@ -26,7 +26,7 @@ def test_the_order_of_every_schedule_is_one(name: str) -> None:
     "lines, says",
     [
         (["f0.0 x0.0", "f1.0 b1.0"], r"order.0: 'x0.0' is no pass: write f, b, i or w"),
-        (["f0.0 b0.0"], r"order has 1 lines, and there are 2 groups"),
+        (["f0.0 b0.0"], r"order has 1 line, for 2 groups of workers"),
         (["f0.0", "f1.0 b1.0"], r"order.0: b0.0 is missing"),
         (["f0.0 b0.0 f1.0", "f1.0 b1.0"], r"order.0: f1.0 does not belong there"),
         (["f0.0 f0.0 b0.0", "f1.0 b1.0"], r"order.0: f0.0 is there twice"),

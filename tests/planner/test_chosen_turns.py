@@ -91,10 +91,11 @@ def test_where_they_are_asked_for_no_replicas_split() -> None:
     assert 3 in {each.microbatches for each in alone}
 
 
+@pytest.mark.slow
 def test_equal_replicas_take_turns_unasked_only_where_they_spare_sums_of_statistics() -> None:
     """Else they are as fast as replicas that split; and statistics of whole batches are not given up for them."""
     for graph, useful in ((normalized(), True), (jobs.blocks(4, 64), False)):
-        every = answered("", graph, "4x1:a100-80g,hosts=ethernet-10g", 64, 4).fitting_candidates
+        every = answered("", graph, "4x1:a100-80g,hosts=ethernet-10g", 16, 4, top=1).fitting_candidates
         uniform = [each for each in every if each.takes_turns and len(set(each.meshes)) == 1]
         assert bool(uniform) == useful
         assert all(len(each.meshes) > 1 for each in uniform)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import covering
 import jobs
 from polylane.cost.predict import predict
 from polylane.errors import PolylaneError
@@ -18,7 +19,7 @@ EFFORT = 60_000  # a tenth of what a user's search plays: these laws hold howeve
 NAMED = ("naive", "afab", "1f1b", "zb-h1", "zb-h2")
 
 
-@pytest.mark.parametrize("microbatches", [4, 8])
+@pytest.mark.parametrize("microbatches", covering.one_in(2, [4, 8]))
 def test_it_is_never_later_than_a_named_schedule(microbatches: int) -> None:
     basis = jobs.basis(jobs.blocks(8, 256), "4:a100-80g")
     line = f"pipeline=4,microbatches={microbatches}"

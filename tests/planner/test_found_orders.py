@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import covering
 import jobs
 from polylane.plan.fixed_keys import parse_fixed
 from polylane.planner import order_trials
@@ -27,7 +28,7 @@ def weighted(found: RankedPlan) -> float:
     return weigh(found.candidate, found.prediction.seconds)
 
 
-@pytest.mark.parametrize("line", ["pipeline=4,microbatches=4", "pipeline=4,microbatches=8"])
+@pytest.mark.parametrize("line", covering.one_in(2, ["pipeline=4,microbatches=4", "pipeline=4,microbatches=8"]))
 def test_the_best_plan_is_no_slower_for_the_search_of_an_order(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = best_of(line)
     monkeypatch.setattr(order_trials, "MOST_PASSES", 0)

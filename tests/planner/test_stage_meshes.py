@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 import jobs
-from polylane.planner.stage_meshes import Chosen, StageMeshSearch, choose_positions, search_unequal_meshes
+from polylane.planner.stage_meshes import BOUNDS, Chosen, StageMeshSearch, choose_positions, search_unequal_meshes
 
 
 def found(workers: int, microbatches: int, limit: float = 1e12, in_turn: bool = False) -> StageMeshSearch:
@@ -53,6 +54,25 @@ def test_the_least_sum_under_a_bound(share: float, limit: float, in_turn: bool) 
     assert sum(option.mesh.workers for _, _, option in chosen) == 3
     assert all(a[1] == b[0] for a, b in itertools.pairwise(chosen))
     assert cost(chosen) == pytest.approx(min(map(cost, ways), default=cost(chosen)))
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_the_best_is_that_of_all_bounds(in_turn: bool) -> None:
+    """A bound is left out only where it admits nothing: from the loosest down, none follows one that admits nothing."""
+    fitting = []
+    for limit in (1e3, 2e5, 3e5, 1e12):
+        search = found(4, 4, limit, in_turn)
+        one = min(float(option.seconds[0, -1]) for option in search.options)
+        each = [search.choose_stages(float(bound)) for bound in np.geomspace(one / 4, one, BOUNDS)]
+        admitted = [chosen is not None for chosen in each]
+        assert admitted == sorted(admitted)
+        ways = [chosen for chosen in each if chosen is not None]
+        fitting.append(len(ways))
+        best = min(ways, key=search.step_seconds, default=None)
+        meshes = [] if best is None else [option.mesh for _, _, option in best]
+        unequal = len(set(meshes)) > 1 and (not in_turn or any(mesh.data > 1 for mesh in meshes))
+        assert [list(one.meshes) for one in search.find_best()] == ([meshes] if unequal else [])
+    assert fitting[0] == 0 < fitting[-1]
 
 
 def test_candidates_use_all_workers_on_unequal_meshes() -> None:

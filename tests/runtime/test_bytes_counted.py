@@ -85,7 +85,7 @@ def only(timeline: Timeline, kind: ActionKind) -> list[Span]:
     return [span for span in timeline.spans if span.action.kind is kind]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", covering.one_in(2, [torch.float32, torch.float64], first=1))
 def test_every_crossing_has_the_bytes_that_the_partition_says(dtype: torch.dtype) -> None:
     seen = unet("chain", dtype)[0]
     sent: Counter[tuple[str | None, bool, int, int | None]] = Counter()
@@ -138,7 +138,7 @@ def test_each_rank_gets_its_own_part_once() -> None:
     assert len(pieces) > 1  # somebody has a part of it
 
 
-@pytest.mark.parametrize("name", list(PLANS))
+@pytest.mark.parametrize("name", covering.one_in(2, PLANS))
 def test_nothing_travels_uncounted(name: str) -> None:
     """Statistics, operators that are split, buckets: what was sent is what the transports were handed."""
     seen = unet(name)

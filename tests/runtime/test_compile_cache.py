@@ -36,7 +36,7 @@ from polylane.runtime.program_binder import CacheKey
 from training import batch_of, classify, mlp, sgd, workers
 
 PACKAGE = str(Path(polylane.__file__).parent)
-MOST_FILES = 17 + 2
+MOST_FILES = 18 + 2  # one of them is the page on which a worker says where it is
 TRANSPORT = str(Path(PACKAGE, "runtime", "transport"))
 
 
@@ -121,7 +121,9 @@ class Counting:
         self.graph, self.captured, self.bound = graph, list[int](), list[tuple[int, bool]]()
         self.tried = list[Opening]()
 
-    def capture(self, objective: str, training: bool, batch: Any, which: str, opening: Any) -> CompiledGraph:
+    def capture(
+        self, objective: str, training: bool, batch: Any, which: str, opening: Any, draws: Any
+    ) -> CompiledGraph:
         if opening is not None:
             self.tried.append(opening)
             raise NotOpened("its sizes are fixed")

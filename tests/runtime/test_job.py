@@ -274,6 +274,43 @@ def test_a_leaf_that_belongs_to_the_whole_batch() -> None:
             assert losses == pytest.approx(expected, rel=1e-12)
 
 
+class Bags(nn.Module):
+    """Means of rows of a table: a sample's begin where its offset says, in the flat indices of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags, self.out = nn.EmbeddingBag(9, 6, mode="mean"), nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, indices: Tensor, offsets: Tensor) -> Tensor:
+        y: Tensor = self.out(self.bags(indices, offsets))
+        return y
+
+
+def test_samples_that_are_numbered_in_a_leaf_of_the_whole_batch() -> None:
+    """Collated by each replica for itself, the offsets of one would begin in the indices of another."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        labels, indices, offsets = batch
+        return F.cross_entropy(model(indices, offsets), labels)
+
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+        counts = torch.tensor([0, *(len(bag) for bag, _ in samples[:-1])])
+        return torch.stack([y for _, y in samples]), torch.cat([bag for bag, _ in samples]), counts.cumsum(0)
+
+    draw = torch.Generator().manual_seed(0)
+    samples = [(torch.randint(9, (1 + i % 4,), generator=draw), torch.tensor(i % 4)) for i in range(16)]
+
+    def work(job: Job) -> list[float]:
+        return [job.step(b).loss for b in job.batches(samples, 8, shuffle=False, collate=collate)]
+
+    batches = [collate(samples[:8]), collate(samples[8:])]
+    expected = plainly(Bags(), batches, loss=loss).losses
+    for losses in workers(work, Bags(), "data=2", loss=loss, example=batches[0]):
+        assert losses == pytest.approx(expected, rel=1e-12)
+
+
 @pytest.mark.parametrize("plan", covering.one_in(3, PLANS, first=2))
 def test_a_loss_that_is_no_number_is_reported_and_no_more(plan: str) -> None:
     bad = BATCHES[0][0].clone()
@@ -461,8 +498,13 @@ def test_what_gets_no_gradient_is_left_alone(plan: str, optimizer: Any) -> None:
         assert_same(worker, reference)
 
 
-def test_a_parameter_that_some_batches_do_not_reach() -> None:
-    """Which expert runs is decided by the data: in some steps, on some workers, one gets no gradient."""
+@pytest.mark.parametrize("asks_inputs", [True, False])
+def test_a_parameter_that_some_batches_do_not_reach(asks_inputs: bool) -> None:
+    """Which expert runs is decided by the data: in some steps, on some workers, one gets no gradient.
+
+    What follows from the inputs alone is asked of every batch, and the experts are captured; where a weight is asked as
+    well, they run as the Python that they are.
+    """
 
     class Chosen(nn.Module):
         def __init__(self) -> None:
@@ -471,8 +513,9 @@ def test_a_parameter_that_some_batches_do_not_reach() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             out = torch.zeros_like(x)
+            chosen = x[:, 0] if asks_inputs else x[:, 0] + 0 * self.experts[0].weight.sum()
             for i, expert in enumerate(self.experts):
-                rows = ((x[:, 0] * 10).long().abs() % 3 == i).nonzero().squeeze(1)
+                rows = ((chosen * 10).long().abs() % 3 == i).nonzero().squeeze(1)
                 if rows.numel():
                     out = out.index_add(0, rows, expert(x[rows]))
             return out
@@ -486,8 +529,9 @@ def test_a_parameter_that_some_batches_do_not_reach() -> None:
     batches = [(inputs, labels), (later, labels), (inputs, labels)]
     reference = plainly(model, batches, optimizer=adamw)
     assert torch.equal(reference.state["0.experts.2.weight"], model.state_dict()["0.experts.2.weight"])
-    for plan in ("data=2", "pipeline=2,microbatches=2", "data=2,pipeline=2,microbatches=3"):
-        for worker in trained(model, f"{plan},per_sample=0", batches, optimizer=adamw):
+    plans = ("pipeline=2,microbatches=2", "data=2") if asks_inputs else ("data=2,pipeline=2,microbatches=3",)
+    for plan in plans:
+        for worker in trained(model, plan if asks_inputs else f"{plan},per_sample=0", batches, optimizer=adamw):
             assert_same(worker, reference)
 
 

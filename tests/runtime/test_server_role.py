@@ -41,29 +41,33 @@ def test_gradients_are_the_summed_and_clipped_ones() -> None:
 
 
 class Experts(nn.Module):
-    """Each sample goes to one of two layers."""
+    """Each sample goes to one of two layers; which one follows from the inputs alone, or from a weight as well."""
 
-    def __init__(self) -> None:
+    def __init__(self, asks_inputs: bool) -> None:
         super().__init__()
+        self.asks_inputs = asks_inputs
         torch.manual_seed(0)
         self.body, self.heads = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 4) for _ in range(2))
         self.double()
 
     def forward(self, x: Tensor) -> Tensor:
         y, hidden = x.new_zeros(len(x), 4), torch.tanh(self.body(x))
+        chosen = x[:, 0] if self.asks_inputs else x[:, 0] + 0 * self.body.weight.sum()
         for expert, head in enumerate(self.heads):
-            rows = (x[:, 0].long() == expert).nonzero().squeeze(1)
+            rows = (chosen.long() == expert).nonzero().squeeze(1)
             if rows.numel():
                 y = y.index_add(0, rows, head(hidden[rows]))
         return y
 
 
-def test_parameters_that_get_no_gradient_in_some_step_are_skipped() -> None:
+@pytest.mark.parametrize("asks_inputs", [True, False])
+def test_parameters_that_get_no_gradient_in_some_step_are_skipped(asks_inputs: bool) -> None:
     batches = [batch_of(6, seed=i) for i in range(3)]
     for (inputs, _), experts in zip(batches, ((0, 0, 0, 1, 1, 1), (0,) * 6, (0, 0, 0, 1, 1, 1)), strict=True):
         inputs[:, 0] = torch.tensor(experts, dtype=torch.float64)
-    expected = plainly(Experts(), batches, optimizer=adamw)
-    for worker in by_servers(Experts(), "data=2,servers=2,per_sample=model", batches, optimizer=adamw):
+    expected = plainly(Experts(asks_inputs), batches, optimizer=adamw)
+    plan = "data=2,servers=2" if asks_inputs else "data=2,servers=2,per_sample=model"
+    for worker in by_servers(Experts(asks_inputs), plan, batches, optimizer=adamw):
         assert_same(worker, expected)
 
 

@@ -295,11 +295,11 @@ class Counting(nn.Module):
         return self.fc(x) * torch.where(self.calls > 2, 2.0, 1.0)
 
 
-def test_a_buffer_that_counts_calls_is_refused_with_microbatches() -> None:
-    graph = count_whole_batch(capture(Counting(), lambda m, b: m(b).square().mean(), torch.randn(4, 6)))
-    assert not loss_couples_samples(graph, 1, 3)
+def test_a_buffer_that_counts_calls_counts_batches() -> None:
+    captured = capture(Counting(), lambda m, b: m(b).square().mean(), torch.randn(4, 6))
+    assert not loss_couples_samples(count_whole_batch(captured), 2, 3)
     with pytest.raises(PolylaneError, match=r"writes the buffer calls once for each microbatch \(.*test_counts"):
-        loss_couples_samples(graph, 2, 1)
+        loss_couples_samples(captured, 2, 1)
 
 
 class Averaging(nn.Module):

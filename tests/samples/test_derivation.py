@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,12 +47,15 @@ def written(x: Tensor, piece: Callable[[Tensor], Tensor], what: Callable[[Tensor
     return out + view.sum() * 0 if view.dim() == 0 else out
 
 
-def grouped(x: Tensor, descending: bool = False) -> Tensor:
+def grouped(x: Tensor, descending: bool = False, product: Callable[..., Tensor] | None = None) -> Tensor:
     """Each row times the matrix of its expert, two experts each: rows sorted by expert, as in a mixture of experts."""
     keys, order = x.topk(2, dim=1).indices.reshape(-1).sort(descending=descending)
     ends = torch.histc(keys.float(), bins=8, min=0, max=7).cumsum(0, dtype=torch.int32)
     weights = torch.arange(8.0 * 8 * 8).sin().view(8, 8, 8).bfloat16()
-    rows = torch._grouped_mm(x[order // 2].bfloat16(), weights, offs=ends).to(x.dtype).tanh()
+    if product is None:
+        rows = torch._grouped_mm(x[order // 2].bfloat16(), weights, offs=ends).to(x.dtype).tanh()
+    else:
+        rows = product(x[order // 2], weights.to(x.dtype), ends).tanh()
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order))
     return rows[places].view(-1, 2, 8).sum(1)
@@ -177,6 +181,36 @@ def test_products_by_group_are_of_sorted_keys(descending: bool) -> None:
     model = Own(lambda x: grouped(x, descending))
     proven = proven_orders(capture(model, models.classify, models.vectors(6, 0)))
     assert proven.get("head/linear") == (None if descending else BatchLayout.SHARDED_BY_SAMPLE)
+
+
+@torch.library.custom_op("polylane_tests::by_group", mutates_args=())
+def by_group(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """A library's own product by groups, in a loop that no capture sees."""
+    found = rows.new_zeros(len(rows), weights.shape[2])
+    for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        found[start:end] = rows[start:end] @ weights[group]
+    return found
+
+
+@torch.library.custom_op("polylane_tests::by_neighbour", mutates_args=())
+def by_neighbour(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    """The same of rows to which their group's first one is added."""
+    found = rows.new_zeros(len(rows), weights.shape[2])
+    for group, (start, end) in enumerate(pairwise([0, *ends.tolist()])):
+        found[start:end] = (rows[start:end] + rows[start : start + 1]) @ weights[group]
+    return found
+
+
+for operator in (by_group, by_neighbour):
+    operator.register_fake(lambda rows, weights, ends: rows.new_empty(len(rows), weights.shape[2]))
+    operator.register_autograd(lambda ctx, gradient: (gradient, None, None))  # nothing here goes backward
+
+
+@pytest.mark.parametrize(("product", "keeps"), [(by_group, True), (by_neighbour, False)])
+def test_products_of_libraries_are_known_by_what_they_compute(product: Callable[..., Tensor], keeps: bool) -> None:
+    model = Own(lambda x: grouped(x, product=product))
+    proven = proven_orders(capture(model, models.classify, models.vectors(6, 0)))
+    assert proven.get("head/linear") == (BatchLayout.SHARDED_BY_SAMPLE if keeps else None)
 
 
 def test_nothing_is_proven_beyond_a_fixed_number_of_samples() -> None:

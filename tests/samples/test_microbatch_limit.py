@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, split_bounds
 from polylane.graph.capture.capture import capture
-from polylane.samples.microbatch_limit import MinSamples, min_samples
+from polylane.plan.spec import parse
+from polylane.samples.microbatch_limit import MinSamples, captured_samples, min_samples, requested_microbatches
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
@@ -104,3 +105,16 @@ def test_as_many_parts_as_have_enough(total: int, most: int, fewest: int) -> Non
         assert count == most
     if count < most and total >= fewest:
         assert not any(holds(parts) for parts in range(count + 1, most + 1))
+
+
+@pytest.mark.parametrize(
+    ("plan", "samples"), [("microbatches=2", 4), ("data=3", 3), ("data=2,replicas=round-robin", 4)]
+)
+def test_a_graph_is_captured_with_the_samples_of_a_pass(plan: str, samples: int) -> None:
+    assert captured_samples(parse(plan), 8) == samples
+
+
+@pytest.mark.parametrize("plan", ["data=2", "microbatches=2"])
+def test_one_sample_is_told_in_the_singular(plan: str) -> None:
+    with pytest.raises(PolylaneError, match=f"{plan}: a batch of 1 sample cannot be divided "):
+        requested_microbatches(parse(plan), 1)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.training_problem import TrainingProblem
-from polylane.errors import PeerLost, PolylaneError
+from polylane.errors import PeerLost, PolylaneError, format_plural
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.runtime.transport import plain_objects as objects
@@ -88,7 +88,7 @@ def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Pl
         PolylaneError: on every worker, where rank 0 could not compile, or another worker's model is not the same.
     """
     if spec.processes != world.size:
-        raise PolylaneError(f"the plan takes {spec.processes} workers, torchrun started {world.size}")
+        raise PolylaneError(f"the plan takes {format_plural(spec.processes, 'worker')}, torchrun started {world.size}")
     # Cuts rest on measured times, which differ from worker to worker: rank 0 compiles first, and the others compile for
     # the complete plan that it found.
     if world.rank == 0:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
-import yaml
 
 from polylane.cluster.catalogue import device_presets, link_presets
 from polylane.cluster.cluster import Cluster, Hosts, Links
@@ -16,6 +15,7 @@ from polylane.cluster.figures import expected_figure, resolve_figures
 from polylane.cluster.link import Link, Positive
 from polylane.errors import PolylaneError
 from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error, read
+from polylane.yaml_file import dump as dump_yaml
 
 
 class _File(StrictMapping):
@@ -63,7 +63,7 @@ def dump(cluster: Cluster) -> str:
         data["links"] = links
     if cluster.speeds:
         data["speeds"] = dict(cluster.speeds)
-    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
+    return dump_yaml(data)
 
 
 def _dump_hosts(group: Hosts) -> dict[str, Any]:

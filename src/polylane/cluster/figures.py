@@ -131,7 +131,7 @@ def figure(text: str) -> tuple[float, Dimension | None] | None:
         return None
     number, unit = float(found[1]), found[2]
     if not unit:
-        return number, None
+        return (number, None) if math.isfinite(number) else None
     if unit not in _UNITS:
         return None
     factor, dimension = _UNITS[unit]

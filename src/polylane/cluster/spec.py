@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def load_or_parse(text: str) -> Cluster:
         PolylaneError: a file or line that cannot be read; it names the key at fault.
     """
     path = Path(text)
-    return load(path) if path.suffix in (".yaml", ".yml") or path.is_file() else parse(text)
+    return load(path) if path.suffix in (".yaml", ".yml") or os.path.isfile(path) else parse(text)
 
 
 def parse(text: str) -> Cluster:

@@ -13,30 +13,33 @@ from torch import nn
 from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_graph, split_operators, warn_of_untried
 from polylane.compile.dropped_tensors import find_dropped_tensors
 from polylane.compile.objectives import Objective, named_parameters
+from polylane.compile.optimizer_parts import find_unshardable
 from polylane.compile.optimizer_probe import find_whole_parameters
-from polylane.compile.plan_checks import check_optimizers, check_sync
-from polylane.compile.python_effects import keeps_python_state, refuse_effects, refuse_repeated_effects
+from polylane.compile.plan_checks import check_optimizers, check_plan
+from polylane.compile.python_effects import refuse_repeated_effects
 from polylane.compile.sample_shares import compute_shares
 from polylane.compile.training_problem import TrainingProblem
-from polylane.errors import PolylaneError
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
 from polylane.graph.capture.export import Loss, python_kept
 from polylane.graph.capture.open_dimensions import Opening
+from polylane.graph.capture.questions.asked_draws import StepDraws
+from polylane.graph.capture.questions.readings import ask_batches
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, align_partition
 from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import has_budget
-from polylane.plan.spec import TURNS, Spec, parse
+from polylane.plan.spec import Spec, parse
 from polylane.planner.find_order import find_measured_order
 from polylane.profiling.time_operators import measure, measure_both
-from polylane.samples.batch_division import loss_couples_samples
+from polylane.samples.batch_division import choose_whole_batches, loss_couples_samples
 from polylane.samples.batch_layout import BatchLayout
 from polylane.samples.counts import capture_with_counts
 from polylane.samples.derivation import derive_composition
 from polylane.samples.microbatch_limit import (
     MinSamples,
+    captured_samples,
     limit_microbatches,
     make_split_check,
     min_samples_for,
@@ -59,6 +62,7 @@ class CompiledTraining:
         init: fills a module's own tensors, for a model on the meta device.
         min_samples: fewest samples that a microbatch may have in training.
         samples: samples of a step, over all workers.
+        unshardable: names of the parameters that ``shard=`` leaves whole, because the optimizer looks at all of them.
     """
 
     model: nn.Module
@@ -70,6 +74,7 @@ class CompiledTraining:
     init: Callable[[nn.Module], None] | None
     min_samples: MinSamples
     samples: int
+    unshardable: frozenset[str] = frozenset()
 
     @property
     def partitions(self) -> dict[str, Partition]:
@@ -101,6 +106,12 @@ class CompiledTraining:
         """Whether replicas shard operators along the batch dimension, because the loss couples samples."""
         return any(graph.layouts.batch_is_sharded for graph in self.graphs.values())
 
+    @property
+    def reads_whole_batches(self) -> bool:
+        """Whether a graph holds for batches alone that answer questions of the loss as its own batch did."""
+        graphs = (*self.graphs.values(), *self.evaluations.values())
+        return any(ask_batches(each.partition.graph.code.readings) for each in graphs)
+
     @cached_property
     def owning_stages(self) -> dict[str, tuple[int, ...]]:
         """The stages that use a parameter in any objective, by its canonical name: all of them keep it up to date.
@@ -125,6 +136,7 @@ class CompiledTraining:
         training: bool,
         which: str = "the example batch",
         opening: Opening | None = None,
+        draws: StepDraws | None = None,
     ) -> Partition:
         """Capture an objective in another mode or for another form of batch, and cut the graph where its first one is.
 
@@ -134,6 +146,7 @@ class CompiledTraining:
             training: whether in training mode; else in evaluation mode, forward only.
             which: names the batch in error messages.
             opening: sizes other than the number of samples that are to be left open; default: none.
+            draws: numbers of the step to come, which may decide which way the loss goes; None: of no step.
         """
         main, loss = self.graphs[objective].partition, self.objectives[objective].loss
         # Parameters that were frozen since the first capture get no gradient.
@@ -149,6 +162,8 @@ class CompiledTraining:
             which=which,
             effects=main.graph.code.effects,
             opening=opening,
+            asks=bool(main.graph.code.readings),
+            draws=draws,
         )
         return align_partition(main, graph)
 
@@ -211,24 +226,19 @@ def compile_training(
     """
     spec = parse(plan) if isinstance(plan, str) else plan
     requested = requested_microbatches(spec, problem.samples)
-    # The samples of one rank in one microbatch: the sizes that determine time and memory.
-    whole = spec.replicas == TURNS
-    samples = max(2, -(-problem.samples // (requested * (1 if whole else spec.data))))
+    samples = captured_samples(spec, problem.samples)
     with python_kept(problem.model, *problem.losses):
         graphs = {name: problem.capture(samples, each) for name, each in problem.objectives.items()}
         fewest = min_samples_for(spec, graphs.values())
-        microbatches = _choose_microbatches(
-            spec, graphs.values(), requested, problem.samples, fewest, fewer or spec.microbatches is None
-        )
+        fewer = fewer or spec.microbatches is None
+        microbatches = _choose_microbatches(spec, graphs.values(), requested, problem.samples, fewest, fewer)
         partitions, seen, couples = _partition_objectives(problem, graphs, spec, samples, microbatches, seconds)
         chosen = _complete_plan(next(iter(partitions.values())), spec, microbatches)
         if chosen.schedule == "auto" and not chosen.order:
             chosen = _find_order(problem, partitions, chosen, samples, isinstance(spec, Plan))
-        for partition in partitions.values():
-            refuse_effects(partition, chosen)
         fit.check_recompute(chosen, partitions.values())
-        check_sync(chosen, partitions, couples)
-        check_optimizers(problem, partitions, chosen)
+        check_plan(problem.parameters, problem.objectives, partitions, chosen)
+        check_optimizers(problem.parameters, problem.objectives, partitions, chosen)
         layouts = _shard_operators(problem, partitions, chosen, microbatches, couples)
         compiled = {name: compile_graph(each, chosen, layouts[name], seen[name]) for name, each in partitions.items()}
         _check_budgets(chosen, compiled.values(), problem)
@@ -242,12 +252,22 @@ def compile_training(
             init=problem.init,
             min_samples=fewest,
             samples=problem.samples,
+            unshardable=_find_unshardable(problem, chosen),
         )
         evaluations = {
             name: training.compile_further(training.recapture(name, problem.take_batch(samples), training=False))
             for name in (graphs if evaluation else ())
         }
     return replace(training, evaluations=MappingProxyType(evaluations))
+
+
+def _find_unshardable(problem: TrainingProblem, plan: Plan) -> frozenset[str]:
+    """Find the parameters that replicas keep whole under ``shard``, because an optimizer needs them so."""
+    if plan.sync.shard == "none":
+        return frozenset()
+    return frozenset(
+        find_unshardable(problem.parameters, [objective.optimizer for objective in problem.objectives.values()])
+    )
 
 
 def _find_order(
@@ -272,17 +292,15 @@ def _choose_microbatches(
         requested: number of microbatches that the plan, or its default, asks for.
         total: samples of a step, over all workers.
         fewest: fewest samples that a microbatch of the model needs.
-        fewer: whether the number may be lowered to give a microbatch enough samples.
+        fewer: whether the number is a default, and may be lowered: to give a microbatch enough samples, or because
+            the batch must stay whole.
 
     Raises:
         PolylaneError: too few samples in a microbatch, or a model with side effects in each of several passes.
     """
-    # Python state allows one call a step: a number of microbatches that the user did not ask for is lowered to 1.
-    # So it is where samples meet in the loss: the batch then stays whole.
-    if spec.microbatches is None and requested > 1:
-        meeting = not all(derive_composition(graph, spec.per_sample).is_proven for graph in graphs)
-        requested = 1 if meeting or keeps_python_state(graphs) else requested
-    microbatches = limit_microbatches(requested, total, fewest, fewer or spec.microbatches is None)
+    if fewer:
+        requested = choose_whole_batches(spec, graphs, requested)
+    microbatches = limit_microbatches(requested, total, fewest, fewer)
     for graph in graphs:
         refuse_repeated_effects(graph, spec, microbatches)
     return microbatches
@@ -303,9 +321,11 @@ def _partition_objectives(
     for name, graph in graphs.items():
         loss = problem.objectives[name].loss
         if spec.data > 1 or microbatches > 1:
-            seen_to = make_split_check(graph, problem.model, loss, problem.flat_example[0], problem.in_float64)
-            sync = "" if spec.sync.is_plain_sum else ",".join(spec.sync.to_words())
-            couples = loss_couples_samples(graph, microbatches, spec.data, spec.per_sample, seen_to, sync) or couples
+            find_difference = make_split_check(graph, problem.model, loss, problem.flat_example[0], problem.in_float64)
+            local = ",".join(spec.sync.to_words()) if spec.sync.is_replica_local else ""
+            couples = (
+                loss_couples_samples(graph, microbatches, spec.data, spec.per_sample, find_difference, local) or couples
+            )
         seen[name] = _known_batch_layouts(graph, spec)
         main = next(iter(partitions.values()), None)
         partitions[name] = cut_graph(graph, spec, main, partial(clock, graph, loss, leaves), seen[name])
@@ -338,23 +358,7 @@ def _shard_operators(
 
 
 def _complete_plan(main: Partition, spec: Spec | Plan, microbatches: int) -> Plan:
-    """Complete the plan with the stages' nodes and the graph's fingerprint.
-
-    Raises:
-        PolylaneError: an axis has more ranks than the longest dimension of any tensor, so that some had no part of any.
-    """
-    graph = main.graph
-    plan = (
-        fit.with_fingerprint(spec, graph)
-        if isinstance(spec, Plan)
-        else fit.plan_from_partition(main, spec, microbatches)
-    )
-    shapes = [*(node.shape for node in graph.nodes), *(info.shape for info in graph.parameters.values())]
-    longest = max((size for shape in shapes for size in shape), default=1)
-    for axis in plan.axes:
-        if plan.degree(axis) > longest:
-            raise PolylaneError(
-                f"{axis}={plan.degree(axis)}: nothing in the model can be cut into so many parts, its longest "
-                f"dimension is {longest}: lower {axis}"
-            )
-    return plan
+    """Complete the plan with the stages' nodes and the graph's fingerprint."""
+    if isinstance(spec, Plan):
+        return fit.with_fingerprint(spec, main.graph)
+    return fit.plan_from_partition(main, spec, microbatches)

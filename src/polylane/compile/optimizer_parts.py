@@ -9,9 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from polylane.compile.objectives import OptimizerFactory
-from polylane.compile.optimizer_probe import SIZE, build_on_trial, draw_trial, small_parameters
+from polylane.compile.optimizer_trials import (
+    Trial,
+    are_equal,
+    build_on_trial,
+    draw_trial,
+    draw_true_trials,
+    small_parameters,
+    trying,
+)
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.gradient_hooks import hooked_names
+
+SIDES = 4  # most groups by which parameters are told apart that are otherwise alike
 
 
 @dataclass(frozen=True)
@@ -95,40 +105,53 @@ def are_updates_separate(
     factory: OptimizerFactory,
     groups: Iterable[Collection[str]],
     sparse: Collection[str] = (),
+    moved: bool = False,
 ) -> bool:
     """Return whether an optimizer updates groups of parameters, each alone, as it updates all of them together.
 
     It does not if it looks at several parameters at once (a norm over all of them, an estimate of the distance to the
     solution as D-Adaptation makes it), or if it draws random numbers. It is tried on small parameters of the same names
-    and numbers of dimensions; the exceptions of a user's optimizer on such parameters are passed on.
+    and numbers of dimensions, and on ones as large as the model's, for some optimizers go by the size; the exceptions
+    of a user's optimizer on such parameters are passed on, unless it runs on the model's own shapes.
 
     Args:
         parameters: (name, parameter) of all parameters of the model and its losses.
         factory: the user's optimizer factory.
         groups: names of the parameters that one worker updates, for each worker.
         sparse: names of the parameters whose gradients are sparse.
+        moved: whether the optimizer gets others in the place of the model's own parameters, as under ``shard``: what
+            keeps these in a list of its own, such as a hook that clips, then sees no gradients.
     """
-    values, steps = draw_trial(parameters, sparse)
-    every = {name: (0, value.numel()) for name, value in values.items()}
-    shares = [{n: full if n in group else (0, 0) for n, full in every.items()} for group in groups]
-    return _are_shares_equal(factory, values, steps, every, shares)
+    groups, failed = list(groups), None
+    # Of a large model two parameters that are alike are only both large here if different workers update them.
+    sides = {name: tuple(name in group for group in groups[:SIDES]) for name, _ in parameters}
+    try:
+        if not _are_shares_equal(factory, draw_trial(parameters, sparse), groups, moved):
+            return False
+    except Exception as error:
+        failed = error
+    for trial in draw_true_trials(parameters, factory, (), sparse, sides):
+        if not _are_shares_equal(factory, trial, groups, moved):
+            return False
+        if trial.is_true:  # one that is written for the shapes of its model runs on these
+            failed = None
+    if failed is not None:
+        raise failed
+    return True
 
 
-def _are_shares_equal(
-    factory: OptimizerFactory,
-    values: Mapping[str, Tensor],
-    steps: Sequence[Mapping[str, Tensor]],
-    every: Mapping[str, tuple[int, int]],
-    shares: Sequence[Mapping[str, tuple[int, int]]],
-) -> bool:
+def _are_shares_equal(factory: OptimizerFactory, trial: Trial, groups: Iterable[Collection[str]], moved: bool) -> bool:
+    full = {name: (0, value.numel()) for name, value in trial.values.items()} if moved else {}
+    shares = [{**full, **{n: (0, 0) for n in trial.values if n not in group}} for group in groups]
     # Every training begins with the same random state, as workers do.
-    with torch.random.fork_rng(devices=[]):
+    with trying():
         before = torch.get_rng_state()
-        whole = _train_values(factory, values, steps, {})
+        whole = _train_values(factory, trial, {})
         for share in shares:
             torch.set_rng_state(before)
-            own = [name for name in every if share[name] != (0, 0)]
-            if _find_unlike(whole, [_train_values(factory, values, steps, share, False)], own):
+            own = [name for name in trial.values if share.get(name) != (0, 0)]
+            # The same operators on the same values: of half precision, too, nothing rounds in another way.
+            if _find_unlike(whole, [_train_values(factory, trial, share, False)], own, units=0):
                 return False
     return True
 
@@ -143,57 +166,62 @@ def split_by_bits(names: Sequence[str]) -> list[list[str]]:
 
 
 def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: OptimizerFactory) -> set[str]:
-    values, steps = draw_trial(parameters)
-    built = factory(list(small_parameters(values).items()))
+    trial = draw_trial(parameters)
+    built = factory(list(small_parameters(trial.values).items()))
     if hasattr(built, "sum_over_holders"):
         return set()
-    different = set[str]()
-    # Three trials in float64: full; all parameters with the same number of dimensions cut into two uneven vectors; and,
-    # if any result differs, whole parameters, of which each of two workers has some.
-    with torch.random.fork_rng(devices=[]):
-        whole = _train_values(factory, values, steps, {})
-        for dim in sorted({value.dim() for value in values.values()} - {0}):
-            cuts = {n: v.numel() * 2 // 5 + 1 for n, v in values.items() if v.dim() == dim}
-            try:
-                first = _train_values(factory, values, steps, {n: (0, cut) for n, cut in cuts.items()})
-                second = _train_values(factory, values, steps, {n: (cut, SIZE**dim) for n, cut in cuts.items()})
-                different |= _find_unlike(whole, [first, second], cuts)
-            except Exception:  # an optimizer may refuse vectors
-                different |= set(cuts)
-        if different and not are_updates_separate(parameters, factory, split_by_bits(list(values))):
-            raise PolylaneError(
-                f"shard: {type(built).__name__} looks at several parameters at once, so that no replica can update a "
-                "share of them: take shard out of the plan, or another optimizer"
-            )
+    different = _find_different_in(trial, factory)
+    # Some optimizers go by a parameter's size.
+    cuttable = [(name, parameter) for name, parameter in parameters if parameter.dim()]
+    for larger in draw_true_trials(cuttable, factory, different):
+        different |= _find_different_in(larger, factory)
+    if different and not are_updates_separate(parameters, factory, split_by_bits(list(trial.values)), moved=True):
+        raise PolylaneError(
+            f"shard: {type(built).__name__} looks at several parameters at once, so that no replica can update a "
+            "share of them: take shard out of the plan, or another optimizer"
+        )
     return different
 
 
-def _find_unlike(whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], names: Iterable[str]) -> set[str]:
+def _find_different_in(trial: Trial, factory: OptimizerFactory) -> set[str]:
+    """Return which parameters train otherwise if all that have their number of dimensions are two uneven vectors."""
+    values, different = trial.values, set[str]()
+    with trying():
+        whole = _train_values(factory, trial, {})
+        for dim in sorted({value.dim() for value in values.values()} - {0}):
+            cuts = {n: v.numel() * 2 // 5 + 1 for n, v in values.items() if v.dim() == dim}
+            try:
+                first = _train_values(factory, trial, {n: (0, cut) for n, cut in cuts.items()})
+                second = _train_values(factory, trial, {n: (cut, values[n].numel()) for n, cut in cuts.items()})
+                different |= _find_unlike(whole, [first, second], cuts)
+            except Exception:  # an optimizer may refuse vectors
+                different |= set(cuts)
+    return different
+
+
+def _find_unlike(
+    whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], names: Iterable[str], units: int = 2
+) -> set[str]:
     found = set[str]()
     for name in names:
         joined = torch.cat([part[name].reshape(-1) for part in parts if name in part])
-        if not torch.allclose(whole[name].reshape(-1), joined, rtol=1e-9, atol=0):
+        if not are_equal(whole[name].reshape(-1), joined, 0, units):
             found.add(name)
     return found
 
 
 def _train_values(
-    factory: OptimizerFactory,
-    values: Mapping[str, Tensor],
-    steps: Sequence[Mapping[str, Tensor]],
-    ends: Mapping[str, tuple[int, int]],
-    flat: bool = True,
+    factory: OptimizerFactory, trial: Trial, ends: Mapping[str, tuple[int, int]], flat: bool = True
 ) -> dict[str, Tensor]:
     """Return the values of parameters, or of parts of them, after some steps of an optimizer.
 
     Args:
         factory: the user's optimizer factory.
-        values: initial values of all parameters, by name.
-        steps: gradients of each step, by name of the parameter.
+        trial: initial values of all parameters, and their gradients.
         ends: (begin, end) of the part of a parameter, by name; empty parts are left out; others are full.
         flat: whether parts are vectors; else they have the parameter's shape.
     """
-    (own, optimizer), pieces = build_on_trial(factory, values), dict[nn.Parameter, OptimizerPart | None]()
+    (own, optimizer), pieces = build_on_trial(factory, trial.values), dict[nn.Parameter, OptimizerPart | None]()
     for name, parameter in own.items():
         if name in ends:
             begin, end = ends[name]
@@ -201,7 +229,7 @@ def _train_values(
             cut = nn.Parameter(part if flat else part.view(parameter.shape)) if end > begin else None
             pieces[parameter] = None if cut is None else OptimizerPart(cut, begin, end)
     replace_parameters(optimizer, pieces)
-    for step in steps:
+    for step in trial.steps:
         for name, parameter in own.items():
             piece = pieces.get(parameter)
             if piece is not None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 
 from polylane.compile.objectives import Objective, Parameters, build_scheduler, needs_metric
-from polylane.compile.optimizer_parts import are_updates_separate
-from polylane.compile.optimizer_probe import build_on_trial, describe_error, draw_trial
-from polylane.compile.training_problem import TrainingProblem
-from polylane.errors import PolylaneError
+from polylane.compile.optimizer_parts import are_updates_separate, find_unshardable
+from polylane.compile.optimizer_trials import build_on_trial, draw_trial
+from polylane.compile.python_effects import refuse_effects
+from polylane.errors import PolylaneError, describe_error
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.gradient_hooks import hooked_names
 from polylane.graph.sparse_gradients import find_sparse_gradients
@@ -23,27 +22,52 @@ from polylane.program.server_assignment import assign_parameters
 from polylane.samples.running_norms import find_running_norms
 
 
-def check_sync(plan: Plan, partitions: Mapping[str, Partition], couples_samples: bool) -> None:
+def check_plan(
+    parameters: Parameters, objectives: Mapping[str, Objective], partitions: Mapping[str, Partition], plan: Plan
+) -> None:
+    """Refuse a plan that a training does not fit, whatever its optimizers compute, before any worker starts.
+
+    Args:
+        parameters: all parameters of the model and its losses, by name.
+        objectives: the losses with their optimizers and schedulers, by name.
+        partitions: the graph of every objective, cut into the plan's stages.
+        plan: the plan that is checked.
+
+    Raises:
+        PolylaneError: a sentence for the user.
+    """
+    for partition in partitions.values():
+        refuse_effects(partition, plan)
+        _refuse_idle_ranks(partition, plan)
+    check_sync(plan, partitions)
+    _refuse_hooks_on_servers(plan, parameters)
+    for objective in objectives.values():
+        _check_scheduler(objective, parameters, plan)
+
+
+def _refuse_idle_ranks(partition: Partition, plan: Plan) -> None:
+    """Refuse an axis with more ranks than the longest dimension of any tensor, so that some had no part of any."""
+    graph = partition.graph
+    shapes = [*(node.shape for node in graph.nodes), *(info.shape for info in graph.parameters.values())]
+    longest = max((size for shape in shapes for size in shape), default=1)
+    for axis in plan.axes:
+        if plan.degree(axis) > longest:
+            raise PolylaneError(
+                f"{axis}={plan.degree(axis)}: nothing in the model can be cut into so many parts, its longest "
+                f"dimension is {longest}: lower {axis}"
+            )
+
+
+def check_sync(plan: Plan, partitions: Mapping[str, Partition]) -> None:
     """Refuse a plan's gradient synchronization that the training does not fit, before any worker starts.
 
     Raises:
-        PolylaneError: the loss couples samples, or there are more servers than parameters.
+        PolylaneError: there are more servers than parameters, sparse gradients or running norms that the rule does not
+            take, or a pipeline without a flush cannot train it.
     """
-    # With coupled samples replicas shard the operators of one batch: no replica has a gradient of its own that could be
-    # compressed, averaged later, or sent to a server.
-    if couples_samples and plan.data > 1 and not plan.sync.is_plain_sum:
-        raise PolylaneError(
-            f"{plan.title}: sync ({','.join(plan.sync.to_words())}) is for losses that are means over samples, and in "
-            "this one samples meet: leave sync out, or split by pipeline or tensor alone"
-        )
     for partition in partitions.values() if plan.takes_turns else ():
         names = {n.name for s in range(plan.pipeline) if plan.degree("data", s) > 1 for n in partition.nodes(s)}
         find_running_norms(partition.graph.code.fx, names)  # for its errors alone
-    if couples_samples and plan.takes_turns and plan.data > 1:
-        raise PolylaneError(
-            f"{plan.title}: replicas: {plan.replicas} is for losses that are means over samples, and in this one "
-            "samples meet: leave replicas out, or split by pipeline or tensor alone"
-        )
     if plan.sync.has_servers:
         assign_parameters(partitions, plan)  # for its errors alone
     if plan.sync.has_servers or plan.sync.shard != "none":
@@ -67,25 +91,57 @@ def _refuse_sparse(plan: Plan, partitions: Mapping[str, Partition]) -> None:
             )
 
 
-def check_optimizers(problem: TrainingProblem, partitions: Mapping[str, Partition], plan: Plan) -> None:
-    """Refuse optimizers and schedulers that cannot step, or not by this plan, before any worker starts.
+def check_optimizers(
+    parameters: Parameters, objectives: Mapping[str, Objective], partitions: Mapping[str, Partition], plan: Plan
+) -> None:
+    """Refuse optimizers that cannot step, or not by this plan, before any worker starts.
 
     Raises:
-        PolylaneError: a first step of torch's own optimizer raises; an update depends on parameters that another worker
-            updates; or a scheduler needs a loss that the plan does not give.
+        PolylaneError: a first step of torch's own optimizer raises; or an update depends on parameters that another
+            worker updates.
     """
-    _refuse_hooks_on_servers(plan, problem.parameters)
     sparse = {name for each in partitions.values() for name in find_sparse_gradients(each.graph)}
-    for name, objective in problem.objectives.items():
-        optimizer = objective.optimizer(list(problem.parameters))
+    for name, objective in objectives.items():
+        optimizer = objective.optimizer(list(parameters))
         graph = partitions[name].graph
         used = differentiable_parameters(graph)
         # What gradients the user's own Python makes, sparse ones or others, is not known.
         if not any(node.is_own_python and used.intersection(node.parameters) for node in graph.nodes):
-            trained = [pair for pair in problem.parameters if pair[0] in used]
+            trained = [pair for pair in parameters if pair[0] in used]
             _rehearse_step(optimizer, trained, objective, sparse)
-        _check_scheduler(build_scheduler(objective.scheduler, optimizer), plan)
-        _refuse_coupled(problem, objective, partitions, plan, sparse)
+        _refuse_coupled(parameters, objective, partitions, plan, sparse)
+
+
+def has_coupled_updates(parameters: Parameters, objective: Objective, sparse: Collection[str]) -> bool:
+    """Return whether an optimizer's update of some parameter depends on another one; False where it cannot be tried.
+
+    It is tried on the first and the second half of the parameters, and on every second one: a norm over several, of a
+    layer or of all, is then never complete.
+    """
+    names = [name for name, _ in parameters]
+    if len(names) < 2:
+        return False
+    half = len(names) // 2
+    groups = (names[:half], names[half:], names[::2], names[1::2])
+    try:
+        return not are_updates_separate(parameters, objective.optimizer, groups, sparse)
+    except Exception:  # as in :func:`_refuse_coupled`, which warns of it
+        return False
+
+
+def refuse_coupled_search(parameters: Parameters, objective: Objective, plan: Plan) -> None:
+    """Refuse, of an optimizer with coupled updates, plans by which several workers update parameters.
+
+    Raises:
+        PolylaneError: the plan has a pipeline, several servers, or shares out updates over replicas.
+    """
+    if len(plan.first_chunks) > 1 or plan.sync.server_count > 1:
+        raise PolylaneError(
+            f"{plan.title}: it updates parameters on several workers, and the optimizer's update of some depends on "
+            "others, or on random numbers: take another optimizer"
+        )
+    if plan.sync.shard != "none" and plan.data > 1:
+        find_unshardable(parameters, [objective.optimizer])  # for its error alone
 
 
 def _rehearse_step(
@@ -101,25 +157,28 @@ def _rehearse_step(
     own = not type(optimizer).__module__.startswith("torch.optim")
     if own or any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups):
         return  # those that are for accelerators alone do not step here
-    values, (gradients, _) = draw_trial(trained, sparse)
+    trial = draw_trial(trained, sparse)
     try:
-        small, built = build_on_trial(objective.optimizer, values)
+        small, built = build_on_trial(objective.optimizer, trial.values)
     except Exception:  # a factory that knows the shapes of its own model
         return
     try:
         for name, parameter in small.items():
-            parameter.grad = gradients[name]
+            parameter.grad = trial.steps[0][name]
         built.step()
     except Exception as error:
         raise PolylaneError(f"optimizer(parameters): a first step raises {describe_error(error)}") from error
 
 
-def _check_scheduler(scheduler: Any, plan: Plan) -> None:
-    """Refuse a scheduler that is stepped with the loss where no worker knows that of the whole batch in time.
+def _check_scheduler(objective: Objective, parameters: Parameters, plan: Plan) -> None:
+    """Refuse a scheduler that cannot be built, or is stepped with a loss that no worker knows in time.
 
     Raises:
-        PolylaneError: the plan has parameter servers, averages weights, or has several batches under way.
+        PolylaneError: it raises; or the plan has parameter servers, averages weights, or has several batches under way.
     """
+    if objective.scheduler is None:
+        return
+    scheduler = build_scheduler(objective.scheduler, objective.optimizer(list(parameters)))
     if not needs_metric(scheduler):
         return
     for word, applies in (
@@ -135,7 +194,7 @@ def _check_scheduler(scheduler: Any, plan: Plan) -> None:
 
 
 def _refuse_coupled(
-    problem: TrainingProblem,
+    parameters: Parameters,
     objective: Objective,
     partitions: Mapping[str, Partition],
     plan: Plan,
@@ -150,7 +209,7 @@ def _refuse_coupled(
     if len(groups) < 2:
         return
     try:
-        separate = are_updates_separate(problem.parameters, objective.optimizer, groups, sparse)
+        separate = are_updates_separate(parameters, objective.optimizer, groups, sparse)
     except Exception as error:  # the user's optimizer on tensors that it was not written for: whatever it raises
         warnings.warn(
             f"{where} updates parameters on several workers, and it is not known whether the optimizer's updates of "

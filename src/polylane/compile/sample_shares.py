@@ -126,6 +126,7 @@ class Batch:
         shortest: samples of the shortest batch of the same epoch; 0: those of this one, the only one known.
         form: how its leaves make up a batch; None: as those of the example batch do.
         is_collated: whether a function of the user's own collated this worker's samples, and may have padded them.
+        loaded_samples: samples of the dataset that the whole batch was made of; 0: it comes from no dataset.
     """
 
     samples: int
@@ -135,6 +136,7 @@ class Batch:
     shortest: int = 0
     form: BatchForm | None = None
     is_collated: bool = False
+    loaded_samples: int = 0
 
     def __post_init__(self) -> None:
         self.shortest = self.shortest or self.samples
@@ -143,6 +145,17 @@ class Batch:
     def sampled(self) -> tuple[bool, ...]:
         """Whether each leaf is split with the samples, leaf by leaf."""
         return sampled_leaves(self.leaves) if self.split is None else tuple(self.split)
+
+    @property
+    def has_common_tensors(self) -> bool:
+        """Whether a tensor belongs to the batch as a whole: it may name samples by position, as edges name nodes."""
+        pairs = zip(self.leaves, self.sampled, strict=True)
+        return any(isinstance(leaf, Tensor) and not is_split for leaf, is_split in pairs)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this worker has all samples of the batch, in order."""
+        return self.offsets is None or sample_count(self.leaves) == self.samples
 
     @classmethod
     def whole(cls, batch: Any) -> Batch:

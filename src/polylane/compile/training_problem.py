@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from torch import nn
 
 from polylane.compile.objectives import Init, Objective, Parameters, named_parameters, optimized_names
 from polylane.compile.optimizer_probe import find_whole_parameters
-from polylane.compile.unusable_modules import refuse_unusable_modules
+from polylane.compile.plan_checks import check_plan, has_coupled_updates, refuse_coupled_search
+from polylane.compile.unusable_modules import refuse_uninitialised, refuse_unusable_modules
 from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count
 from polylane.graph.batch_checks import refuse_undividable
 from polylane.graph.capture.export import Loss
+from polylane.graph.capture.questions.readings import are_answered
 from polylane.graph.capture.self_check import take_what_runs
 from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition
 from polylane.graph.python_state.compiler import describe_left_out, without_compiler
 from polylane.graph.sparse_gradients import find_sparse_gradients
+from polylane.plan.plan import Plan
 from polylane.planner.problem import CapturedProblem
 from polylane.samples.counts import capture_with_counts
 
@@ -44,6 +48,7 @@ class TrainingProblem:
     in_float64: bool = False
 
     def __post_init__(self) -> None:
+        refuse_uninitialised(self.model)
         object.__setattr__(self, "model", without_compiler(self.model))
         refuse_unusable_modules(self.model)
         refuse_undividable(self.example)
@@ -90,8 +95,11 @@ class TrainingProblem:
         """
         objective = objective or self.objective
         batch = self.example if samples is None else self.take_batch(samples)
-        trainable = optimized_names(self.parameters, objective.optimizer)
-        graph = capture_with_counts(self.model, objective.loss, batch, trainable=trainable, in_float64=self.in_float64)
+        how: Any = {"trainable": optimized_names(self.parameters, objective.optimizer), "in_float64": self.in_float64}
+        graph = capture_with_counts(self.model, objective.loss, batch, **how)
+        # A few samples may answer otherwise than the batch what the loss asks of it.
+        if samples is not None and not are_answered(graph.code.readings, self.flat_example[0]):
+            graph = capture_with_counts(self.model, objective.loss, self.example, **how)
         effects = graph.code.effects
         left_out = describe_left_out(self.model, objective.loss, effects.functions_run if effects else ())
         return replace(graph, notes=(*graph.notes, *left_out))
@@ -103,6 +111,20 @@ class TrainingProblem:
             graph: one that :meth:`capture` returned, of any number of samples.
             known: ``pins`` and ``profile`` of :class:`polylane.planner.problem.CapturedProblem`.
         """
-        sparse = find_sparse_gradients(graph)
+        sparse, first = tuple(find_sparse_gradients(graph)), {self.objective.name: self.objective}
         whole = find_whole_parameters(self.parameters, [self.objective.optimizer], sparse)
-        return CapturedProblem(graph, self.objective.optimizer, {n: str(why) for n, why in whole.items()}, **known)
+        coupled = cache(partial(has_coupled_updates, self.parameters, self.objective, sparse))
+
+        def check(plan: Plan, partition: Partition) -> None:
+            check_plan(self.parameters, first, {self.objective.name: partition}, plan)
+            if plan.workers > 1 and coupled():
+                refuse_coupled_search(self.parameters, self.objective, plan)
+
+        return CapturedProblem(
+            graph,
+            self.objective.optimizer,
+            {n: str(why) for n, why in whole.items()},
+            has_coupled_updates=coupled,
+            check=check,
+            **known,
+        )

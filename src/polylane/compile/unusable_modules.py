@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, describe_message
 
 # Classes that divide batches or parameters themselves, by name: importing FSDP takes a second.
 _WRAPPERS = {
@@ -14,6 +14,22 @@ _WRAPPERS = {
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): "divides batches",
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): "divides parameters",
 }
+
+
+def refuse_uninitialised(model: nn.Module) -> None:
+    """Refuse a model with a module that lacks the tables in which torch keeps its parts: torch's functions fail on it.
+
+    Raises:
+        PolylaneError: an ``__init__`` does not call that of ``nn.Module``.
+    """
+    try:
+        for _ in model.named_modules():
+            pass
+    except AttributeError as error:
+        raise PolylaneError(
+            f"the modules of the model cannot be listed ({describe_message(error)}): an __init__ must call "
+            "super().__init__() before all else"
+        ) from error
 
 
 def refuse_unusable_modules(model: nn.Module) -> None:

@@ -91,7 +91,7 @@ def draw_schedule(
     """Play a schedule in ticks.
 
     Args:
-        shape: what is played.
+        shape: stages, microbatches and chunks of the schedule that is played.
         forward: ticks of one forward pass of a stage (of a chunk), one number or one for each.
         backward: ticks of one whole backward pass, given like ``forward``.
         weight: ticks of the weight half of a backward pass in two, given like ``forward``; default: half of it.

@@ -30,6 +30,7 @@ class Span:
         bytes: of the tensors that this rank gave to its transport in the action or received from it: the value of a
             send or receive, the gradients of a reduce, and what a pass or a step sends in the collectives inside it.
             The traffic of the collective's algorithm may be another. 0 where nothing was counted.
+        is_hung: whether it had not ended when the training stood still for it; such spans are not written into files.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class Span:
     end: float
     waited: float = 0
     bytes: int = 0
+    is_hung: bool = False
 
 
 @dataclass(frozen=True)

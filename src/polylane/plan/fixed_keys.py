@@ -114,8 +114,14 @@ class FixedKeys:
         """The fixed degrees of the meshes of stages, by axis."""
         return {key: number for key, number in self.counts.items() if key not in ("pipeline", "microbatches")}
 
-    def allows(self, meshes: Sequence[Degrees], microbatches: int) -> bool:
-        """Return whether stages with these meshes have the degrees and microbatches that are fixed."""
+    def allows(self, meshes: Sequence[Degrees], microbatches: int, workers: int = 1) -> bool:
+        """Return whether stages with these meshes have the degrees and microbatches that are fixed.
+
+        Keys that say how replicas synchronize (servers, every, ...) ask for replicas where there are ``workers`` for
+        them: a plan of one worker would have nobody to synchronize with.
+        """
+        if workers > 1 and not self.sync.is_plain_sum and all(mesh.data == 1 for mesh in meshes):
+            return False
         for key, number in self.counts.items():
             if key == "microbatches":
                 found = microbatches

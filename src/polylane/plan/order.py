@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.stage_graph import StageGraph
 from polylane.schedule.synchronous import Lanes
@@ -73,7 +73,8 @@ def check_order(lines: Sequence[str], groups: Sequence[int], microbatches: int) 
     """
     lanes, count = parse_order(lines), 1 + max(groups)
     if len(lanes) != count:
-        raise PolylaneError(f"order has {len(lanes)} lines, and there are {count} groups of workers")
+        lines_of, groups_of = format_plural(len(lanes), "line"), format_plural(count, "group")
+        raise PolylaneError(f"order has {lines_of}, for {groups_of} of workers")
     for number, lane in enumerate(lanes):
         own = [(stage, m) for stage, group in enumerate(groups) if group == number for m in range(microbatches)]
         _check_passes(lane, number, own)

@@ -9,7 +9,7 @@ from typing import Literal
 
 import pydantic
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.plan import schedule_checks as checks
 from polylane.plan.order import check_order, has_halves
 from polylane.plan.pinned_placements import check_axes
@@ -308,11 +308,12 @@ class Plan(StrictMapping):
 
     def _stage_and_indices(self, rank: int) -> tuple[int, dict[str, int]]:
         """Return the stage of a rank, and its index along each axis of the mesh."""
-        if rank not in self._index.places:
+        index = self._index
+        if rank not in index.places:
             raise PolylaneError(f"rank {rank} is on none of the plan's stages")
-        (number, position), at = self._index.places[rank], dict[str, int]()
+        (number, position), at = index.places[rank], dict[str, int]()
         for axis in reversed(MESH):
-            position, at[axis] = divmod(position, self.degree(axis, number))
+            position, at[axis] = divmod(position, index.meshes[number][axis])
         return number, at
 
     @property
@@ -395,4 +396,5 @@ def _check_sync(plan: Plan) -> None:
             )
     for rank in plan.slow:
         if not 0 <= rank < plan.workers:
-            raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {plan.workers} workers")
+            workers = format_plural(plan.workers, "worker")
+            raise PolylaneError(f"{plan.title}: slow.{rank}: there is no such rank among {workers}")

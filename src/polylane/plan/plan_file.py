@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pydantic
-import yaml
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_value
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
 from polylane.plan.stage import Fingerprint, Stage
+from polylane.plan.straggler import Straggler
 from polylane.plan.sync import SyncOptions
-from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error, read
+from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error, parse, read
+from polylane.yaml_file import dump as dump_yaml
 
 
 def dump(plan: Plan) -> str:
@@ -33,7 +35,7 @@ def dump(plan: Plan) -> str:
                 del stage[key]
     said = plan.sync.model_dump(mode="json", exclude_defaults=True)
     data["sync"] = {"kind": plan.sync.kind, **({} if plan.sync.has_servers else {"every": plan.sync.every}), **said}
-    return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, width=120)
+    return dump_yaml(data)
 
 
 def load(path: str | Path) -> Plan:
@@ -42,21 +44,46 @@ def load(path: str | Path) -> Plan:
     Raises:
         PolylaneError: the file cannot be read, or a key is missing, unknown or wrong; one sentence that names it.
     """
-    data = read(path, "plan")
+    return _validate(read(path, "plan"), str(path))
+
+
+def parse_plan(text: str, name: str) -> Plan:
+    """Read a plan from the text of a plan file.
+
+    Args:
+        text: the text, as :func:`dump` formats it.
+        name: what errors call it.
+
+    Raises:
+        PolylaneError: as of :func:`load`.
+    """
     try:
-        return Plan.model_validate(data, context={"file": str(path)})
+        data = parse(text)
+    except PolylaneError as error:
+        raise PolylaneError(f"plan {name}: {error}") from error
+    return _validate(data, name)
+
+
+def _validate(data: dict[Any, Any], path: str) -> Plan:
+    try:
+        return Plan.model_validate(data, context={"file": path})
     except pydantic.ValidationError as error:
         first = first_error(error)
         if first["loc"][0] == "polylane":
             raise PolylaneError(
-                f"plan {path}: polylane: {first['input']!r} is a form that this version cannot read"
+                f"plan {path}: polylane: {format_value(first['input'])} is a form that this version cannot read"
             ) from error
         raise PolylaneError(f"plan {path}: {error_sentence(first, _FORM, data)}") from error
 
 
 def _keys(place: Sequence[int | str]) -> list[str]:
     """Return the keys that a mapping at a place of a plan file may have, for suggestions in errors."""
-    models: dict[str, type[StrictMapping]] = {"graph": Fingerprint, "stages": Stage, "sync": SyncOptions}
+    models: dict[str, type[StrictMapping]] = {
+        "graph": Fingerprint,
+        "stages": Stage,
+        "sync": SyncOptions,
+        "slow": Straggler,
+    }
     return list((models[str(place[0])] if place else Plan).model_fields)
 
 

@@ -65,7 +65,10 @@ class Stage(StrictMapping):
 
     def degree(self, axis: str) -> int:
         """Return the number of ranks along an axis of the mesh."""
-        return next((degree for name, degree in self.mesh.items() if name == axis), 1)
+        for name, degree in self.mesh.items():
+            if name == axis:
+                return degree
+        return 1
 
 
 class StageIndex(NamedTuple):
@@ -74,12 +77,14 @@ class StageIndex(NamedTuple):
     Attributes:
         stages: the stages that it was computed for.
         places: by rank, its first stage and its position among the devices of that stage.
+        meshes: for every stage, the number of ranks along every axis of its mesh.
         first_chunk: for every stage, the first stage with the same devices.
         chunks: by first stage, all stages with the same devices, ascending.
     """
 
     stages: tuple[Stage, ...]
     places: dict[int, tuple[int, int]]
+    meshes: tuple[dict[str, int], ...]
     first_chunk: tuple[int, ...]
     chunks: dict[int, tuple[int, ...]]
 
@@ -93,7 +98,8 @@ def index_stages(stages: tuple[Stage, ...]) -> StageIndex:
             places |= {rank: (number, position) for position, rank in enumerate(stage.devices)}
         first_chunk.append(first)
         chunks[first] = (*chunks.get(first, ()), number)
-    return StageIndex(stages, places, tuple(first_chunk), chunks)
+    meshes = tuple({axis: stage.degree(axis) for axis in MESH} for stage in stages)
+    return StageIndex(stages, places, meshes, tuple(first_chunk), chunks)
 
 
 def check_devices(stages: tuple[Stage, ...], title: str, may_share: bool) -> None:

@@ -9,6 +9,7 @@ import pydantic
 from pydantic_core import PydanticCustomError
 
 from polylane.errors import PolylaneError
+from polylane.settings import parse_whole
 from polylane.yaml_file import Count, StrictMapping
 
 _Share = Annotated[float, pydantic.Field(strict=True, gt=0.0, le=1)]
@@ -259,24 +260,24 @@ def _parse_value(key: str, text: str) -> Any:
     if key == "outer":
         rate, _, momentum = text.partition(":")
         if not momentum:
-            return {"rate": _parse_number(text)}
-        return {"rate": _parse_number(rate), "momentum": _parse_number(momentum)}
+            return {"rate": _parse_number(key, text)}
+        return {"rate": _parse_number(key, rate), "momentum": _parse_number(key, momentum)}
     if key == "compress":
         kind, *rest = text.split(":")
         names = {"powersgd": ("rank", "start"), "top_k": ("fraction",)}.get(kind, ())
         if len(rest) > len(names):
             return text
-        return {"kind": kind, **{name: _parse_number(each) for name, each in zip(names, rest, strict=False)}}
+        return {"kind": kind, **{name: _parse_number(key, each) for name, each in zip(names, rest, strict=False)}}
     if key == "dedicated":
         return {"yes": True, "no": False}.get(text, text)
-    return _parse_number(text)
+    return _parse_number(key, text)
 
 
-def _parse_number(text: str) -> Any:
+def _parse_number(key: str, text: str) -> Any:
     """Parse a number in plain notation; other text is returned as it is."""
     # int() and float() would also accept other scripts' digits, signs and underscores.
     if text.isascii() and text.isdecimal():
-        return int(text)
+        return parse_whole(key, text)
     try:
         return float(text) if text.isascii() and text[:1] not in "-+" and "_" not in text else text
     except ValueError:

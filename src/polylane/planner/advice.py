@@ -236,6 +236,10 @@ def devices_needed(answer: SearchResult, most: int) -> int | None:
     """Return how many such devices would have the memory, in powers of two; None if even ``most`` have not."""
     estimates, wish = answer.estimates, answer.wish
     cluster, factor = estimates.basis.cluster, 2
+    if (
+        estimates.footprint.available_bytes(wish.memory_limit) <= 0
+    ):  # what a worker takes beyond its tensors is too much
+        return None
     while cluster.count * factor <= most:
         workers = max(wish.workers) * factor
         more = estimates.on_cluster(with_more_hosts(cluster, factor))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from polylane.cluster.cluster import Cluster
 from polylane.cluster.figures import format_size
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import predict
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.graph.batch import count_parts
 from polylane.graph.graph import Graph
+from polylane.graph.partition import Partition
+from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
+from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
 from polylane.planner.advice import describe_candidate, devices_needed
 from polylane.planner.memory_reserve import USUAL, MemoryReserve, memory_limit
@@ -24,6 +28,7 @@ from polylane.planner.stage_curves import CurveCache
 from polylane.planner.uniform_plans import RatedPlan
 from polylane.samples.batch_layout import BatchLayout, batch_layouts
 from polylane.samples.derivation import Derivation, derive_composition
+from polylane.samples.leaf_effects import effects_by_module
 from polylane.samples.microbatch_limit import MinSamples, min_samples
 
 # Up to this many workers every number of them is compared.
@@ -62,34 +67,71 @@ def find_plans(
         PolylaneError: nothing fits, and the message says what comes closest; or the batch is too small.
     """
     graph, most = problem.graph, cluster.count if workers is None else workers
-    fewest, composition = check_batch(graph, batch), derive_composition(graph)
+    fewest, composition, told = check_batch(graph, batch), derive_composition(graph), list[str]()
     wish = SearchRequest(
         candidate_worker_counts(most) if fewer else (most,),
         max(group.devices for group in cluster.hosts),  # the ranks that share an operator are on one host
         memory_limit(cluster, most, reserve, memory),
         max(top, 1),
         batch_is_indivisible=not composition.is_proven,
-        # An optimizer that must see whole parameters cannot update shards of them.
-        shardings=() if problem.whole else fixed.shardings,
+        # An optimizer that must see whole parameters cannot update shards of them, and sparse gradients are not cut.
+        shardings=() if problem.whole or find_sparse_gradients(graph) else fixed.shardings,
         fixed=fixed,
+        check=_make_check(problem, told),
     )
-
-    def keep(candidate: RatedPlan) -> bool:
-        # A microbatch has as many samples as the model needs at once; a buffer that counts calls allows one alone.
-        parts = 1 if composition.counters else count_parts(batch, candidate.microbatches, fewest.samples)
-        return parts == candidate.microbatches and (fewer or candidate.workers == most)
-
+    keep = _make_filter(problem, batch, fewest, bool(composition.counters), 1 if fewer else most)
     staying = _staying_values(graph, composition)
     basis = build_cost_model(problem, cluster, keep_options(method, fixed))
-    with show_progress() as told:
+    with show_progress() as progress:
         answer = search_with_recomputation(
             basis,
-            lambda prices: search(CurveCache(prices, batch, staying, fixed.sync), wish, keep=keep, told=told),
+            lambda prices: search(CurveCache(prices, batch, staying, fixed.sync), wish, keep=keep, told=progress),
             fixed.recompute,
         )
     if not answer.ranked_plans:
-        raise PolylaneError(explain_nothing_fits(answer))
+        refused = f"no plan is found that the training allows: {told[-1]}" if told else ""
+        raise PolylaneError(refused or explain_nothing_fits(answer))
     return try_found_orders(_with_exact_memory(answer))
+
+
+def _make_check(problem: CapturedProblem, told: list[str]) -> Callable[[Plan, Partition], None]:
+    """Return the training's check of a full plan, which also notes in ``told`` what is said of refused ones."""
+
+    def check(plan: Plan, partition: Partition) -> None:
+        try:
+            problem.check(plan, partition)
+        except PolylaneError as error:
+            told.append(str(error))
+            raise
+
+    return check
+
+
+def _make_filter(
+    problem: CapturedProblem, batch: int, fewest: MinSamples, counts_calls: bool, least: int
+) -> Callable[[RatedPlan], bool]:
+    """Return whether a training allows the microbatches, workers and stages of a candidate.
+
+    Args:
+        problem: the training, with its model captured.
+        batch: number of samples of a step.
+        fewest: fewest samples that a microbatch of the model needs at once.
+        counts_calls: whether a buffer counts calls, so that there may be one microbatch alone.
+        least: fewest workers that a plan may have.
+    """
+    effects = {effect.kind for _, effect in effects_by_module(problem.graph)}
+    is_single = counts_calls or bool(effects & {"state", "clock"})
+
+    def allowed(candidate: RatedPlan) -> bool:
+        parts = 1 if is_single else count_parts(batch, candidate.microbatches, fewest.samples)
+        # A clock shows another time to every worker of a stage.
+        if parts != candidate.microbatches or ("clock" in effects and candidate.workers > len(candidate.meshes)):
+            return False
+        if candidate.workers < least:
+            return False
+        return len(candidate.meshes) == 1 or not problem.has_coupled_updates()
+
+    return allowed
 
 
 def _staying_values(graph: Graph, composition: Derivation) -> list[str]:
@@ -143,7 +185,7 @@ def _with_exact_memory(answer: SearchResult) -> SearchResult:
 def explain_nothing_fits(answer: SearchResult) -> str:
     """Describe why a search found no plan: which one comes closest, by how much, and how many devices would do."""
     wish, count, batch = answer.wish, max(answer.wish.workers), answer.estimates.batch
-    workers = f"{count} worker{'s' if count != 1 else ''}"
+    workers = format_plural(count, "worker")
     if not answer.too_large_candidates:
         if wish.batch_is_indivisible:
             return f"there is no plan for {workers} that keeps a batch whole, whose samples meet in the loss: give one"

@@ -22,7 +22,7 @@ from polylane.cost.operators.profile import Profile, ProfileClock
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.predict import CostModel
 from polylane.cost.stage_cost import Lay, StageCosts
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, balance_stages
 from polylane.plan import fit_to_graph as fit
@@ -49,6 +49,9 @@ class CapturedProblem:
         whole: name of a parameter that must not be sharded -> reason for the user.
         pins: requested placements: axis -> name of a parameter or node -> placement.
         profile: measured seconds of the graph's nodes; None: the device model predicts them.
+        has_coupled_updates: returns whether the optimizer's update of some parameter depends on others, so that the
+            same workers must update all of them.
+        check: refuses a plan that the training would refuse; it raises a PolylaneError with a sentence for the user.
     """
 
     graph: Graph
@@ -56,6 +59,8 @@ class CapturedProblem:
     whole: Mapping[str, str] = field(default_factory=dict)
     pins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     profile: Profile | None = None
+    has_coupled_updates: Callable[[], bool] = lambda: False
+    check: Callable[[Plan, Partition], None] = lambda plan, partition: None
 
 
 def build_cost_model(
@@ -181,7 +186,9 @@ def fit_plan(found: CostModel, plan: Spec | Plan, batch: int) -> tuple[Partition
     microbatches = default_microbatches(plan, batch)
     for name, parts in (("microbatches", microbatches), ("data", plan.data)):
         if parts > batch:
-            raise PolylaneError(f"{name}={parts}: a batch of {batch} samples cannot be divided into so many")
+            raise PolylaneError(
+                f"{name}={parts}: a batch of {format_plural(batch, 'sample')} cannot be divided into so many"
+            )
     partition = Partition(graph, ())
     if plan.pipeline > 1:
         fit.check_chunks(plan, graph)

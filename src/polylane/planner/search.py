@@ -9,8 +9,10 @@ from functools import cached_property
 
 from polylane.cost.state_sharding import Sharding
 from polylane.errors import PolylaneError
+from polylane.graph.partition import Partition
 from polylane.plan.fit_to_graph import check_asynchronous
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
+from polylane.plan.plan import Plan
 from polylane.plan.spec import SPLIT, TURNS
 from polylane.planner import uniform_plans
 from polylane.planner.branch_stages import plan_branches
@@ -49,6 +51,7 @@ class SearchRequest:
         fixed: keys that a plan must have.
         batch_is_indivisible: whether the loss couples the samples of a batch, which then must not be divided over
             replicas or into microbatches.
+        check: raises a PolylaneError for a full plan that the training would refuse.
     """
 
     workers: tuple[int, ...]
@@ -58,6 +61,7 @@ class SearchRequest:
     batch_is_indivisible: bool = False
     shardings: tuple[Sharding, ...] = ()
     fixed: FixedKeys = NOTHING_FIXED
+    check: Callable[[Plan, Partition], None] = lambda plan, partition: None
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,12 @@ class SearchResult:
     @property
     def compared_count(self) -> int:
         """Number of plans compared, skipped ones included."""
-        return len(self.fitting_candidates) + len(self.too_large_candidates) + self.skipped_count
+        return self.rated_count + self.skipped_count
+
+    @property
+    def rated_count(self) -> int:
+        """Number of plans of which it is known whether they fit: all but those skipped by their lower bound."""
+        return len(self.fitting_candidates) + len(self.too_large_candidates)
 
 
 def search(
@@ -122,19 +131,18 @@ def _search(
     told: Told,
 ) -> SearchResult:
     """Search once, skipping plans whose lower bound is more than ``far`` times the best time."""
-    every, passed = list[RatedPlan](), 0
+    every, passed, most = list[RatedPlan](), 0, max(wish.workers)
     for workers in wish.workers:
         looking = _UniformSearch(estimates, wish, keep, far if finalists else 1.0, finalists > 0, told)
         every += looking.rate(workers)
         passed += looking.skipped_count
     # Both searches divide the batch over replicas or microbatches.
     if not wish.batch_is_indivisible:
-        most = max(wish.workers)
         other = _search_unequal(estimates, wish, most)
         if not wish.fixed.degrees:
             other += plan_branches(estimates, most, wish.memory_limit)
         every += _with_fixed_schedule(other, wish, estimates.max_stages)
-    every = [c for c in every if wish.fixed.allows(c.meshes, c.microbatches) and keep(c)]
+    every = [c for c in every if wish.fixed.allows(c.meshes, c.microbatches, most) and keep(c)]
     fitting = sorted((c for c in every if c.fits), key=_weighted_estimate)
     excluded = [c for c in every if not c.fits]
     exact, too_big = _exact(estimates, _drop_near_duplicates(fitting), wish, finalists, told) if finalists else ([], {})
@@ -164,7 +172,7 @@ def _exact(
         told("simulated", len(found) + len(too_big))
         # The estimate's memory is a bound of the search; only the prediction's peak decides.
         priced = _price_where_it_fits(estimates, candidate, wish)
-        if not _can_run(priced):
+        if not _can_run(priced, wish):
             continue
         if priced.peak_bytes > candidate.memory_limit:
             too_big[id(candidate)] = replace(candidate, peak_bytes=float(priced.peak_bytes))
@@ -178,10 +186,11 @@ def _exact(
     return found, too_big
 
 
-def _can_run(priced: PricedPlan) -> bool:
-    """Return whether a pipeline without a flush can have these cuts: no two stages share a weight."""
+def _can_run(priced: PricedPlan, wish: SearchRequest) -> bool:
+    """Return whether the training allows a plan; and a pipeline without a flush its cuts: no stages share a weight."""
     try:
         check_asynchronous(priced.plan, priced.partition)
+        wish.check(priced.plan, priced.partition)
     except PolylaneError:
         return False
     return True
@@ -281,7 +290,7 @@ class _UniformSearch:
             1 if wish.fixed.schedule in ASYNCHRONOUS else 2,
         ):
             for each in self._divide_work(uniform):
-                if not wish.fixed.allows((each.mesh,) * each.stages, each.microbatches):
+                if not wish.fixed.allows((each.mesh,) * each.stages, each.microbatches, max(wish.workers)):
                     continue
                 if not wish.batch_is_indivisible or each.data == each.microbatches == 1:
                     (double if each.sequence > 1 and each.tensor > 1 else single).append(each)

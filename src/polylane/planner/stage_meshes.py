@@ -115,10 +115,13 @@ class StageMeshSearch:
         """Return the best candidate in a list; an empty list if equal meshes are better."""
         one = min((float(option.seconds[0, -1]) for option in self.options), default=0.0)
         best: tuple[float, Chosen] | None = None
-        # Bounds from a perfect split of the fastest single stage over all workers up to that stage itself.
-        for bound in np.geomspace(one / self.workers, one, BOUNDS) if one else ():
+        # Bounds from the fastest single stage down to its perfect split over all workers. Where no stages keep within
+        # one, none keep within a lower one: where nothing fits in memory, a single bound is tried.
+        for bound in reversed(np.geomspace(one / self.workers, one, BOUNDS)) if one else ():
             chosen = self.choose_stages(float(bound))
-            if chosen is not None and (best is None or self.step_seconds(chosen) < best[0]):
+            if chosen is None:
+                break
+            if best is None or self.step_seconds(chosen) <= best[0]:
                 best = self.step_seconds(chosen), chosen
         # Equal meshes are left to the uniform plans, which price their cuts more closely.
         if best is None or len({option.mesh for _, _, option in best[1]}) < 2:

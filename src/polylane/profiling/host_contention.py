@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import statistics
 import threading
@@ -79,10 +80,10 @@ def _told(copy: BaseProcess, pipe: Connection, patience: float) -> list[tuple[in
     """Receive the times of a copy; empty if it was killed or gave up."""
     wait([pipe, copy.sentinel], patience)
     try:
-        found: list[tuple[int, float]] = pipe.recv() if pipe.poll() else []
+        found = json.loads(pipe.recv_bytes()) if pipe.poll() else []
     except EOFError:  # every process that had the sending end is gone
         return []
-    return found
+    return [(count, seconds) for count, seconds in found]
 
 
 def _copy(
@@ -102,9 +103,9 @@ def _copy(
             for count in counts:
                 barrier.wait(PATIENCE)
                 found.append((count, _pass(whole, leaves) if index < count else 0.0))
-        pipe.send(found)
+        pipe.send_bytes(json.dumps(found).encode())
     except threading.BrokenBarrierError:
-        pipe.send([])
+        pipe.send_bytes(b"[]")
 
 
 def _pass(whole: ModelWithLoss, leaves: Sequence[Any]) -> float:

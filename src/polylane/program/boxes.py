@@ -138,7 +138,7 @@ def ranges_length(ranges: Ranges) -> int:
 
 def relative_box(outer: IndexBox, inner: IndexBox) -> IndexBox:
     """Return the positions of a box in the tensor that holds an outer box; it must be inside of that."""
-    return tuple(_translate(_positions(a), b) for a, b in zip(outer, inner, strict=True))
+    return tuple(_translate(with_positions(a), b) for a, b in zip(outer, inner, strict=True))
 
 
 def _merge_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -162,10 +162,10 @@ def _to_global(ranges: Ranges, positions: Iterable[tuple[int, int]]) -> Ranges:
 
     ((2, 5), (8, 10)) and position range (1, 4) give ((3, 5), (8, 9)).
     """
-    return _translate([(at, start, length) for start, at, length in _positions(ranges)], positions)
+    return _translate([(at, start, length) for start, at, length in with_positions(ranges)], positions)
 
 
-def _positions(ranges: Ranges) -> list[tuple[int, int, int]]:
+def with_positions(ranges: Ranges) -> list[tuple[int, int, int]]:
     """Return for each range its first index, the position of that in the tensor that holds ranges, and its length."""
     lengths = [stop - start for start, stop in ranges]
     ats = itertools.accumulate(lengths, initial=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.program.lower import differentiable_parameters
@@ -30,8 +30,9 @@ def assign_parameters(partitions: Mapping[str, Partition], plan: Plan) -> tuple[
     count = plan.sync.server_count
     if count > len(sizes):
         raise PolylaneError(
-            f"{plan.title}: sync.servers: {count} servers are more than the {len(sizes)} parameters that are trained, "
-            f"of which each is on one server: lower servers to at most {len(sizes)}"
+            f"{plan.title}: sync.servers: {count} servers are more than "
+            f"{format_plural(len(sizes), 'trained parameter')}, of which each is on one server: "
+            f"lower servers to at most {len(sizes)}"
         )
     # An empty parameter counts as one byte, so that empty ones are spread as well, and every server gets a parameter.
     found = assign_longest_first({name: max(1, size) for name, size in sizes.items()}, [0] * count)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.sample_shares import Batch
-from polylane.graph.batch import leaf_names, take_first_samples, to_device
+from polylane.errors import PolylaneError
+from polylane.graph.batch import clone_leaves, leaf_names, sample_count, take_first_samples, to_device
 from polylane.graph.capture.open_dimensions import NotOpened, Opening
+from polylane.graph.capture.questions.readings import Reading
 from polylane.graph.open_sizes import FEWEST
 
 SAMPLES_KEPT = 4  # samples of a form that are kept, for checks of a graph with open sizes
@@ -60,11 +63,29 @@ class _Family:
 def take_few(batch: Batch) -> list[Any]:
     """Return the leaves of a few samples, from which a graph can be captured that holds for any number of them.
 
-    Of all samples, where a leaf is not divided with them: it may name samples by their position, as the edges of a
-    graph name its nodes.
+    Of all samples, where a leaf is not divided with them.
     """
-    whole = any(isinstance(leaf, Tensor) and not own for leaf, own in zip(batch.leaves, batch.sampled, strict=True))
-    return list(batch.leaves) if whole else take_first_samples(batch.leaves, SAMPLES_KEPT, batch.sampled)
+    if batch.has_common_tensors:
+        return list(batch.leaves)
+    return take_first_samples(batch.leaves, SAMPLES_KEPT, batch.sampled)
+
+
+def capture_of_few(batch: Batch, capture: Callable[[list[Any]], CompiledGraph]) -> CompiledGraph:
+    """Capture a graph from a few samples of a batch, or from all where a few by themselves do not make a batch.
+
+    Labels padded to the longest sample of all do not fit a few that are shorter.
+
+    Args:
+        batch: a batch of a new form.
+        capture: captures a graph from the leaves of an example.
+    """
+    few = take_few(batch)
+    try:
+        return capture(few)
+    except PolylaneError as error:
+        if isinstance(error, NotOpened) or sample_count(few) == sample_count(batch.leaves):
+            raise
+    return capture(clone_leaves(batch.leaves))
 
 
 def differing_dims(one: Signature, other: Signature) -> set[tuple[int, int]]:
@@ -87,7 +108,7 @@ class BatchForms:
         self._families: dict[Hashable, _Family] = {}
         self._example = structure, signature
         self._single: list[tuple[Any, Signature]] = []  # forms that were captured one by one
-        self._seconds, self._reason = 0.0, ""
+        self._seconds, self._reason, self._answered = 0.0, "", 0
         self.record(structure, signature, example)
 
     def record(self, structure: Any, signature: Signature, batch: Batch) -> None:
@@ -143,6 +164,26 @@ class BatchForms:
                 stacklevel=6,
             )
 
+    def count_answers(self, readings: Sequence[Reading], seconds: float) -> None:
+        """Count a graph that was captured for other answers of a batch, and tell the user once if there are many.
+
+        Args:
+            readings: what the loss asks of the batch.
+            seconds: time that the capture took.
+        """
+        self._answered += 1
+        if self._answered == MANY_FORMS:
+            lines = _join([*dict.fromkeys(reading.source for reading in readings)])
+            why = f"what the loss asks of the values of a batch ({lines}) has other answers from batch to batch"
+            remedy = "give it a size that does not depend on the values, or pad to a few"
+            if all(reading.is_drawn for reading in readings):
+                why = f"the numbers that are drawn to decide which way it goes ({lines}) differ from step to step"
+                remedy = "leave out fewer layers, or none (layerdrop=0)"
+            warnings.warn(
+                f"{MANY_FORMS} graphs were captured one by one, the last in {seconds:.1f} s, for {why}: {remedy}",
+                stacklevel=6,
+            )
+
     def _describe_variation(self) -> str:
         """Say what varies from batch to batch, as a part of a sentence."""
         forms = [self._example, *self._single]
@@ -153,6 +194,8 @@ class BatchForms:
         varying = list[str]()
         for name, own in zip(names, zip(*signatures, strict=True), strict=True):
             shapes = [shape for _, shape in own]
+            if any(dtype == "carried" for dtype, _ in own):
+                continue  # its value counts for nothing
             if len({dtype for dtype, _ in own}) > 1:
                 varying.append(f"the dtype of {name}")
             elif not isinstance(shapes[0], tuple):

@@ -11,6 +11,9 @@ for, run it if nothing differs, else recompile. The least recently used forms ar
     + number of microbatches                      bound program           bind
     + number of samples, open sizes               fitted program          fit_to_samples     SIZES_KEPT
 
+A graph that was captured for a batch's answers to what the loss asks of it
+(:mod:`polylane.graph.capture.questions.readings`) is found by asking every batch of its form the same questions.
+
 A size that differs from the example's is left open in the capture that it causes (:mod:`polylane.graph.open_sizes`), as
 ``torch.compile`` does: the graph then serves other sizes too, so far as its guards admit them. A batch that no graph
 admits is captured for its own sizes.
@@ -30,13 +33,15 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters, optimized_names
 from polylane.compile.sample_shares import Batch, BatchForm
 from polylane.errors import PolylaneError
-from polylane.graph.batch import batch_signature
+from polylane.graph.batch import CarriedLeaves, clone_leaves
 from polylane.graph.capture.open_dimensions import NotOpened, Opening
+from polylane.graph.capture.questions.asked_draws import StepDraws
+from polylane.graph.capture.questions.readings import answer_alike, are_answered, ask_batches, refuse_part
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.captured_settings import CapturedSettings
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.program.program import Program
-from polylane.runtime.batch_forms import BatchForms, take_few, without_sizes
+from polylane.runtime.batch_forms import BatchForms, capture_of_few, without_sizes
 from polylane.runtime.program_binder import BoundProgram, CacheKey, ProgramBinder
 
 FORMS_KEPT = 32  # compiled graphs kept at once, least recently used evicted; those compiled ahead do not count
@@ -74,19 +79,21 @@ class CompileCache:
 
     Attributes:
         sampled: for every leaf of the example, whether it is split with the samples.
+        has_common_tensors: whether a tensor of the example is not.
     """
 
     def __init__(self, training: CompiledTraining, compiler: ProgramBinder, example: Any) -> None:
         whole = Batch.whole(example)
         self._training, self._compiler, self._example = training, compiler, BatchForm.of_batch(example)
-        self.sampled = whole.sampled
-        self._example_key = self._example.structure, batch_signature(whole.leaves, self.sampled)
+        self.sampled, self.has_common_tensors = whole.sampled, whole.has_common_tensors
+        self._whole, self._carried = whole, CarriedLeaves()
         self._entries: OrderedDict[CacheKey, _Entry] = OrderedDict()
         self._versions: dict[tuple[str, bool], SettingsVersions] = {}
-        self._forms = BatchForms(*self._example_key, whole)
         # By form, the key of the graph with open sizes that admits it, and the sizes.
         self._placed: dict[CacheKey, tuple[CacheKey, tuple[int, ...]]] = {}
         self._opened = 0  # graphs with open sizes so far, which number their keys
+        # By form, the keys of further graphs for it, which hold for batches of other answers.
+        self._answering: dict[CacheKey, list[CacheKey]] = {}
         # What was compiled ahead has settings number 0. An objective whose evaluation was not compiled ahead has no
         # entry, but still a list of versions, which begins with its first capture here.
         ahead = ((True, training.graphs), (False, training.evaluations))
@@ -96,11 +103,20 @@ class CompileCache:
                 partition = None if graph is None else graph.partition
                 self._versions[name, in_training] = SettingsVersions(training, name, in_training, partition)
                 if graph is not None:
-                    self._entries[CacheKey(name, in_training, *self._example_key, 0)] = _Entry(graph)
+                    key = self._form(name, in_training, whole, 0, graph)
+                    self._entries[key] = _Entry(graph)
         self._ahead = frozenset(self._entries)
+        main = self._form(next(iter(training.objectives)), True, whole, 0)
+        self._forms = BatchForms(main.structure, main.signature, whole)
+        self._draws: StepDraws | None = None  # of the step that is asked for
 
     def compiled_for(
-        self, objective: str, batch: Batch, training: bool = True, replica_local: bool = False
+        self,
+        objective: str,
+        batch: Batch,
+        training: bool = True,
+        replica_local: bool = False,
+        draws: StepDraws | None = None,
     ) -> BoundProgram:
         """Return the programs for a batch, bound to this worker: looked up by the batch's form and size, or compiled.
 
@@ -112,41 +128,59 @@ class CompileCache:
             batch: the whole batch, or this worker's samples of it.
             training: whether in training mode; else in evaluation mode, forward only.
             replica_local: whether replicas take this step without summing gradients with each other.
+            draws: numbers of the step, which may decide which way the loss goes; None: no one asks for them.
 
         Raises:
             PolylaneError: the plan cannot run this form of batch, or the settings that the user changed.
         """
+        self._draws = draws
         # Settings first: they are read from the model as it is now, and may evict graphs of old versions.
         number = self._versions[objective, training].current(self._forget)
-        structure = (batch.form or self._example).structure
-        form = CacheKey(objective, training, structure, batch_signature(batch.leaves, batch.sampled), number)
-        key, sizes = self._place(form, batch)
-        entry = self._entries.get(key)
-        fitted = None if entry is None else entry.fitted.get((batch.samples, sizes, replica_local))
+        form = self._form(objective, training, batch, number)
+        key, sizes = self._place(form, batch) or self._capture(form, batch)
+        fitted = self._entries[key].fitted.get((batch.samples, sizes, replica_local))
         if fitted is None:
-            if entry is None:
-                key, sizes = self._capture(form, batch)
             fitted = self._fit(key, batch.samples, sizes, replica_local)
         self._entries.move_to_end(key)
         return fitted
 
-    def _place(self, form: CacheKey, batch: Batch) -> tuple[CacheKey, tuple[int, ...]]:
-        """Return the key of the graph that holds for a batch, which may have none yet, and the batch's open sizes."""
-        if form in self._entries:
-            return form, ()
-        if form in self._placed:
+    def _form(
+        self, objective: str, training: bool, batch: Batch, settings: int, graph: CompiledGraph | None = None
+    ) -> CacheKey:
+        """Return the form of a batch for one objective and mode; of a new graph, record which leaves it carries."""
+        what, structure = (objective, training), (batch.form or self._example).structure
+        if graph is not None:
+            self._carried.record(what, structure, batch.leaves, graph.partition.graph.code.carried)
+        signature = self._carried.sign(what, structure, batch.leaves, batch.sampled)
+        return CacheKey(objective, training, structure, signature, settings)
+
+    def _place(self, form: CacheKey, batch: Batch) -> tuple[CacheKey, tuple[int, ...]] | None:
+        """Return the key of the graph that holds for a batch, and the batch's open sizes; None if there is no graph."""
+        for key in (form, *self._answering.get(form, ())):
+            if key in self._entries and self._answers(key, batch):
+                return key, ()
+        if form in self._placed and self._answers(self._placed[form][0], batch):
             return self._placed[form]
         family = without_sizes(form.signature)
         for key, entry in self._entries.items():
             opened = entry.graph.partition.graph.code.open
             if opened is None or key.signature[0] != family or key._replace(signature=form.signature) != form:
                 continue
-            if (sizes := opened.find(batch.leaves)) is not None:
+            if (sizes := opened.find(batch.leaves)) is not None and self._answers(key, batch):
                 if len(self._placed) == PLACED_KEPT:
                     self._placed.clear()
                 self._placed[form] = key, sizes
                 return key, sizes
-        return form, ()
+        return None
+
+    def _answers(self, key: CacheKey, batch: Batch) -> bool:
+        """Return whether a batch answers what the loss asks as the batch did from which a graph was captured."""
+        readings = self._entries[key].graph.partition.graph.code.readings
+        if not readings:
+            return True
+        if ask_batches(readings) and not batch.is_whole:
+            raise refuse_part(readings)
+        return are_answered(readings, batch.leaves, self._draws)
 
     def bind_ahead(self, replica_local: Sequence[bool]) -> None:
         """Bind what was compiled ahead for training, so that its errors are raised before the first step.
@@ -177,6 +211,10 @@ class CompileCache:
         self._forms.record(form.structure, form.signature, batch)
         what = form.objective, form.training, form.settings
         opening = self._forms.find_opening(what, form.structure, form.signature, batch)
+        main = self._training.graphs[form.objective].partition.graph.code.readings
+        if opening is not None and main and batch.is_whole:  # of other answers none would show that a graph holds
+            others = tuple(each for each in opening.others if answer_alike(main, each, batch.leaves))
+            opening = Opening(opening.dims, others) if others else None
         if opening is not None:
             try:
                 graph = self._captured(form, batch, opening)
@@ -187,22 +225,41 @@ class CompileCache:
                 sizes = None if opened is None else opened.find(batch.leaves)
                 assert sizes is not None, "a graph admits the batch from which it was captured"
                 self._opened += 1
+                form = self._form(form.objective, form.training, batch, form.settings, graph)
                 key = form._replace(signature=(without_sizes(form.signature), self._opened))
                 self._store(key, graph)
                 self._placed[form] = key, sizes
                 return key, sizes
         start = time.perf_counter()
-        self._store(form, self._captured(form, batch))
-        self._forms.count_single(form.structure, form.signature, time.perf_counter() - start)
-        return form, ()
+        graph = self._captured(form, batch)
+        key = form = self._form(form.objective, form.training, batch, form.settings, graph)
+        if form in self._entries:  # whose graph holds for other answers
+            further = self._answering.setdefault(form, [])
+            key = form._replace(answers=1 + max((each.answers for each in further), default=0))
+            further.append(key)
+        self._store(key, graph)
+        seconds = time.perf_counter() - start
+        if key.answers:
+            self._forms.count_answers(graph.partition.graph.code.readings, seconds)
+        self._forms.count_single(form.structure, form.signature, seconds)
+        return key, ()
 
     def _captured(self, key: CacheKey, batch: Batch, opening: Opening | None = None) -> CompiledGraph:
-        of_example = (key.structure, key.signature) == self._example_key
+        of_example = key == self._form(key.objective, key.training, self._whole, key.settings)
         which = "a batch like the example" if of_example else "a batch of another form than the example's"
         which += "" if key.training else " in evaluation mode"
-        # A few samples are enough: the captured graph holds for any number of them.
-        example = (batch.form or self._example).rebuild(take_few(batch))
-        return self._compiler.capture(key.objective, key.training, example, which, opening)
+        form = batch.form or self._example
+
+        def capture(given: list[Any]) -> CompiledGraph:
+            return self._compiler.capture(key.objective, key.training, form.rebuild(given), which, opening, self._draws)
+
+        graph = capture_of_few(batch, capture)
+        readings = graph.partition.graph.code.readings
+        if ask_batches(readings) and not batch.is_whole:
+            raise refuse_part(readings)
+        if not are_answered(readings, batch.leaves):  # a few samples answer otherwise than all of them
+            graph = capture(clone_leaves(batch.leaves))
+        return graph
 
     def _store(self, key: CacheKey, graph: CompiledGraph) -> None:
         self._versions[key.objective, key.training].add(key.settings, graph.partition)
@@ -227,6 +284,8 @@ class CompileCache:
 
     def _evict(self, key: CacheKey) -> None:
         del self._entries[key]
+        for further in self._answering.values():
+            further[:] = [each for each in further if each != key]
         self._placed = {form: placed for form, placed in self._placed.items() if placed[0] != key}
 
     def _forget(self, objective: str, training: bool, settings: int) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from polylane.compile.sample_shares import SampleShare, compute_shares
 from polylane.errors import PolylaneError
 from polylane.graph.batch import to_device
 from polylane.graph.operators.python_context import running_as_slice
+from polylane.graph.python_state.gradient_hooks import GradientHooks, OwnHook, hooked_names
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters import broadcast as weights
@@ -48,7 +50,12 @@ class DataParallel:
             model.to(self.world.device)
         self._part = SampleSlice(1, batch=1)
         self._earlier_gradients: dict[int, Tensor | None] = {}
-        self._seeded = False
+        self._seeded, self._completing, self._passes = False, False, 0
+        self._named = {str(i): parameter for i, parameter in enumerate(self._parameters)}
+        self._hooks, self._of_hooks = GradientHooks(self._named), dict[str, Tensor | None]()
+        for index, parameter in enumerate(self._parameters):
+            if parameter.requires_grad:
+                parameter.register_hook(OwnHook(self._make_grad_hook(index)))
         if self.world.size > 1:
             # Rank 0's weights count: replicas must begin equal, since only gradients are summed from then on.
             named = {
@@ -57,10 +64,9 @@ class DataParallel:
                 for name, t in [*m.named_parameters(), *m.named_buffers()]
             }
             weights.broadcast_weights(named, self._transport)
-            for index, parameter in enumerate(self._parameters):
+            for parameter in self._parameters:
                 if parameter.requires_grad:
-                    parameter.register_hook(self._make_grad_hook(index))
-                    parameter.register_post_accumulate_grad_hook(self._refuse_unseeded)
+                    parameter.register_post_accumulate_grad_hook(OwnHook(self._refuse_unseeded))
 
     def batches(
         self,
@@ -132,7 +138,9 @@ class DataParallel:
 
     # Backward. The gradient of the whole batch's mean begins with this worker's share of the samples as its seed: the
     # scaling must come before any batch normalization that sums over all replicas. A hook sees each gradient before it
-    # is accumulated; what earlier passes accumulated is set aside, so that only this pass's contribution is summed.
+    # is accumulated; what earlier passes accumulated is set aside, so that only this pass's contribution is summed. The
+    # user's own hooks would see this worker's part: they are off until the sum is there, and get that, on one worker
+    # too, so that they draw equal random numbers.
 
     def backward(self, loss: Tensor, gradient: Tensor | None, *args: Any, **kwargs: Any) -> None:
         """Run ``loss.backward()`` with this replica's share of the samples as seed, and sum the gradients.
@@ -144,9 +152,19 @@ class DataParallel:
         """
         share = self._part.weight * self._part.samples / self._part.batch
         start = torch.ones_like(loss) if gradient is None else gradient
+        seed = start * share
+        if self.world.size == 1 and not hooked_names(self._named.items()):
+            loss.backward(seed, *args, **kwargs)
+            return
+        self._passes += 1
+        with self._hooks.taken_off():
+            self._sum_pass(loss, seed, *args, **kwargs)
+            self._complete_hooked()
+
+    def _sum_pass(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         self._seeded = True
         try:
-            loss.backward(start * share, *args, **kwargs)
+            loss.backward(*args, **kwargs)
         except BaseException:
             for index, before in self._earlier_gradients.items():  # nothing was summed: restore what was set aside
                 self._parameters[index].grad = before
@@ -154,6 +172,16 @@ class DataParallel:
             raise
         finally:
             self._seeded = False
+
+    def _complete_hooked(self) -> None:
+        """Give the summed gradients to the user's hooks, and add what these make of them to those of earlier passes."""
+        earlier, self._of_hooks = self._of_hooks, {}
+        self._completing = True
+        try:
+            with _disable_current_modes():  # what hooks draw is no sample's
+                self._hooks.run({n: self._named[n] for n in earlier}, self._seed, self._passes, earlier)
+        finally:
+            self._completing = False
 
     def _make_grad_hook(self, index: int) -> Any:
         def note(grad: Tensor) -> None:
@@ -170,7 +198,7 @@ class DataParallel:
         return note
 
     def _refuse_unseeded(self, _: Tensor) -> None:
-        if not self._seeded:
+        if not (self._seeded or self._completing):
             raise PolylaneError(
                 "replicas: call loss.backward() inside the loop over batches(); nothing else is summed over them"
             )
@@ -202,6 +230,9 @@ class DataParallel:
                 parameter = self._parameters[i]
                 before = earlier.get(i, parameter.grad)
                 grad = match_strides(piece.view_as(parameter), parameter)
+                if str(i) in self._hooks.taken:
+                    parameter.grad, self._of_hooks[str(i)] = grad.clone(), before
+                    continue
                 parameter.grad = grad.clone() if before is None else before + grad
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,13 @@ from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.observe.timeline import Timeline
+from polylane.plan.plan_file import dump
+from polylane.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
+from polylane.runtime.checkpoint.save import CheckpointSaver, Position
 from polylane.runtime.data import loader as data
+from polylane.runtime.data.stream_state import StreamState
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.connections import Connect
 from polylane.runtime.pipeline.step_result import StepResult, merge_timelines
@@ -71,19 +75,22 @@ class Job:
             PolylaneError: the world has more or fewer workers than the plan takes.
         """
         if world.size != prepared.plan.processes:
-            raise PolylaneError(
-                f"the plan takes {prepared.plan.processes} workers ({prepared.plan.spec}), there are {world.size}"
-            )
+            workers = format_plural(prepared.plan.processes, "worker")
+            raise PolylaneError(f"the plan takes {workers} ({prepared.plan.spec}), there are {world.size}")
         self.plan, self.model = prepared.plan, prepared.model
         self._objectives, self._is_closed = tuple(prepared.partitions), False
         self.anomalies: AnomalyDetector | None = None
+        self._position = Position()
+        self._offered: tuple[Batch | None, Position] = None, Position()
+        self._savers: dict[Path, CheckpointSaver] = {}
+        self._stream = StreamState()
         self._role: TrainingRole | ServingRole
         # Dedicated servers have the ranks behind those that train.
         if world.rank < prepared.plan.workers:
             self._role = TrainingRole(prepared, world, example, clip_norm, seed, same_weights, connect)
         else:
             self._role = ServingRole(prepared, world, clip_norm)
-        self.world = self._role.world
+        self._rank, self.world = world.rank, self._role.world
         if self.plan.sync.has_servers:
             atexit.register(self._close_at_exit)
 
@@ -117,7 +124,11 @@ class Job:
             PolylaneError: an unknown objective; or this batch, or a later one of the same epoch, has fewer samples than
                 the model needs in training.
         """
-        return self._role.step(batch, self._resolve_objective(objective), self.anomalies)
+        result = self._role.step(batch, self._resolve_objective(objective), self.anomalies)
+        offered, after = self._offered
+        data = (after.epoch, after.samples) if batch is offered else (self._position.epoch, self._position.samples)
+        self._position = Position(self._position.step + 1, *data)
+        return result
 
     def evaluate(self, batch: Any, objective: str | None = None) -> float:
         """Return the loss of a batch in evaluation mode, forward only, through the same stages; changes nothing."""
@@ -139,12 +150,14 @@ class Job:
         collate: data.Collate | None = None,
         workers: int = 0,
         first_epoch: int = 0,
+        start: Position | None = None,
     ) -> Iterator[Batch]:
         """Yield batches of a dataset, in an order that depends on the job's seed and the epoch alone.
 
         Every sample comes once an epoch, the last batch has the rest. Each worker loads only the samples that it
-        computes on. If some batch is too small for the model (of a single sample BatchNorm has no variance),
-        :meth:`step` refuses already the first batch of the epoch, where the dataset has a length.
+        computes on, or whole batches where a tensor of the example has not one row for each sample. If some batch is
+        too small for the model (of a single sample BatchNorm has no variance), :meth:`step` refuses already the first
+        batch of the epoch, where the dataset has a length.
 
         Args:
             dataset: map-style or iterable dataset, or a list of samples.
@@ -155,6 +168,8 @@ class Job:
             collate: function from samples to a batch; default: torch's own.
             workers: number of processes that load ahead.
             first_epoch: number of the first epoch, which determines the order.
+            start: where to begin, such as :attr:`position` after :meth:`load_checkpoint`: earlier batches are passed
+                over; only those of an iterable dataset without ``state_dict``, ``load_state_dict`` are read for that.
 
         Raises:
             PolylaneError: the batch is smaller than the number of microbatches, or the dataset has no samples, or too
@@ -162,10 +177,14 @@ class Job:
         """
         if batch_size < self.plan.microbatches:
             raise PolylaneError(f"a batch of {batch_size} cannot be divided into {self.plan.microbatches} microbatches")
-        for epoch in range(first_epoch, first_epoch + epochs):
-            yield from self._role.epoch(
-                dataset, batch_size, epoch, shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers
-            )
+        start = start or Position()
+        how = dict[str, Any](shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers, state=self._stream)
+        for epoch in range(max(first_epoch, start.epoch), first_epoch + epochs):
+            seen = start.samples if epoch == start.epoch else 0
+            for batch in self._role.epoch(dataset, batch_size, epoch, skip=seen, **how):
+                seen += batch.loaded_samples
+                self._offered = batch, Position(0, epoch, seen)
+                yield batch
 
     # ---- weights and gradients ---------------------------------------------------------------------------------------
 
@@ -197,7 +216,7 @@ class Job:
     def held(self) -> dict[str, Tensor]:
         """Return the parameters and buffers that this worker keeps up to date, by the model's own names.
 
-        Sharded ones are this worker's shards. A dedicated parameter server holds whole parameters.
+        Sharded ones are shards. A dedicated parameter server holds whole parameters.
         """
         return self._role.held()
 
@@ -231,6 +250,70 @@ class Job:
             PolylaneError: on rank 0, if the file cannot be written.
         """
         self._role.save(Path(path))
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        """Steps that were made, and where the training is in its data: behind the batch of the last step."""
+        return self._position
+
+    def save_checkpoint(self, folder: str | Path, *, keep: int | None = None, wait: bool = True) -> None:
+        """Save all that decides how the training goes on; collective.
+
+        The checkpoint is a folder ``step-00000500`` in ``folder``, complete once its manifest is there, which any plan
+        of the same model can go on from.
+
+        Args:
+            folder: folder of the run's checkpoints.
+            keep: number of newest complete checkpoints that are kept; None: all.
+            wait: return when it is complete. Else it is written beside the next steps, and complete at the latest
+                when the next call of this method begins, or :meth:`close`.
+
+        Raises:
+            PolylaneError: on every worker, if it cannot be written; earlier checkpoints are as they were.
+        """
+        saver = self.open_saver(Path(folder), keep)
+        saver.finish()
+        self.begin_checkpoint(saver)
+        if wait:
+            saver.finish()
+
+    def begin_checkpoint(self, saver: CheckpointSaver, run: Mapping[str, Any] | None = None) -> None:
+        """Take the snapshot of a checkpoint, which is then written beside the training; collective.
+
+        Args:
+            saver: of :meth:`open_saver`; no checkpoint of its is being written.
+            run: facts about the run that a resumed one finds in :meth:`load_checkpoint`.
+
+        Raises:
+            PolylaneError: on every worker, if it cannot be begun.
+        """
+        facts, role = {"plan": dump(self.plan), "run": dict(run or {})}, self._role
+        saver.begin(self._position, lambda: self._stream.add_to(role.collect_state(), self._rank), facts)
+
+    def open_saver(self, folder: Path, keep: int | None) -> CheckpointSaver:
+        """Return the saver of a folder of checkpoints, which the job closes."""
+        if folder not in self._savers:
+            self._savers[folder] = CheckpointSaver(folder, keep, self._rank, self._role.exchange)
+        return self._savers[folder]
+
+    def load_checkpoint(self, path: str | Path) -> LoadedCheckpoint:
+        """Go on from a checkpoint, whatever plan wrote it; collective, before the first step.
+
+        Args:
+            path: of a checkpoint's folder, or of a folder of checkpoints, whose newest complete one is taken.
+
+        Returns:
+            What was loaded. ``job.batches(..., start=job.position)`` goes on from where the training was.
+
+        Raises:
+            PolylaneError: on every worker, if there is none, it is damaged, or of another model.
+        """
+        loaded = load_checkpoint(Path(path), self._rank, self.plan, self._role.exchange, self._role.restore_state)
+        self._position = loaded.position
+        self._stream.load(loaded.plain.get("stream"))
+        return loaded
 
     # ---- telemetry ---------------------------------------------------------------------------------------------------
 
@@ -270,8 +353,7 @@ class Job:
 
         For each worker, by rank: ``"agreement"`` is synchronization between replicas (gradients, weights), ``"stages"``
         values between stages, ``"operators"`` collectives inside sharded operators, ``"statistics"`` batch statistics;
-        ``"theory"`` is what the closed forms of :mod:`polylane.cost.network.sync_volume` give for the first. Counted
-        where tensors are sent, without headers.
+        ``"theory"`` is what :mod:`polylane.cost.network.sync_volume` gives for the first. Headers are not counted.
         """
         return self._role.gather(self._role.sent_bytes)
 
@@ -291,14 +373,16 @@ class Job:
         if self._is_closed:
             return
         self._is_closed = True
+        for saver in self._savers.values():
+            saver.finish()
+            saver.close()
         self._role.close()
 
     def _close_at_exit(self) -> None:
         """Close the job when the interpreter ends, if the script did not, before the process group is destroyed.
 
-        Threads of parameter servers wait for messages inside a backend's native code, where the end of the interpreter
-        would abort the process. After an uncaught exception an orderly shutdown is impossible: the process exits at
-        once, and the other workers see its connections close.
+        Threads of servers wait inside a backend's native code, where the interpreter's end would abort the process.
+        After an uncaught exception the process exits at once, and the other workers see its connections close.
         """
         # Set by the interpreter for an uncaught exception, whose traceback has been printed by now.
         if getattr(sys, "last_value", None) is not None:

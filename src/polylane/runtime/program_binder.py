@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from polylane.compile.compiled_graph import CompiledGraph
-from polylane.compile.python_effects import collect_effects, refuse_effects
+from polylane.compile.python_effects import refuse_effects
 from polylane.compile.sample_shares import count_replica_samples
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.graph.capture.export import python_kept
 from polylane.graph.capture.open_dimensions import Opening
+from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.partition import Partition
 from polylane.plan.lanes import stage_graph_of
 from polylane.program.program import Program
@@ -28,6 +29,7 @@ from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
 from polylane.samples.batch_division import check_open_sizes, refuse_coupled_samples
 from polylane.samples.batch_layout import hash_crossing_layouts
+from polylane.samples.leaf_effects import collect_effects
 from polylane.schedule.action import ActionKind
 from polylane.schedule.asynchronous import steps_in_flight, weight_delays
 
@@ -41,6 +43,7 @@ class CacheKey(NamedTuple):
         structure: how the batch is nested, see :func:`polylane.graph.batch.batch_structure`.
         signature: dtypes and sizes of the batch's leaves, see :func:`polylane.graph.batch.batch_signature`.
         settings: version number of the user's settings that the graph was captured with; 0 is the version at the start.
+        answers: tells graphs of one form apart that hold for other answers to what the loss asks of a batch.
     """
 
     objective: str
@@ -48,6 +51,7 @@ class CacheKey(NamedTuple):
     structure: Any
     signature: tuple[Any, ...]
     settings: int
+    answers: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,13 @@ class ProgramBinder:
         return AsynchronousPipeline(versions, steps_in_flight(graph, plan.most_turns))
 
     def capture(
-        self, objective: str, training: bool, batch: Any, which: str, opening: Opening | None = None
+        self,
+        objective: str,
+        training: bool,
+        batch: Any,
+        which: str,
+        opening: Opening | None = None,
+        draws: StepDraws | None = None,
     ) -> CompiledGraph:
         """Capture an objective for another form of batch, or with sizes left open, and compile it like the first one.
 
@@ -125,7 +135,7 @@ class ProgramBinder:
             FullTensors(self._local_model).installed_in_model(),
             python_kept(prepared.model, *prepared.losses),
         ):
-            partition = prepared.recapture(objective, batch, training, which, opening)
+            partition = prepared.recapture(objective, batch, training, which, opening, draws)
         if opening is not None and not prepared.batch_is_sharded and max(self._plan.data, self._plan.microbatches) > 1:
             check_open_sizes(partition.graph, self._plan.per_sample, opening.others)
         self._refuse(partition, training)
@@ -157,8 +167,8 @@ class ProgramBinder:
         if isinstance(bound.executor, AsynchronousExecutor) and plan.takes_turns and samples < plan.data:
             raise PolylaneError(
                 f"replicas={plan.replicas}: under schedule={plan.schedule} each of {plan.data} replicas needs a "
-                f"microbatch of every batch, and one has {samples} samples: leave it out, with drop_last=True of "
-                "batches()"
+                f"microbatch of every batch, and one has {format_plural(samples, 'sample')}: leave it out, with "
+                "drop_last=True of batches()"
             )
         own = tuple(count_replica_samples(samples, parts, plan.data)) if plan.sync.is_replica_local else ()
         return replace(

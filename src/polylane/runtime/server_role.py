@@ -14,18 +14,21 @@ each collective call (evaluations, weights) from rank 0:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
 from polylane.observe.timeline import Span
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.data import loader as data
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
@@ -106,9 +109,21 @@ class ServingRole:
         self._receive_result(CollectiveCall.GATHERED, None)
         return [] if self._closed else self._host.transport.all_gather_object(make())
 
+    def exchange(self, value: Any) -> list[Any]:
+        return self.gather(lambda: value)
+
     def close(self) -> None:
         self._receive_result(CollectiveCall.CLOSE, None)
         self.world.leave()
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def collect_state(self) -> WorkerState:
+        return self._host.collect_state()
+
+    def restore_state(self, step: int, reader: CheckpointReader, plain: Mapping[str, Any]) -> None:
+        self._step = step
+        self._host.restore_state(SavedState(reader, plain, 1))
 
     # ---- of this worker alone ----------------------------------------------------------------------------------------
 
@@ -118,9 +133,12 @@ class ServingRole:
         self._stale.record_step()
         return StepResult(self._step - 1, samples, torch.full((2,), math.nan, dtype=torch.float64))
 
-    def epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
+    def epoch(
+        self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, skip: int = 0, **how: Any
+    ) -> Iterator[Batch]:
         """Yield as many batches as the training workers have, of the same sizes, with no samples in them."""
-        return (Batch(samples, []) for samples in data.count_batch_sizes(dataset, batch_size, drop_last))
+        sizes = data.count_batch_sizes(dataset, batch_size, drop_last, skip)
+        return (Batch(samples, [], loaded_samples=samples) for samples in sizes)
 
     def optimizer_of(self, name: str) -> torch.optim.Optimizer:
         return self._server.weights.objectives[name].optimizer

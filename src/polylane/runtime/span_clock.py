@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from polylane.observe.timeline import Span
+from polylane.runtime.progress.page import UNWATCHED, Progress
 from polylane.schedule.action import Action
 
 # An event's distance has the precision of a float32 of milliseconds: 8 us after two minutes.
@@ -191,11 +192,13 @@ class CollectiveWaits:
 
     Attributes:
         clock: reads when a wait began and ended.
+        progress: where this worker says what it does.
         marks: marks before and after each wait for collectives inside the action, which are not computation.
         bytes: bytes handed to the transport, or received from it.
     """
 
     clock: SpanClock = field(default_factory=HostClock)
+    progress: Progress = UNWATCHED
     marks: list[tuple[Mark, Mark]] = field(default_factory=list)
     bytes: int = 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TypeVar
 
 import torch
@@ -34,7 +35,7 @@ class WorkerMesh:
     coordinates: Mapping[str, int] = field(default_factory=dict)
     waits: CollectiveWaits = field(default_factory=CollectiveWaits)
 
-    @property
+    @cached_property
     def is_first(self) -> bool:
         """Whether this worker reports what all ranks of the mesh compute alike, such as the loss."""
         return not any(self.coordinates.values())

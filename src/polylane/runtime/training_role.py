@@ -8,30 +8,36 @@ this worker holds (:mod:`polylane.runtime.parameters.local_model`), the optimize
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
-from polylane.errors import PolylaneError
-from polylane.graph.batch import batch_signature
+from polylane.diagnosis.page_layout import Phase
+from polylane.errors import ActionFailed, PolylaneError
+from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.observe.timeline import Span
 from polylane.plan.plan import Plan
 from polylane.program.program import Program
+from polylane.runtime.batch_checks import BatchChecks
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.saved_state import SavedState
+from polylane.runtime.checkpoint.training_state import WorkerTrainingState
 from polylane.runtime.compile_cache import CompileCache
 from polylane.runtime.data import loader as data
-from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel, plan_shard_units
 from polylane.runtime.parameters.update import trainers_of
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.bind_program import lower_ahead
 from polylane.runtime.pipeline.connections import Connect, open_connections, replica_ranks
+from polylane.runtime.pipeline.refused_values import blame_on_values
 from polylane.runtime.pipeline.step_result import STEPS_KEPT, StepResult, StepState, align_clocks, gather_result
 from polylane.runtime.program_binder import BoundProgram, ProgramBinder
 from polylane.runtime.span_clock import TimedSpan
@@ -74,7 +80,6 @@ class TrainingRole:
         everyone, world = world, world.first_workers(prepared.plan.workers)
         self.plan, self.world = prepared.plan, world
         self._prepared, self._seed, self._step = prepared, seed, 0
-        self._compared = False
         # Programs first: their channels and groups are what connections are opened for.
         lowered = lower_ahead(prepared)
         units = plan_shard_units(prepared, lowered)
@@ -82,6 +87,7 @@ class TrainingRole:
         local = lower_ahead(prepared, replica_local=True) if self.plan.sync.is_replica_local else {}
         self._connections = open_connections(prepared, world, [*self._programs.values(), *local.values()], connect)
         self._transport = self._connections.transport
+        self._checks = BatchChecks(prepared, self._transport)
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
         self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
@@ -95,6 +101,7 @@ class TrainingRole:
         self._cache.bind_ahead([False, True] if local else [False])
         self._rule = self._choose_sync(everyone, clip_norm)
         self._stale = track_stale_weights(self._holding)
+        self._state = WorkerTrainingState(self._holding, self._trainers, self._rule)
         # Results whose all-reduce may be under way, and the spans of the last steps.
         self._in_flight, self._spans = deque[StepResult](), deque[tuple[TimedSpan, ...]](maxlen=STEPS_KEPT)
         self._traffic = count_traffic(self._connections, self._rule, self._holding, self._programs)
@@ -136,10 +143,14 @@ class TrainingRole:
     def step(self, batch: Any, name: str, anomalies: AnomalyDetector | None) -> StepResult:
         trainer = self._trainers[name]
         own = self._own(batch)
-        self._refuse_short(own)
-        self._refuse_unequal_sizes(own)
+        if own.shortest < self._prepared.min_samples.samples:
+            self._checks.refuse_short(own)
+        if own.is_collated:
+            self._checks.refuse_unequal_sizes(own)
         with allow_own_calls(), self._rule.blame_local_server(), self._hooks.taken_off():
-            lane = self._cache.compiled_for(name, own, replica_local=self._rule.is_replica_local(name))
+            draws = StepDraws(self._seed, self._step)
+            with self.world.progress.during(Phase.COMPILING):
+                lane = self._cache.compiled_for(name, own, True, self._rule.is_replica_local(name), draws)
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
             self._limit_in_flight(self._rule.max_steps_in_flight)
             trainer.zero_grad()
@@ -147,8 +158,8 @@ class TrainingRole:
                 self._holding.buffers.receive_updates(lane.buffers)
             lane.executor.anomalies = anomalies
             with self._traffic.count_step(name, lane.passes):
-                state = lane.executor.run(
-                    own, self._step, self._seed, lambda state: self._apply_update(name, lane, state)
+                state = self._run(
+                    f"step {self._step + 1}", lane, own, self._step, lambda state: self._apply_update(name, lane, state)
                 )
             if lane.buffers:
                 self._holding.buffers.mark_updated(lane.buffers)
@@ -163,6 +174,15 @@ class TrainingRole:
         self._step += 1
         return result
 
+    def _run(
+        self, what: str, lane: BoundProgram, own: Batch, step: int, update: Callable[[StepState], None]
+    ) -> StepState:
+        """Run a batch's program; ``what`` names the batch in errors."""
+        try:
+            return lane.executor.run(own, step, self._seed, update)
+        except ActionFailed as failed:
+            raise blame_on_values(what, failed) from failed.cause
+
     def _limit_in_flight(self, most: int) -> None:
         """Wait until fewer than ``most`` steps are in flight."""
         while len(self._in_flight) >= most:
@@ -171,56 +191,11 @@ class TrainingRole:
     def _own(self, batch: Any) -> Batch:
         """Return a batch as this worker has it, on its device."""
         own: Batch = batch if isinstance(batch, Batch) else Batch.whole(batch)
-        if not isinstance(batch, Batch):
-            self._refuse_different(own)
+        if not isinstance(batch, Batch) and not self._checks.has_compared:
+            self._checks.refuse_different(own)
         if own.samples == 0:
             raise PolylaneError("the batch has no samples")
         return own.to_device(self._cache.sampled, self.world.device)
-
-    def _refuse_different(self, batch: Batch) -> None:
-        """Refuse a whole batch that is not the same on every worker; collective, once, at the first such batch.
-
-        With other libraries each worker loads a batch of its own; here workers would take samples of different batches.
-        """
-        if self._compared or self.world.size == 1:
-            return
-        self._compared = True
-        own = [weights.digest_tensor(leaf) for leaf in batch.leaves if isinstance(leaf, Tensor)]
-        if any(other != own for other in self._transport.all_gather_object(own)):
-            raise PolylaneError(
-                "workers gave step() different batches: give each of them the same whole batch, of which it takes its "
-                "own samples, or let job.batches(dataset, batch_size) load only those"
-            )
-
-    def _refuse_unequal_sizes(self, batch: Batch) -> None:
-        """Refuse samples that workers padded differently, where these must agree on sizes; collective there.
-
-        Each worker collates the samples that it has loaded. Stages with other numbers of replicas exchange values of
-        the sizes that they know; and where weights or operators are split, a form that is new is captured by all
-        workers together, or they would wait for each other.
-        """
-        if not batch.is_collated:
-            return
-        plan = self.plan
-        together = plan.resplits_batch or plan.sync.shard == "parameters" or bool(plan.axes)
-        if plan.data == 1 or not together:
-            return
-        own = repr(batch_signature(batch.leaves, batch.sampled))
-        if any(other != own for other in self._transport.all_gather_object(own)):
-            raise PolylaneError(
-                f"{plan.title}: workers collated their samples of a batch to different sizes, and by this plan they "
-                "must be the same: pad samples to a size that does not depend on the worker, or give step() whole "
-                "batches"
-            )
-
-    def _refuse_short(self, batch: Batch) -> None:
-        """Refuse a batch if it, or a later one of its epoch, has fewer samples than the model can be trained on."""
-        fewest = self._prepared.min_samples
-        if batch.shortest >= fewest.samples:
-            return
-        what = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
-        remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
-        fewest.check(batch.shortest, what, remedy)
 
     def _apply_update(self, name: str, lane: BoundProgram, state: StepState) -> None:
         trainer = self._trainers[name]
@@ -245,8 +220,9 @@ class TrainingRole:
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
         self.empty_pipeline()
         own = self._own(batch)
-        self._refuse_unequal_sizes(own)
-        with allow_own_calls():
+        if own.is_collated:
+            self._checks.refuse_unequal_sizes(own)
+        with allow_own_calls(), self.world.progress.during(Phase.COMPILING):
             lane = self._cache.compiled_for(name, own, training=False)
         self._holding.buffers.receive_updates(lane.buffers)
         with (
@@ -255,7 +231,7 @@ class TrainingRole:
             self._rule.averaged_weights(),
             self._binding.restoring_python_state(lane.partition),
         ):
-            state = lane.executor.run(own, 0, self._seed, lambda state: None)
+            state = self._run("evaluation", lane, own, 0, lambda state: None)
         sums = self._summed(state, range(self.world.size))
         # Dedicated servers take part in no pass: they receive the result of every collective call from rank 0.
         self._rule.broadcast_result(CollectiveCall.EVALUATE, sums)
@@ -278,9 +254,10 @@ class TrainingRole:
             dataset, batch_size, drop_last, how: the same arguments as of :meth:`polylane.runtime.job.Job.batches`.
             epoch: number of the epoch, which determines the order of samples.
         """
-        return data.load_batches(
-            dataset, batch_size, shares=self.shares, epoch=epoch, seed=self._seed, drop_last=drop_last, **how
-        )
+        # A tensor of the whole batch may name its samples by position: nobody collates one from a part of them.
+        whole = self._prepared.reads_whole_batches or self._cache.has_common_tensors
+        how |= {"shares": self.shares, "whole": whole}
+        return data.load_batches(dataset, batch_size, epoch=epoch, seed=self._seed, drop_last=drop_last, **how)
 
     def shares(self, samples: int) -> tuple[SampleShare, ...]:
         """Return this worker's shares of a batch of ``samples`` samples."""
@@ -328,12 +305,27 @@ class TrainingRole:
             # Also where the file could not be written: the servers wait for the end of the call, not for the file.
             self._rule.broadcast_result(CollectiveCall.SAVE, None)
 
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def collect_state(self) -> WorkerState:
+        self.empty_pipeline()
+        return self._state.collect()
+
+    def restore_state(self, step: int, reader: CheckpointReader, plain: Mapping[str, Any]) -> None:
+        self.empty_pipeline()
+        self._step = step
+        self._state.restore(SavedState(reader, plain, self._state.replicas))
+
     # ---- telemetry ---------------------------------------------------------------------------------------------------
 
     def gather(self, make: Callable[[], Any]) -> list[Any]:
         """Gather every worker's plain value by rank, dedicated servers last; ``make`` returns this worker's."""
         self.empty_pipeline()
-        return self._rule.all_gather_object(make())
+        return self.exchange(make())
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Gather every worker's plain value by rank, while batches may be under way in an asynchronous pipeline."""
+        return self._rule.all_gather_object(value)
 
     def sent_bytes(self) -> dict[str, float]:
         """Return the mean bytes that this worker sent in a step, see :meth:`polylane.runtime.job.Job.traffic`."""

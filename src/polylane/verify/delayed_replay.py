@@ -8,14 +8,12 @@ code takes part.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from polylane.compile.sample_shares import Batch
-from polylane.graph.batch import batch_signature, batch_structure
 from polylane.plan.lanes import stage_graph_of
 from polylane.schedule.asynchronous import weight_delays
 from polylane.verify.local_sgd_reference import ReferenceReplica
@@ -39,7 +37,7 @@ def replay_delayed(training: ComparedTraining) -> ReferenceRun:
     delay_of = {name: delays[stages[0]] for name, stages in prepared.owning_stages.items()}
     kept = {0: _copy(one.trained_parameters)}  # version -> values
     losses = list[float]()
-    for step, emptied in enumerate(_last_emptied(training.batches)):
+    for step, emptied in enumerate(_last_emptied(training)):
         _write(one, {n: kept[max(emptied, step - delay_of.get(n, 0))][n] for n in one.trained_parameters})
         total, count = one.loop.backward(step)
         gradients = {name: gradient.clone() for name, gradient in one.loop.named_gradients().items()}
@@ -54,16 +52,19 @@ def replay_delayed(training: ComparedTraining) -> ReferenceRun:
     return ReferenceRun(losses, {}, state, [], one.loop.is_eager)
 
 
-def _last_emptied(batches: Sequence[Any]) -> list[int]:
+def _last_emptied(training: ComparedTraining) -> list[int]:
     """Return for every batch the first one that came into an empty pipeline together with it.
 
     Batches whose form differs run different graphs, which are never under way at the same time.
     """
+    batches = training.batches
     sampled = Batch.whole(batches[0]).sampled
+    asked = training.prepared.reads_whole_batches
     found, last = list[int](), None
     for number, batch in enumerate(batches):
         own = Batch.whole(batch).to_device(sampled, torch.device("cpu"))
-        form = batch_structure(batch), batch_signature(own.leaves, own.sampled)
+        graph = id(training.compiled_for(number)) if asked else 0  # which differs with a batch's answers, too
+        form = training.batch_form(number, own.sampled), graph
         found.append(found[-1] if form == last else number)
         last = form
     return found

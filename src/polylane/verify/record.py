@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
-from polylane.graph.batch import batch_signature, batch_structure, flatten
+from polylane.graph.batch import CarriedLeaves, batch_structure, flatten
 from polylane.graph.capture.export import snapshot_model
+from polylane.graph.capture.questions.asked_draws import StepDraws
+from polylane.graph.capture.questions.readings import are_answered
+from polylane.graph.partition import Partition
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.verify.rounding_floor import RoundingFloors
 from polylane.verify.training_state import TrainingState
@@ -40,7 +43,7 @@ class ComparedTraining:
     clip_norm: float | None = None
     seed: int = 0
     tolerance: float = TOLERANCE
-    _by_form: dict[Any, CompiledTraining] = field(default_factory=dict, repr=False, compare=False)
+    _by_form: dict[Any, list[CompiledTraining]] = field(default_factory=dict, repr=False, compare=False)
 
     def compiled_for(self, step: int) -> CompiledTraining:
         """Return the training with graphs for the form of a step's batch, captured for its sizes alone.
@@ -48,17 +51,45 @@ class ComparedTraining:
         The graph of the example serves no text of another length. The plan's workers may have one for all lengths; what
         they are compared with does not.
         """
-        example, batch = (batch_form(self.batches[i]) for i in (0, step))
-        if batch == example:
-            return self.prepared
-        if batch not in self._by_form:
+        example, batch = (self.batch_form(i) for i in (0, step))
+        leaves, _ = flatten(self.batches[step])
+        known = [*([self.prepared] if batch == example else []), *self._by_form.get(batch, [])]
+        draws = StepDraws(self.seed, step)
+        found = next(
+            (each for each in known if are_answered(each.main_partition.graph.code.readings, leaves, draws)), None
+        )
+        if found is None:
             prepared, (name, *_) = self.prepared, self.prepared.objectives
             partition = prepared.recapture(
-                name, self.batches[step], training=True, which=f"the batch of step {step + 1}"
+                name, self.batches[step], training=True, which=f"the batch of step {step + 1}", draws=draws
             )
             graphs = {**prepared.graphs, name: prepared.compile_further(partition)}
-            self._by_form[batch] = replace(prepared, graphs=MappingProxyType(graphs))
-        return self._by_form[batch]
+            found = replace(prepared, graphs=MappingProxyType(graphs))
+            self._record_carried(step, partition)
+            self._by_form.setdefault(self.batch_form(step), []).append(found)
+        return found
+
+    def batch_form(self, step: int, split: Sequence[bool] | None = None) -> tuple[Any, ...]:
+        """Return what a graph depends on of a step's batch: nesting, dtypes, sizes but the samples', and values read.
+
+        Args:
+            step: number of the step, from 0.
+            split: for each leaf whether it is divided with the samples; default: those with a row for each sample.
+        """
+        structure = batch_structure(self.batches[step])
+        return structure, self._carried.sign("", structure, flatten(self.batches[step])[0], split)
+
+    @cached_property
+    def _carried(self) -> CarriedLeaves:
+        """The leaves of batches that no graph so far reads."""
+        found, (leaves, _) = CarriedLeaves(), flatten(self.batches[0])
+        carried = self.prepared.main_partition.graph.code.carried
+        found.record("", batch_structure(self.batches[0]), leaves, carried)
+        return found
+
+    def _record_carried(self, step: int, partition: Partition) -> None:
+        structure, (leaves, _) = batch_structure(self.batches[step]), flatten(self.batches[step])
+        self._carried.record("", structure, leaves, partition.graph.code.carried)
 
     @cached_property
     def parameters(self) -> set[str]:
@@ -70,16 +101,16 @@ class ComparedTraining:
         """Parameters and buffers of the model and of its losses, on this process's CPU."""
         return ModelTensors(self.prepared.model, self.prepared.losses, torch.device("cpu"))
 
-    def snapshot(self) -> Callable[[], None]:
-        """Return a function that puts the model and its losses back into the state in which they are now."""
+    def snapshot(self, with_factories: bool = False) -> Callable[[], None]:
+        """Return a function that puts the model and its losses back into the state in which they are now.
+
+        Args:
+            with_factories: also what the functions that build optimizers and schedulers keep in Python.
+        """
         model, losses = self.prepared.model, self.prepared.losses
         modules = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
-        return snapshot_model(nn.ModuleList(modules), *losses)
-
-
-def batch_form(batch: Any) -> tuple[Any, ...]:
-    """Return all of a batch that a captured graph depends on: its nesting, dtypes and sizes but the samples' number."""
-    return batch_structure(batch), batch_signature(flatten(batch)[0])
+        factories = [f for each in self.prepared.objectives.values() for f in (each.optimizer, each.scheduler) if f]
+        return snapshot_model(nn.ModuleList(modules), *losses, *(factories if with_factories else ()))
 
 
 @dataclass(frozen=True)

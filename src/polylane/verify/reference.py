@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.compile.objectives import build_scheduler, named_parameters, needs_metric
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, format_plural
 from polylane.graph.batch import (
     clone_leaves,
     count_parts,
@@ -204,7 +204,8 @@ class ReferenceLoop:
             self._microbatches = 1
         if code.random:  # only the graph draws random numbers by key
             return by_graph, False
-        if needs_batch_counts(code.fx) and self._microbatches * self._replicas > 1:
+        # So can only the graph be given the whole batch's answers to what the loss asks.
+        if (needs_batch_counts(code.fx) or code.readings) and self._microbatches * self._replicas > 1:
             return by_graph, False
         part = SampleSlice(sample_count(leaves))
         plain = _runs_in_float64(self.modules, loss, lambda: by_model(clone_leaves(leaves), part))
@@ -264,8 +265,8 @@ class ReferenceLoop:
             except Exception as error:
                 why = str(error).strip().partition("\n")[0]
                 raise PolylaneError(
-                    f"one worker fails on microbatch {microbatch}, {stop - start} of the {samples} samples of step "
-                    f"{step}'s batch: {type(error).__name__}: {why}"
+                    f"one worker fails on microbatch {microbatch}, {stop - start} of "
+                    f"{format_plural(samples, 'sample')} of step {step}'s batch: {type(error).__name__}: {why}"
                 ) from error
             # A mean is weighted by its part of the samples now. The totals of polylane.Mean are summed as they are, and
             # divided by the total count after the last microbatch.

@@ -199,7 +199,8 @@ def _value_difference(expected: Any, own: Any, fit: Callable[[Tensor], Tensor | 
             return 0.0
         return max_difference(mine, own) if isinstance(own, Tensor) else math.inf
     if isinstance(expected, (int, float)) and isinstance(own, (int, float)):
-        return 0.0 if expected == own else abs(expected - own)
+        difference = 0.0 if expected == own else abs(expected - own)
+        return difference if difference == difference else math.inf
     if isinstance(expected, dict):
         keys = expected.keys() | (own.keys() if isinstance(own, dict) else set())
         return (

@@ -11,7 +11,6 @@ Both sides run in forked processes, so that the caller's model stays as it is. T
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -25,6 +24,7 @@ from polylane.compile.training_problem import TrainingProblem
 from polylane.compile.unusable_modules import refuse_unusable_modules
 from polylane.errors import PolylaneError
 from polylane.graph.batch import cast_leaves, clone_leaves, flatten, sample_count
+from polylane.graph.capture.capture import refuse_failing_loss
 from polylane.graph.capture.export import model_restored
 from polylane.graph.module_copies import copy_module
 from polylane.graph.precision import to_float64
@@ -33,11 +33,10 @@ from polylane.graph.rounding_noise import nudge_values
 from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
-from polylane.runtime.job import Job
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, threads_per_worker
-from polylane.runtime.workers.world import World
+from polylane.samples.microbatch_limit import captured_samples
 from polylane.verify.delayed_replay import replay_delayed
 from polylane.verify.first_difference import StepDifference, describe_later_difference, find_first_difference
 from polylane.verify.free_run import as_pass, compare_freely, compare_runs, train_freely
@@ -49,8 +48,10 @@ from polylane.verify.rounding_floor import MeasuredPass, measure_floors
 from polylane.verify.server_replay import replay_updates
 from polylane.verify.stepwise import ComparedKind, train_stepwise
 from polylane.verify.training_state import write_tensors
+from polylane.verify.undefined_numbers import refuse_undefined_numbers
 from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation, Verdict
 from polylane.verify.whole_graph import depends_on_split, run_graph
+from polylane.verify.worker_runs import run_on_workers
 
 __all__ = ["TOLERANCE", "Deviation", "FreeRunDeviation", "Verdict", "batch_in_float64", "verify", "verify_compiled"]
 
@@ -96,6 +97,29 @@ def verify(
     prepared = compile_training(TrainingProblem(model, {objective.name: objective}, example, in_float64=True), plan)
     check_it_runs(prepared, batches[0])
     return verify_compiled(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
+
+
+def refuse_failing_dtypes(model: nn.Module, objective: Objective, batch: Any, plan: Spec | Plan) -> None:
+    """Run one forward pass in the model's and the batch's own dtypes, in which it is to be trained, on a few samples.
+
+    The proof itself casts both to float64, and so hides that they do not go together. A kernel that only the CPU lacks
+    is passed over where training may be on an accelerator.
+
+    Args:
+        model: the model as the user built it; it is not changed.
+        objective: the loss with its optimizer and scheduler.
+        batch: a whole batch, in its own dtypes.
+        plan: how the training is split, which says how many samples a pass has.
+
+    Raises:
+        PolylaneError: the pass fails; the sentence is that of training.
+    """
+    problem = TrainingProblem(model, {objective.name: objective}, batch)
+    try:
+        refuse_failing_loss(model, objective.loss, problem.take_batch(captured_samples(plan, problem.samples)))
+    except PolylaneError as error:
+        if "not implemented for" not in str(error.__cause__) or torch.accelerator.current_accelerator() is None:
+            raise
 
 
 def verify_compiled(
@@ -154,23 +178,15 @@ class _Verification(ComparedTraining):
 
         return fork_workers(alone, 1)[0]
 
-    def _run_on_workers(self, run: Callable[[Job], _T]) -> list[_T]:
-        """Return the results of ``run`` with a :class:`Job`, one for each process of the plan, servers included."""
-
-        def together(context: WorkerContext) -> _T:
-            job = Job(self.prepared, World.join(), example=self.batches[0], clip_norm=self.clip_norm, seed=self.seed)
-            result = run(job)
-            job.close()
-            return result
-
-        return fork_workers(together, self.prepared.plan.processes)
-
     def compare_stepwise(self) -> Comparison:
         """Compare each step from the reference's state, which is judged, and a free run of all steps, which is not."""
         run = train_local_sgd if self.prepared.plan.sync.is_replica_local else train_reference
         reference = self._run_in_one_process(lambda: run(self))
-        refuse_infinite_losses(reference.losses)
-        workers = self._run_on_workers(lambda job: train_stepwise(job, self, reference))
+        refuse_undefined_numbers(reference)
+        # The free run is judged only by its last state: tensors that several workers hold must be equal in every bit.
+        workers, free = run_on_workers(
+            self, lambda job: train_stepwise(job, self, reference), lambda job: train_freely(job, self.batches)
+        )
         # Rank 0 has the loss over all replicas.
         losses = [total / count for total, count in workers[0].losses]
         judgement = judge_differences(self, reference, losses, workers)
@@ -179,8 +195,6 @@ class _Verification(ComparedTraining):
         if where := find_wrong_steps(reference, workers, judgement):
             more = self._run_in_one_process(lambda: remeasure_floors(self, reference, where))
             judgement = judge_differences(self, reference, losses, workers, more)
-        # Judged only by its last state: tensors that several workers hold must be equal in every bit.
-        free = self._run_on_workers(lambda job: train_freely(job, self.batches))
         names = [name for name in reference.state if reference.state[name].numel()]
         undetermined = [
             f"{'gradient of' if kind is ComparedKind.GRADIENT else 'buffer'} {name}"
@@ -233,7 +247,8 @@ class _Verification(ComparedTraining):
         Servers recorded theirs, in their order; in an asynchronous pipeline the schedule says which weights each used.
         """
         prepared, batches = self.prepared, self.batches
-        workers = self._run_on_workers(lambda job: train_freely(job, batches))[: prepared.plan.workers]
+        (trained,) = run_on_workers(self, lambda job: train_freely(job, batches))
+        workers = trained[: prepared.plan.workers]
 
         def run() -> ReferenceRun:
             if prepared.plan.is_asynchronous:
@@ -253,25 +268,8 @@ class _Verification(ComparedTraining):
             return replace(once, floors=measure_floors(as_pass(once), again, self.tolerance, permutes=False))
 
         reference = self._run_in_one_process(measured)
-        refuse_infinite_losses(reference.losses)
+        refuse_undefined_numbers(reference)
         return compare_runs(self, reference, workers)
-
-
-def refuse_infinite_losses(losses: Sequence[float]) -> None:
-    """Refuse a training that has no finite loss on one worker: nothing is equal to NaN.
-
-    Args:
-        losses: loss of each step on one worker.
-
-    Raises:
-        PolylaneError: a loss is NaN or infinite; the message names the first such step.
-    """
-    wrong = next(((step, loss) for step, loss in enumerate(losses, start=1) if not math.isfinite(loss)), None)
-    if wrong is not None:
-        raise PolylaneError(
-            f"the loss of step {wrong[0]} is {'NaN' if math.isnan(wrong[1]) else 'infinite'} on one worker: "
-            "there is nothing that a plan could be compared with; mend the loss, or verify fewer steps"
-        )
 
 
 def _build_deviations(prepared: CompiledTraining, names: Sequence[str], judgement: Judgement) -> tuple[Deviation, ...]:

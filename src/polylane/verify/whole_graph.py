@@ -54,7 +54,7 @@ def add_batch_counts(
     found: dict[str, Tensor] = {}
 
     def look(name: str, value: Tensor) -> None:
-        found[name] = value
+        found[name] = value.clone()  # a buffer as it is before any part has written it
 
     with torch.no_grad():
         run_graph(code, tensors, joined, SampleSlice(samples, batch=samples), look, only=find_ancestors(counts))

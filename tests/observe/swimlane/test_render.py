@@ -356,7 +356,7 @@ def test_every_string_is_escaped() -> None:
     json.loads(json.dumps(perfetto(nasty)))
 
 
-@pytest.mark.parametrize("render", covering.one_in(2, RENDERERS))
+@pytest.mark.parametrize("render", covering.one_in(3, RENDERERS, first=2))
 def test_drawing_costs_no_more_per_span_however_many_there_are(render: Callable[[Timeline], object]) -> None:
     few, many = (calls(partial(render, large(4, spans))) for spans in (300, 1500))
     assert many < 5 * few

@@ -150,6 +150,23 @@ def test_the_users_own_collate() -> None:
     assert batch.leaves[0].tolist() == [1, 2]
 
 
+WORDS = [torch.zeros(length) for length in (1, 3, 2, 4)]
+
+
+@pytest.mark.parametrize("dataset", [WORDS, iter(WORDS)], ids=["list", "iterable"])
+def test_rows_that_are_not_samples_are_of_a_whole_batch(dataset: Any) -> None:
+    """Words of several texts in a row: the model takes each row for a sample, as where it is called by itself."""
+    (batch,) = load_batches(dataset, 4, shares=own(2, 1, 0), shuffle=False, collate=torch.cat)
+    assert batch.samples == 10 and batch.is_whole
+    assert [len(batch.leaves_of(share)[0]) for share in own(2, 1, 0)(10)] == [5, 5]
+
+
+@pytest.mark.parametrize("dataset", [WORDS, iter(WORDS)], ids=["list", "iterable"])
+def test_rows_that_are_not_samples_are_not_loaded_in_parts(dataset: Any) -> None:
+    with pytest.raises(PolylaneError, match=r"^batch 1 of epoch 1: collate\(samples\) made 4 rows of 2 samples"):
+        next(load_batches(dataset, 4, shares=own(1, 2, 0), shuffle=False, collate=torch.cat))
+
+
 # A short last batch
 
 

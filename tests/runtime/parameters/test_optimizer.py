@@ -71,7 +71,7 @@ def uneven() -> nn.Module:
     return Uneven().double()
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, covering.one_in(2, OPTIMIZERS)))
+@pytest.mark.parametrize("name", covering.one_in(3, covering.one_in(2, OPTIMIZERS)))
 def test_any_optimizer(name: str) -> None:
     """On stages of which one may be without parameters, and on replicas; with clipping that binds."""
     tolerance = 1e-5 if name == "Muon" else 1e-9  # Muon orthogonalizes in bfloat16
@@ -93,7 +93,48 @@ def test_a_stage_may_have_no_parameters() -> None:
     assert 0 in counts and sum(counts) == 4
 
 
+class Clips(torch.optim.SGD):
+    """Does something to all gradients at once before it steps, as code does that was written for some parameters."""
+
+    def step(self, closure: Any = None) -> None:
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_value_(own, 0.01)
+        torch._foreach_mul_([parameter.grad for parameter in own if parameter.grad is not None], 0.5)
+        super().step(closure)
+
+
+def test_an_optimizer_that_takes_no_empty_lists_has_nothing_to_do_without_parameters(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    def late(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    reference = plainly(uneven(), BATCHES, optimizer=of(Clips, lr=0.5), scheduler=late)
+    for worker in trained(uneven(), "pipeline=4,microbatches=2", BATCHES, optimizer=of(Clips, lr=0.5), scheduler=late):
+        assert_same(worker, reference)
+    assert not [each for each in recwarn if "lr_scheduler" in str(each.message)]
+
+
 # Groups
+
+
+class ClipsGroups(torch.optim.SGD):
+    """Clips the values of each group by themselves; a worker may have a share of one group and nothing of another."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            torch.nn.utils.clip_grad_value_(group["params"], 0.01)
+        super().step(closure)
+
+
+def test_values_of_groups_are_clipped_where_a_worker_has_none_of_a_group() -> None:
+    def each_by_itself(parameters: Any) -> torch.optim.Optimizer:
+        return ClipsGroups([{"params": [p]} for _, p in parameters], lr=0.5)
+
+    reference = plainly(uneven(), BATCHES, optimizer=each_by_itself)
+    for plan in ("data=2,shard=parameters", "data=2,shard=optimizer"):
+        for worker in trained(uneven(), plan, BATCHES, optimizer=each_by_itself):
+            assert_same(worker, reference)
 
 
 def by_kind(parameters: Any) -> torch.optim.Optimizer:
@@ -187,7 +228,9 @@ def test_every_scheduler_of_torch_is_here() -> None:
     assert every - {"LRScheduler", "_LRScheduler"} == set(SCHEDULERS) - {"SWALR"}
 
 
-@pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=2", "data=2,shard=optimizer"])
+@pytest.mark.parametrize(
+    "plan", covering.one_in(2, ["data=2", "pipeline=2,microbatches=2", "data=2,shard=optimizer"], first=1)
+)
 def test_rates_and_weights_of_every_scheduler_are_those_of_a_plain_loop(plan: str) -> None:
     prepared = {
         name: compile_training(mlp(6, 8, 4), build_objectives(classify, grouped, each), STEPS[0], plan, seconds=equally)

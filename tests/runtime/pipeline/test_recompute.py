@@ -20,11 +20,10 @@ from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors, repeatabl
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.pipeline.recompute import DroppedTensor
 from polylane.runtime.pipeline.stage_runner import find_failing_node
-from recomputing import assert_equal, drop, predicted, run_passes, stage_runner
+from recomputing import SAMPLES, assert_equal, captured, drop, predicted, run_passes, seeded, stage_runner
 from training import classify
 
-SAMPLES = 4
-FAST = ("vit", "in_place", "lstm", "moe", "custom_function", "nested", "towers", "branching", "latents")
+FAST = ("vit", "lstm", "moe", "custom_function", "nested", "branching")
 SLOW = tuple(name for name in models.CASES if name not in FAST)
 EXAMPLES = ("digits", "gpt", "unet", "hf_llama")
 every_model = pytest.mark.parametrize(
@@ -34,11 +33,6 @@ every_model = pytest.mark.parametrize(
 
 def case_of(name: str) -> models.Case:
     return models.CASES[name]() if name in models.CASES else models.example_case(name)
-
-
-def model_of(case: models.Case) -> nn.Module:
-    torch.manual_seed(0)
-    return case.model()
 
 
 def random_drop(graph: Graph, seed: int) -> DroppedTensors:
@@ -57,10 +51,10 @@ def test_no_number_changes_in_float64(name: str) -> None:
     batch = rebuild(cast_leaves(leaves, torch.float64))
 
     def passes(dropped: DroppedTensors) -> Any:
-        model = model_of(case).double()
+        model = seeded(case).double()
         return run_passes(stage_runner(model, graph, dropped), model, batch, SAMPLES)
 
-    graph = capture(model_of(case).double(), case.loss, batch, in_float64=True)
+    graph = capture(seeded(case).double(), case.loss, batch, in_float64=True)
     plain = passes(NOTHING_DROPPED)
     assert any(gradient is not None and gradient.any() for gradient in plain.gradients.values())
     half = (predicted(graph, drop(graph, "full")).live_bytes + predicted(graph, NOTHING_DROPPED).live_bytes) / 2
@@ -71,11 +65,10 @@ def test_no_number_changes_in_float64(name: str) -> None:
 
 @every_model
 def test_bytes_are_those_predicted_and_never_more_than_without(name: str) -> None:
-    case = case_of(name)
+    (case, graph), found = captured(name), {}
     batch = case.batch(SAMPLES, 0)
-    graph, found = capture(model_of(case), case.loss, batch), {}
     for mode in ("none", "selective", "full"):
-        model, dropped = model_of(case), drop(graph, mode)
+        model, dropped = seeded(case), drop(graph, mode)
         found[mode] = run_passes(stage_runner(model, graph, dropped), model, batch, SAMPLES)
         need = predicted(graph, dropped)
         # The loss itself is alive between the passes, and the seed of its gradient in the backward pass.
@@ -91,8 +84,7 @@ def test_bytes_are_those_predicted_and_never_more_than_without(name: str) -> Non
 
 @pytest.mark.parametrize("name", ["vit", pytest.param("t5", marks=pytest.mark.slow)])
 def test_full_recomputation_keeps_a_fraction(name: str) -> None:
-    case = case_of(name)
-    graph = capture(model_of(case), case.loss, case.batch(SAMPLES, 0))
+    _, graph = captured(name)
     none, full = (predicted(graph, drop(graph, mode)) for mode in ("none", "full"))
     assert full.saved < none.saved / 5 and full.backward_peak < none.backward_peak / 2
 
@@ -164,12 +156,10 @@ def test_autocast_is_on_again() -> None:
 )
 def test_backward_passes_in_two_halves_drop_the_same(name: str, autocast: torch.dtype | None) -> None:
     """What the gradients of weights are computed from is made again for the first half, and kept for the second."""
-    case = case_of(name)
+    (case, graph), found = captured(name), {}
     batch = case.batch(SAMPLES, 0)
-    graph = capture(model_of(case), case.loss, batch)
-    found = {}
     for mode in ("none", "full"):
-        model, dropped = model_of(case), drop(graph, mode)
+        model, dropped = seeded(case), drop(graph, mode)
         runner = stage_runner(model, graph, dropped, autocast, in_halves=True)
         assert runner.code.weight_groups
         found[mode] = run_passes(runner, model, batch, SAMPLES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import models
 from polylane.cost.memory.recompute_budget import BudgetTooSmall, dropped_on_stages
 from polylane.cost.memory.recompute_choice import SavedValues
 from polylane.graph.capture.capture import capture
@@ -19,22 +17,19 @@ from polylane.graph.graph import Graph, is_inside
 from polylane.graph.partition import Partition, cut_positions
 from polylane.graph.repeatable import NOTHING_DROPPED
 from polylane.plan.recompute import RecomputeRule
-from recomputing import Passes, assert_equal, drop, predicted, run_passes, stage_runner, trace
+from recomputing import (
+    SAMPLES,
+    Passes,
+    assert_equal,
+    captured,
+    drop,
+    predicted,
+    run_passes,
+    seeded,
+    stage_runner,
+    trace,
+)
 from training import classify
-
-SAMPLES = 4
-
-
-def seeded(case: models.Case) -> nn.Module:
-    torch.manual_seed(0)
-    return case.model()
-
-
-@functools.cache
-def captured(name: str) -> tuple[models.Case, Graph]:
-    case = models.CASES[name]()
-    return case, capture(seeded(case), case.loss, case.batch(SAMPLES, 0))
-
 
 RULES = {
     "vit": [

@@ -86,7 +86,7 @@ def _data(timeline: Timeline, lanes: Sequence[layout.LaneRow]) -> dict[str, Any]
                 # to the nanosecond: ten digits less for each span, and nobody zooms in further
                 round(span.start - first, 9),
                 round(span.end - first, 9),
-                kinds.index(action.kind),
+                len(kinds) if span.is_hung else kinds.index(action.kind),
                 action.stage,
                 -1 if action.microbatch is None else action.microbatch,
                 value,
@@ -102,6 +102,7 @@ def _data(timeline: Timeline, lanes: Sequence[layout.LaneRow]) -> dict[str, Any]
         {"label": row.label, "main": flat(row.main), "thin": flat(row.thin), "stages": list(row.stages)}
         for row in lanes
     ]
-    styles = [{"name": str(kind), "fill": layout.STYLES[kind].fill, "ink": layout.STYLES[kind].ink} for kind in kinds]
+    named = {**{str(kind): layout.STYLES[kind] for kind in kinds}, layout.HUNG.name: layout.HUNG}
+    styles = [{"name": name, "fill": style.fill, "ink": style.ink} for name, style in named.items()]
     head = {"unit": timeline.unit, "extent": timeline.makespan(), "kinds": styles}
     return {**head, "values": list(values), "lanes": drawn}

@@ -44,8 +44,14 @@ STYLES: dict[ActionKind, SpanStyle] = {
     ActionKind.REDUCE: SpanStyle("reduce", "#882255", "#ffffff", "+", "41;97"),
     ActionKind.STEP: SpanStyle("step", "#009e73", "#000000", "#", "42;30"),
 }
+HUNG = SpanStyle("does not go on", "#ff0000", "#ffffff", "!", "48;5;196;97")
 IDLE = SpanStyle("idle", "#eceff2", "#57606a", "·", "2")
 IDLE_DARK = "#262c36"
+
+
+def style_of(span: Span) -> SpanStyle:
+    """Return the style of a span: that of its kind, or red where the training stood still for it."""
+    return HUNG if span.is_hung else STYLES[span.action.kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +126,9 @@ def _labels(stages: Sequence[tuple[int, ...]], unit: str) -> list[str]:
 
 
 def legend_styles(timeline: Timeline) -> list[SpanStyle]:
-    """Return the styles that occur, in the order of `STYLES`, and idle."""
-    kinds = {span.action.kind for span in timeline.spans}
-    return [*dict.fromkeys(style for kind, style in STYLES.items() if kind in kinds), IDLE]
+    """Return the styles that occur, in the order of `STYLES`, and idle last."""
+    used = {style_of(span) for span in timeline.spans}
+    return [*dict.fromkeys(style for style in (*STYLES.values(), HUNG) if style in used), IDLE]
 
 
 def format_headline(timeline: Timeline) -> str:
@@ -214,7 +220,7 @@ def style_shares(spans: Iterable[Span], first: float, width: float, bins: int) -
     """
     found: list[dict[SpanStyle, float]] = [{} for _ in range(bins)]
     for span in spans:
-        style = STYLES[span.action.kind]
+        style = style_of(span)
         start, end = (span.start - first) / width, (span.end - first) / width
         for at in range(max(0, int(start)), min(bins, math.ceil(end))):
             covered = min(end, at + 1) - max(start, at)

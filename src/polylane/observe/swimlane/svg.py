@@ -154,12 +154,12 @@ def _boxes(row: layout.LaneRow, picture: _Picture, y: float) -> Iterator[str]:
         said = escape(f"update, stage {span.action.stage}, after microbatch {span.action.microbatch}")
         yield (
             f'<rect x="{x - MARK:.2f}" y="{y:g}" width="{MARK}" height="{LANE}" '
-            f'fill="{layout.STYLES[span.action.kind].fill}"><title>{said}</title></rect>'
+            f'fill="{layout.style_of(span).fill}"><title>{said}</title></rect>'
         )
 
 
 def _box(span: Span, number: str, picture: _Picture, top: float, height: float) -> Iterator[str]:
-    style, timeline = layout.STYLES[span.action.kind], picture.timeline
+    style, timeline = layout.style_of(span), picture.timeline
     x = picture.left + (span.start - timeline.start()) * picture.scale
     width = (span.end - span.start) * picture.scale
     seam = 1 if width > 4 else 0  # a line of background between one box and the next

@@ -126,12 +126,12 @@ def _cells(timeline: Timeline, lanes: Sequence[layout.LaneRow], cell: int) -> li
         for label, spans, empty in ((row.label, row.main, layout.IDLE.glyph), ("", row.thin, "")):
             cells = [(f"{empty:>{cell}}", layout.IDLE)] * ticks
             for span in spans:
-                filled = (f"{_sign(span, row):>{cell}}", layout.STYLES[span.action.kind])
+                filled = (f"{_sign(span, row):>{cell}}", layout.style_of(span))
                 for tick in range(round(span.start - first), round(span.end - first)):
                     cells[tick] = filled
             # An update that takes no time has no cell of its own: it is marked in the one before.
             for span in row.updates() if spans is row.main else ():
-                last, mark = round(span.start - first) - 1, layout.STYLES[span.action.kind].glyph + row.number(span)
+                last, mark = round(span.start - first) - 1, layout.style_of(span).glyph + row.number(span)
                 cells[max(0, last)] = (f"{mark:>{cell}}", cells[last][1])
             if spans or label:
                 grid.append((label, cells))
@@ -156,7 +156,7 @@ def _columns(timeline: Timeline, lanes: Sequence[layout.LaneRow], room: int) -> 
         for span in row.main:
             _write_number(main, span, row, (span.start - first) / width, (span.end - first) / width)
         for span in row.updates():
-            style = layout.STYLES[span.action.kind]
+            style = layout.style_of(span)
             main[max(0, round((span.start - first) / width) - 1)] = (style.glyph, style)
         grid.append((row.label, main))
         thin = [_fullest_style(share, " ") for share in layout.style_shares(row.thin, first, width, room)]
@@ -175,7 +175,7 @@ def _write_number(cells: list[_Cell], span: Span, row: layout.LaneRow, start: fl
     """Write the microbatch over the first columns of a span that has one more: it also marks where the span starts."""
     if span.action.microbatch is None or span.action.kind not in PASSES:
         return
-    label, style = row.number(span), layout.STYLES[span.action.kind]
+    label, style = row.number(span), layout.style_of(span)
     left, right = math.ceil(start - 0.5), min(math.floor(end + 0.5), len(cells))
     if right - left > len(label) and all(shown is style for _, shown in cells[left:right]):
         cells[left : left + len(label)] = [(digit, style) for digit in label]

@@ -10,9 +10,11 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from polylane.compile.sample_shares import Batch, BatchForm, SampleShare, share_offsets
-from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten
+from polylane.errors import PolylaneError, format_plural
+from polylane.graph.batch import flatten, sample_count
+from polylane.runtime.data.sample_errors import RAISED, explain_batch, misfit_error, sample_error
 from polylane.runtime.data.seeded_draws import SeededDataset, SeededStream
+from polylane.runtime.data.stream_state import StreamState
 
 Collate = Callable[[list[Any]], Any]
 Shares = Callable[[int], Sequence[SampleShare]]
@@ -29,6 +31,9 @@ def load_batches(
     drop_last: bool = False,
     collate: Collate | None = None,
     workers: int = 0,
+    whole: bool = False,
+    skip: int = 0,
+    state: StreamState | None = None,
 ) -> Iterator[Batch]:
     """Yield one epoch over a dataset: every sample once; the last batch may be shorter.
 
@@ -43,23 +48,38 @@ def load_batches(
         drop_last: leave out a last batch that is shorter than ``batch_size``.
         collate: turns a list of samples into a batch; default: torch's ``default_collate``.
         workers: number of processes that load ahead, as ``num_workers`` of torch's DataLoader; map-style only.
+        whole: load all samples of every batch on this worker, which takes its own from them.
+        skip: number of first samples of the epoch's order that are passed over; iterable datasets read them.
+        state: follows an iterable dataset, and puts it where it was where a checkpoint knows that.
 
     Raises:
         PolylaneError: the dataset is neither map-style nor iterable, is a DataLoader, has no samples, or has too few
             for a single batch with ``drop_last``.
     """
     refuse_data_loader(dataset, "batches(dataset, ...)")
+    shares = _share_of_all if whole else shares
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         sizes = batch_sizes(len(dataset), batch_size, drop_last)
+        if skip:
+            left, before = len(dataset) - skip, skip // batch_size
+            if left <= 0 or (drop_last and left < batch_size):
+                return
+            sizes = batch_sizes(left, batch_size, drop_last)
+        else:
+            before = 0
         indices = sample_order(len(dataset), epoch, seed) if shuffle else list(range(len(dataset)))
-        yield from _load_mapped(dataset, indices, sizes, shares, (seed, epoch), collate, workers)
+        yield from _load_mapped(dataset, indices[skip:], sizes, shares, (seed, epoch), collate, workers, before)
     elif isinstance(dataset, Iterable):
         stream = SeededStream(seed, epoch)
-        yield from _load_streamed(dataset, batch_size, drop_last, shares, stream, collate)
+        yield from _load_streamed(dataset, batch_size, drop_last, shares, stream, collate, epoch, skip, state)
     else:
         raise PolylaneError(
             f"data must be a dataset, map-style or iterable, or a list of samples, not a {type(dataset).__name__}"
         )
+
+
+def _share_of_all(samples: int) -> tuple[SampleShare, ...]:
+    return (SampleShare(0, 0, samples, 1),)
 
 
 def refuse_data_loader(dataset: Any, what: str) -> None:
@@ -101,19 +121,24 @@ def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
     return [size] * full + ([left] if left and not drop_last else [])
 
 
-def count_batch_sizes(dataset: Any, size: int, drop_last: bool = False) -> Iterator[int]:
+def count_batch_sizes(dataset: Any, size: int, drop_last: bool = False, skip: int = 0) -> Iterator[int]:
     """Yield the number of samples of each batch of an epoch; an iterable dataset is read through once for that."""
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        yield from batch_sizes(len(dataset), size, drop_last)
+        if not skip:
+            yield from batch_sizes(len(dataset), size, drop_last)
+        elif (left := len(dataset) - skip) > 0 and not (drop_last and left < size):
+            yield from batch_sizes(left, size, drop_last)
         return
-    stream = iter(dataset)
+    stream = itertools.islice(dataset, skip, None)
     while count := sum(1 for _ in itertools.islice(stream, size)):
         if count == size or not drop_last:
             yield count
 
 
 def _no_batches_error(samples: int, size: int) -> PolylaneError:
-    return PolylaneError(f"the dataset has {samples} samples, no batch of {size}, and a shorter one is to be dropped")
+    return PolylaneError(
+        f"the dataset has {format_plural(samples, 'sample')}, no batch of {size}, and a shorter one is to be dropped"
+    )
 
 
 def _load_mapped(
@@ -124,29 +149,32 @@ def _load_mapped(
     draws: tuple[int, int],
     collate: Collate | None,
     workers: int,
+    before: int,
 ) -> Iterator[Batch]:
     # The global order is a function of the seed, so every worker finds its own indices without communication. Only
     # these reach the batch sampler: samples of other workers are never loaded here.
     ends = itertools.accumulate(sizes, initial=0)
     whole = [indices[start:stop] for start, stop in itertools.pairwise(ends)]
     own = [[batch[i] for share in shares(len(batch)) for i in range(share.start, share.stop)] for batch in whole]
+    seeded, collate_own = SeededDataset(dataset, *draws), collate or default_collate
     loader = DataLoader(
-        SeededDataset(dataset, *draws),
+        seeded,
         batch_sampler=own,
-        collate_fn=collate or default_collate,
+        collate_fn=collate_own,
         num_workers=workers,
         generator=torch.Generator(),  # DataLoader draws a base seed: not from the user's default generator
     )
-    for batch, local in zip(whole, loader, strict=True):
-        leaves, _ = flatten(local)
-        yield Batch(
-            len(batch),
-            leaves,
-            share_offsets(shares(len(batch))),
-            shortest=min(sizes),
-            form=BatchForm.of_batch(local),
-            is_collated=collate is not None,
-        )
+    loaded = iter(loader)
+    for number, batch in enumerate(whole):
+        where = f"batch {before + number + 1} of epoch {draws[1] + 1}"
+        try:
+            local = next(loaded)
+        except RAISED as error:
+            raise explain_batch(
+                where, lambda index: seeded.__getitems__([index])[0], own[number], collate_own, error
+            ) from error
+        offsets = None if own[number] == batch else share_offsets(shares(len(batch)))
+        yield _make_batch(where, local, len(batch), len(own[number]), offsets, min(sizes), collate is not None)
 
 
 def _load_streamed(
@@ -156,23 +184,77 @@ def _load_streamed(
     shares: Shares,
     generators: SeededStream,
     collate: Collate | None,
+    epoch: int,
+    skip: int,
+    state: StreamState | None,
 ) -> Iterator[Batch]:
     # A stream has no index: every worker reads all of it, with equal random states, and collates its local samples.
+    is_there = state is not None and state.open(dataset, generators, epoch, skip)
     with generators:
         stream = iter(dataset)
-    first = True
-    while True:
+        for _ in itertools.islice(stream, 0 if is_there else skip):
+            pass
+    first, read, collate_own = not skip, skip, collate or default_collate
+    for number in itertools.count(skip // size + 1):
+        where, samples = f"batch {number} of epoch {epoch + 1}", list[Any]()
         # Only while the dataset runs are its generators installed: the caller's code between batches has its own.
         with generators:
-            samples = list(itertools.islice(stream, size))
+            try:
+                samples.extend(itertools.islice(stream, size))
+            except PolylaneError:
+                raise
+            except RAISED as error:
+                raise sample_error(f"{where}: sample {read + len(samples)}", error) from error
         # A dataset that is a multiple of the batch size ends with an empty read, not with a shorter batch.
         if not samples or (drop_last and len(samples) < size):
             break
         first = False
         own = shares(len(samples))
-        local = (collate or default_collate)([samples[i] for share in own for i in range(share.start, share.stop)])
-        leaves, _ = flatten(local)
-        form, padded = BatchForm.of_batch(local), collate is not None
-        yield Batch(len(samples), leaves, share_offsets(own), form=form, is_collated=padded)
+        mine = [i for share in own for i in range(share.start, share.stop)]
+        try:
+            local = collate_own([samples[i] for i in mine])
+        except PolylaneError:
+            raise
+        except RAISED as error:
+            raise misfit_error(where, [read + i for i in mine], [samples[i] for i in mine], error) from error
+        read += len(samples)
+        offsets = None if mine == list(range(len(samples))) else share_offsets(own)
+        yield _make_batch(where, local, len(samples), len(mine), offsets, 0, collate is not None)
     if first:
         raise _no_batches_error(len(samples), size) if samples else PolylaneError("the dataset has no samples")
+
+
+def _make_batch(
+    where: str,
+    local: Any,
+    samples: int,
+    loaded: int,
+    offsets: dict[int, int] | None,
+    shortest: int,
+    is_collated: bool,
+) -> Batch:
+    """Wrap what was collated.
+
+    Args:
+        where: the batch, in words.
+        local: the batch of this worker's samples.
+        samples: number of samples of the whole batch.
+        loaded: number of samples that this worker has loaded.
+        offsets: see :class:`Batch`; None where it has loaded all of them.
+        shortest: samples of the shortest batch of the epoch; 0 where that is not known.
+        is_collated: whether a function of the user's own collated them.
+    """
+    (leaves, _), form, of_dataset = flatten(local), BatchForm.of_batch(local), samples
+    rows = sample_count(leaves)
+    if offsets is None:
+        # What the model takes for samples are the rows: nodes of several graphs, words of several texts.
+        samples = rows
+    elif rows != loaded:
+        raise PolylaneError(
+            f"{where}: collate(samples) made {format_plural(rows, 'row')} of {format_plural(loaded, 'sample')} in the "
+            "batch's first tensor, by whose rows a batch is divided: let a tensor with one row for each sample come "
+            "first, such as their lengths"
+        )
+    return Batch(
+        samples, leaves, offsets, shortest=shortest, form=form, is_collated=is_collated, loaded_samples=of_dataset
+    )

@@ -68,18 +68,21 @@ class SeededStream:
 
     Args:
         key: integers that seed the stream, such as (seed, epoch).
+
+    Attributes:
+        states: the dataset's own states of the generators, while it does not run.
     """
 
     def __init__(self, *key: int) -> None:
         before = generator_states()
         seed_generators(*key)
-        self._states = generator_states()
+        self.states = generator_states()
         restore_generators(before)
 
     def __enter__(self) -> None:
         self._before = generator_states()
-        restore_generators(self._states)
+        restore_generators(self.states)
 
     def __exit__(self, *_: object) -> None:
-        self._states = generator_states()
+        self.states = generator_states()
         restore_generators(self._before)

@@ -90,11 +90,23 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
         with unfinished.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
+        sync_folder(path.parent)
     except (OSError, SafetensorError) as error:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         reason = getattr(error, "strerror", None) or error
         raise PolylaneError(f"the weights cannot be written to {path}: {reason}") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Have the system write a folder's names to the disk, so that a rename survives a loss of power."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    except OSError:  # a file system that does not do this for folders
+        pass
+    finally:
+        os.close(folder)
 
 
 def sum_over_ranks(tensors: Iterable[Tensor], transport: Transport, ranks: Collection[int]) -> Iterator[Tensor]:

@@ -63,9 +63,11 @@ class FullTensors:
         state = self.state_dict()
         # Checked on every worker before anybody writes: all raise, and nobody is left waiting at the barrier.
         weights.require_finite(state, self._tensors.parameters(), path)
-        if self._local_model.world.rank == 0:
-            weights.save_safetensors(state, path)
-        self._local_model.transport.barrier()
+        try:
+            if self._local_model.world.rank == 0:
+                weights.save_safetensors(state, path)
+        finally:
+            self._local_model.transport.barrier()  # also where the file could not be written: nobody waits in vain
 
     def gradients(self, names: Iterable[str]) -> dict[str, Tensor | None]:
         """Return full gradients of parameters on every worker's CPU; None for a parameter without a gradient.

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.objectives import named_parameters
-from polylane.compile.optimizer_parts import find_unshardable
 from polylane.program.program import Program
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
@@ -28,17 +26,12 @@ def plan_shard_units(prepared: CompiledTraining, programs: Mapping[str, Sequence
     Args:
         prepared: the compiled training, equal on every worker.
         programs: the programs of all workers, by objective.
-
-    Raises:
-        PolylaneError: an optimizer's update of one parameter depends on others, so that it cannot run on shards.
     """
-    plan, objectives = prepared.plan, prepared.objectives.values()
+    plan = prepared.plan
     if plan.sync.shard == "none":
         return WHOLE
-    named = named_parameters(prepared.model, prepared.losses)
-    whole = find_unshardable(named, [objective.optimizer for objective in objectives])
     infos = {name: info for each in prepared.partitions.values() for name, info in each.graph.parameters.items()}
-    return build_all_units(plan, programs, infos, whole)
+    return build_all_units(plan, programs, infos, prepared.unshardable)
 
 
 class LocalModel:

@@ -48,7 +48,7 @@ class ModelTensors:
         # Optimizers and the user's own code hold parameters by identity, so only their data is exchanged.
         for name, parameter in self.parameters().items():
             if name in values:
-                _replace_data(parameter, values[name])
+                replace_data(parameter, values[name])
         for root, prefix in [(self.model, ""), *[(m, "loss.") for m in self.losses if isinstance(m, nn.Module)]]:
             for path, module in root.named_modules():
                 for key, buffer in module._buffers.items():
@@ -57,11 +57,15 @@ class ModelTensors:
                         module._buffers[key] = values[name]
 
 
-def _replace_data(parameter: nn.Parameter, value: Tensor) -> None:
-    """Replace a parameter's values, also by those of another shape.
+def replace_data(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter another tensor for its values, also one of another shape.
 
     As long as any autograd graph that read the parameter is alive (a loss that the user's script still has), torch
     keeps the node that accumulates its gradient, which refuses gradients of another shape. A change of dtype drops it.
+
+    Args:
+        parameter: the parameter, which stays the same object.
+        value: its values from now on, whose memory it shares.
     """
     if value.shape != parameter.shape:
         other = torch.float64 if parameter.dtype != torch.float64 else torch.float32

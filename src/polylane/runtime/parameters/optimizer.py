@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from polylane.compile.objectives import Objective
 from polylane.compile.optimizer_parts import replace_parameters
-from polylane.compile.optimizer_probe import describe_error
-from polylane.errors import PolylaneError
+from polylane.compile.optimizer_trials import empty_groups_clipped
+from polylane.errors import PolylaneError, describe_error
 from polylane.graph.python_state.own_objects import is_users
 from polylane.runtime.workers.failure import is_peer_loss
 from polylane.runtime.workers.out_of_memory import is_out_of_memory
@@ -43,11 +43,25 @@ def build_optimizer(
 def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Take one step of the user's optimizer.
 
+    Where this worker holds none of its parameters there is nothing to update. It still steps, for what it counts in its
+    groups, for its scheduler and for sums with other workers; but code that was written for some parameters, as that of
+    torch's foreach functions, may raise on none, which is of no consequence then.
+
     Raises:
         PolylaneError: it raised, other than for a lost worker or for want of memory.
     """
-    with _blamed_on("optimizer.step()"):
-        optimizer.step()
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    try:
+        with _blamed_on("optimizer.step()"), nullcontext() if all(sizes) else empty_groups_clipped():
+            optimizer.step()
+    except PolylaneError as error:
+        if any(sizes) and not all(sizes):
+            raise PolylaneError(
+                f"{error}; this worker holds no parameter of param_groups[{sizes.index(0)}]: let step() pass over "
+                "groups without parameters, as those of torch do"
+            ) from error
+        if any(sizes) or getattr(optimizer, "sum_over_holders", None) is not None:
+            raise
 
 
 def step_scheduler(scheduler: Any, loss: float | None = None) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.placement.placement import Shard
+from polylane.program.boxes import IndexBox, whole_box
 from polylane.sharding.layout import local_part, pad_local_part
 
 
@@ -63,6 +64,13 @@ class ShardSpec:
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of this worker's shard of a parameter or buffer."""
         return tuple(self.local_shard(name, torch.empty(self.shapes[name], device="meta")).shape)
+
+    def index_box(self, name: str) -> IndexBox:
+        """Return the indices of a parameter or buffer that this worker's shard has."""
+        box = list(whole_box(self.shapes[name]))
+        for axis, cut in self._cuts.get(name, {}).items():
+            box[cut.dim] = cut.ranges(self._coordinates[axis])
+        return tuple(box)
 
     def shard_optimizer_state(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         """Cut optimizer states of the full shape, which the optimizer allocated before its parameters were sharded.

@@ -66,6 +66,10 @@ class SharedBuffers:
         if self.stages > 1:
             self._current_stages |= used
 
+    def mark_restored(self) -> None:
+        """Record that every stage has the current value of all buffers, as before the first step."""
+        self._current_stages.clear()
+
     def _broadcast_buffer(self, name: str, own: Tensor, owns: bool) -> Tensor:
         if self.pieces is None:
             return broadcast_from_owner(own, owns, self.transport, self.column)

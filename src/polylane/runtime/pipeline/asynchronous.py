@@ -145,15 +145,11 @@ class AsynchronousExecutor(Executor):
         number, pipeline.begun = pipeline.begun, pipeline.begun + 1
         spans = list[TimedSpan]()
         self.run_step(number, spans)
-        super()._check_witnessed_calls()
         self.store_buffers()
         # Two steps later the receivers have come by their messages: nobody waits for them any more.
         pipeline.release(2 + pipeline.delay)
         state.spans = spans
         return state
-
-    def _check_witnessed_calls(self) -> None:
-        """Do nothing at an update, which is of another batch than the calls of the step: they are checked behind it."""
 
     def run_step(self, number: int, spans: list[TimedSpan]) -> None:
         """Run the actions of a step for the batches that are under way, and append what was measured to ``spans``."""

@@ -26,7 +26,7 @@ from polylane.runtime.pipeline.asynchronous import AsynchronousExecutor, Asynchr
 from polylane.runtime.pipeline.connections import Connections
 from polylane.runtime.pipeline.executor import Executor
 from polylane.runtime.pipeline.running_statistics import RunningStatistics
-from polylane.runtime.pipeline.stage_code import OWN_PYTHON, LocalStageCode, StageHooks, extract_stage
+from polylane.runtime.pipeline.stage_code import LocalStageCode, StageHooks, extract_stage
 from polylane.runtime.pipeline.stage_runner import StageRunner
 from polylane.runtime.sync.all_reduce import AllReducer
 from polylane.runtime.sync.compression.compressor import GradientCompressor
@@ -208,7 +208,7 @@ class StageBinder:
         held = {name: parameters[name] for bucket in buckets for name in bucket.parameters}
         # The user's own Python may leave a parameter without a gradient; a branch that the loss does not read does.
         certain = {name for node in graph.nodes if node.requires_grad for name in node.parameters}
-        optional = {name for node in graph.nodes if node.op in OWN_PYTHON for name in node.parameters}
+        optional = {name for node in graph.nodes if node.is_own_python for name in node.parameters}
         optional |= held.keys() - certain
         if shards.flat_buffers:
             own, plan, waits = (

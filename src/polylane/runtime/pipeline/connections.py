@@ -21,12 +21,14 @@ from polylane.plan.plan import Plan
 from polylane.program.check import list_channels
 from polylane.program.program import Program
 from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STATISTICS
+from polylane.runtime.progress.watched_transport import watch_transports
 from polylane.runtime.span_clock import CollectiveWaits, clock_of_device
 from polylane.runtime.sync.zero.units import all_shard_groups, shard_group
 from polylane.runtime.tensor_parallel import TransportAxis, WorkerMesh
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.transport.protocol import Transport
 from polylane.runtime.workers.world import World
+from polylane.samples.once_per_batch import is_batch_start
 
 Connect = Callable[..., Transport]
 SumReplicas = Callable[[Tensor], Tensor]
@@ -72,6 +74,7 @@ def open_connections(
         connect: makes a transport; default: chosen by where the workers are.
     """
     plan, connect = prepared.plan, choose_transport(world) if connect is None else connect
+    connect = watch_transports(connect, world.progress)
     statistics = any(_syncs_statistics(partition) for partition in prepared.partitions.values())
     ranks = range(world.size)
     peers = {(rank, peer) for rank in ranks for s in range(plan.pipeline) for peer in plan.peers(rank, s)}
@@ -110,7 +113,8 @@ def open_connections(
 def _syncs_statistics(partition: Partition) -> bool:
     """Return whether replicas exchange statistics of their samples: for batch normalization, or whole-batch counts."""
     code = partition.graph.code
-    return code.has_batch_statistics or bool(statistics_of(code.fx))
+    exchanged = (each for each in statistics_of(code.fx) if not is_batch_start(each))
+    return code.has_batch_statistics or any(exchanged)
 
 
 def replica_ranks(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -135,7 +139,7 @@ def _open_mesh(
 
     These interleave with gradients and with the values between stages, so they have channels of their own.
     """
-    waits = CollectiveWaits(clock_of_device(world.device))
+    waits = CollectiveWaits(clock_of_device(world.device), world.progress)
     if not any(axes):
         return WorkerMesh(waits=waits), None
     stages = [plan.stage_and_replica(rank)[0] for rank in range(world.size)]

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from polylane.program.waits import SEND_DEPTH, receive_horizons
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, runs
 from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
-from polylane.runtime.pipeline.sample_witness import check_calls, gather_flat, is_witnessed
+from polylane.runtime.pipeline.sample_witness import WitnessedCall, check_calls, gather_flat, is_witnessed
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
 from polylane.runtime.pipeline.step_result import StepState
 from polylane.runtime.span_clock import Mark
@@ -80,8 +81,8 @@ class Executor:
             self._handed[source].append((value, reader))
         # By stage and microbatch; an order may have whole passes beside those in two halves.
         self._halved = {(a.stage, a.microbatch) for a in self.program.actions if a.kind is ActionKind.BACKWARD_INPUT}
-        self._reports_loss = self.mesh.is_first
         self._tables: BatchTables | None = None
+        self._number, self._is_new = self.mesh.waits.progress.describe_program(self.program), True
 
     def fit_to_samples(self, samples: int, open_sizes: tuple[int, ...] = ()) -> Executor:
         """Return this executor fitted to batches of one size (and open sizes): its tables, the code for its shares."""
@@ -93,6 +94,7 @@ class Executor:
         tables = build_tables(program, fitted.resharder, samples, own, self._batch_is_sharded, open_sizes)
         fitted._tables, held = tables, set(tables.held.values())
         fitted.runners = {stage: runner.fit_to_sizes(held, open_sizes) for stage, runner in self.runners.items()}
+        self.mesh.waits.progress.describe_code(c for r in fitted.runners.values() for c in (r.code, *r.codes.values()))
         return fitted
 
     @property
@@ -106,6 +108,7 @@ class Executor:
         Raises:
             ActionFailed: an action raised; it says which one, with the original error as cause.
         """
+        (progress := self.mesh.waits.progress).begin_round(self._number, step, self._is_new)
         self.mesh.waits.clock.begin_step()
         state, posted = self._begin(batch, step, seed), 0
         if not state.tables.shares and not self.is_replica_local:
@@ -117,9 +120,12 @@ class Executor:
                 self._post_receive(self.program.actions[posted], state)
                 posted += 1
             is_last = index == state.tables.last_backwards.get(action.stage)
+            progress.begin_action(index)
             self._run_action(action, batch, state, finish, self.reducers.get(action.stage) if is_last else None)
+            progress.end_action()
         for key in list(state.pending_sends):
             state.wait_sent(key)
+        self._is_new = False
         return state
 
     def _begin(self, batch: Batch, step: int, seed: int) -> StepState:
@@ -135,12 +141,13 @@ class Executor:
         self._slowness = 1.0 if self.straggler is None else self.straggler.factor_at(step, self.program.rank)
         witnessed = bool(self.per_sample) and not self._batch_is_sharded
         witnessed = witnessed and is_witnessed(self.program, step, len(own), batch.samples, self.is_replica_local)
-        for runner in self.runners.values():
-            runner.code.watch.records = [] if witnessed else None
+        calls: list[list[WitnessedCall]] = [[] for _ in self.runners] if witnessed else []
+        for runner, records in zip_longest(self.runners.values(), calls):
+            runner.code.watch.records = records
         kept = {i: Kept() for i in own}
         if self.running_statistics is not None:
             parts = {i: replace(part, keep_statistics=kept[i].keep) for i, part in parts.items()}
-        return StepState(parts, tables, averaged, kept_statistics=kept)
+        return StepState(parts, tables, averaged, kept_statistics=kept, witnessed_calls=calls)
 
     def _add_batch_counts(
         self, batch: Batch, own: Mapping[int, SampleShare], parts: dict[int, SampleSlice]
@@ -162,14 +169,11 @@ class Executor:
             raise ActionFailed(self.program.rank, self.program.stage, None, module, None) from error
         return {i: replace(part, whole=lambda key, _: found[key]) for i, part in parts.items()}
 
-    def _check_witnessed_calls(self) -> None:
-        for runner in self.runners.values():
-            records = runner.code.watch.records
-            if records:
-                graph = self.program.partition.graph
-                mean, named = graph.loss_is_mean or not graph.is_opaque, "+".join(self.per_sample)
-                check_calls(graph.code.fx, records, self._gather_replicas, mean, named)
-            runner.code.watch.records = None
+    def _check_witnessed_calls(self, state: StepState) -> None:
+        for records in state.witnessed_calls:
+            graph = self.program.partition.graph
+            mean, named = graph.loss_is_mean or not graph.is_opaque, "+".join(self.per_sample)
+            check_calls(graph.code.fx, records, self._gather_replicas, mean, named)
 
     def _gather_replicas(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor of one dimension from every replica."""
@@ -275,7 +279,7 @@ class Executor:
             start = reducer.wait_bucket(action.value)
             waits.bytes = reducer.bucket_bytes[action.value]
         else:
-            self._check_witnessed_calls()
+            self._check_witnessed_calls(state)
             before = self.transport.counters.given
             if self.running_statistics is not None:
                 whole, tensors = min(state.tables.samples, self.microbatches), self.any_runner.tensors
@@ -309,7 +313,7 @@ class Executor:
             value = values[name] if name in values else live.outputs[name]
             state.values.setdefault((reader, i), {})[name] = value.detach()
         # Padding samples are excluded from the loss, even if it is NaN.
-        if live.loss and share.weight and self._reports_loss:
+        if live.loss and share.weight and self.mesh.is_first:
             total = live.loss[0].detach().double()  # so that a printed loss is the one device's to the last digit
             # A scalar mean counts for as many samples as it was taken over; a Mean brings its own count.
             mean = len(live.loss) == 1

@@ -1,30 +1,39 @@
 """Per-sample check: compares the user's own Python on the whole batch with its parts, on the steps 1, 2, 4, 8, ...
 
 Nothing can be derived about a module that runs the user's own Python. Where the plan says that it treats each sample by
-itself (``per_sample``), it is checked at run time: its inputs in a step are gathered from all microbatches and replicas
-and computed as one batch, without gradients and random numbers, in float64. The rows of the result must equal those of
-the parts. The cost is a forward pass of the module on the whole batch, in few steps out of many.
+itself (``per_sample``), it is checked at run time: its inputs in a step, and the gradients of the loss with respect to
+its results, are gathered from all microbatches and replicas, and it is computed as one batch, forward and backward,
+without random numbers, in float64. The rows of the results must equal those of the parts, and so must the rows of the
+inputs' gradients; the parts' gradients of its weights must add up to the whole's. The cost is a forward and a backward
+pass of the module on the whole batch, and on the parts once more, in few steps out of many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from polylane.errors import PeerLost, PolylaneError
-from polylane.graph.capture.assign_keys import copy_python_call
 from polylane.graph.capture.export import format_line, reason_of
 from polylane.graph.graph import Node
-from polylane.graph.precision import PROMOTED, Promoted
 from polylane.graph.sample_slice import SampleSlice
+from polylane.graph.sparse_gradients import densify
 from polylane.graph.symbolic_sizes import batch_dimension
 from polylane.program.program import Program
 from polylane.runtime.transport.protocol import Transport
-from polylane.samples.split_runs import WithoutRandomness, equal_within
+from polylane.samples.batch_division import suggest_no_per_sample
+from polylane.samples.python_passes import (
+    PythonCall,
+    PythonPasses,
+    find_unequal_gradient,
+    promote_tensors,
+    run_passes,
+)
+from polylane.samples.split_runs import equal_within
 from polylane.schedule.action import ActionKind
 
 
@@ -36,11 +45,38 @@ class WitnessedCall:
         node: the operator of the graph that was called.
         part: the samples that it computed on.
         tensors: copies of its arguments: parameters, buffers, then inputs.
+        differentiable: indices of the arguments that a gradient flows back to.
+        leaves: indices of those among them that begin autograd's graph: parameters.
+        cotangents: copies of the gradients that came back for its results, by index, once its backward pass has run.
     """
 
     node: Node
     part: SampleSlice
     tensors: tuple[Tensor, ...]
+    differentiable: tuple[int, ...] = ()
+    leaves: tuple[int, ...] = ()
+    cotangents: dict[int, Tensor] = field(default_factory=dict)
+
+
+def record_call(node: Node, part: SampleSlice, tensors: Sequence[Tensor]) -> WitnessedCall:
+    """Record a call of the user's own Python that is about to be made."""
+    passed = tuple(i for i, t in enumerate(tensors) if t.requires_grad and torch.is_grad_enabled())
+    leaves = tuple(i for i in passed if tensors[i].is_leaf)
+    return WitnessedCall(node, part, tuple(t.detach().clone() for t in tensors), passed, leaves)
+
+
+def record_gradients(record: WitnessedCall, results: Any) -> None:
+    """Have a call's record receive the gradients of its results when its backward pass runs."""
+
+    def keep(index: int) -> Callable[[Tensor], None]:
+        def receive(gradient: Tensor) -> None:
+            record.cotangents[index] = densify(gradient).detach().clone()
+
+        return receive
+
+    for index, result in enumerate([results] if isinstance(results, Tensor) else results):
+        if isinstance(result, Tensor) and result.requires_grad:
+            result.register_hook(keep(index))
 
 
 Gather = Callable[[Tensor], Sequence[Tensor]]
@@ -95,10 +131,10 @@ def check_calls(code: fx.Graph, records: Sequence[WitnessedCall], gather: Gather
         calls.setdefault(record.node.name, []).append(record)
     for name, own in calls.items():
         # Batch normalization takes statistics of a microbatch over all replicas, so each microbatch is its own whole.
-        normalizes = bool(getattr(nodes[name].target, "normalizes", False))
+        normalizes = bool(getattr(getattr(nodes[name].target, "own", None), "normalizes", False))
         for group in [[r] for r in own] if normalizes else [own]:
             try:
-                holds = _matches_whole_batch(nodes[name], group, gather, mean)
+                unlike = _Comparison(nodes[name], group, gather, mean).find_difference()
             except (PolylaneError, PeerLost):
                 raise
             except Exception as error:
@@ -107,65 +143,121 @@ def check_calls(code: fx.Graph, records: Sequence[WitnessedCall], gather: Gather
                     f"per_sample={plan}: {module} cannot be watched, for it does not run in float64 "
                     f"({reason_of(error)}): leave it out of per_sample"
                 ) from error
-            if not holds:
-                raise PolylaneError(_describe_dependence(own[0], plan))
+            if unlike:
+                raise PolylaneError(_describe_dependence(own[0], unlike, plan, len(own)))
 
 
-def _describe_dependence(record: WitnessedCall, plan: str) -> str:
+def _describe_dependence(record: WitnessedCall, unlike: str, plan: str, microbatches: int) -> str:
     node, step = record.node, record.part.step + 1
     return (
-        f"step {step}: {node.module or 'the model'}{format_line(node.source)} makes each sample depend on the "
-        "others of its "
-        f"batch, though per_sample={plan} says that it does not: leave it out of per_sample, or use data=1 and "
-        "microbatches=1"
+        f"step {step}: {node.module or 'the model'}{format_line(node.source)} makes {unlike} depend on the others of "
+        f"its batch, though per_sample={plan} says that it does not: {suggest_no_per_sample(microbatches)}"
     )
 
 
-def _matches_whole_batch(node: fx.Node, records: Sequence[WitnessedCall], gather: Gather, mean: bool) -> bool:
-    dims = [batch_dimension(n.meta.get("val")) for n in node.args[1]]  # type: ignore[union-attr]
-    target: Any = node.target
-    counting = [r for r in records if r.part.weight]
-    # Padding samples take part in the collective sums of a module that normalizes, but not in the comparison.
-    computed = [(r, _run_copy(target, r.part, _promote_tensors(r.tensors))) for r in records]
-    parts = [values for r, values in computed if r.part.weight]
-    whole_inputs = []
-    for number, dim in enumerate(dims):
-        own = [_promote_tensors(r.tensors)[number] for r in counting]
-        like = _promote_tensors(records[0].tensors)[number]
-        whole_inputs.append(like if dim is None else _gather_rows(own, like, dim, gather))
-    own_samples = torch.full((1,), float(sum(r.part.samples for r in counting)), device=computed[0][1][0].device)
-    samples = int(sum(map(float, gather(own_samples))))
-    first = replace(records[0].part, first=0, samples=samples, weight=1, sum_replicas=None, whole=None)
-    whole = _run_copy(target, first, whole_inputs)
-    vals = [node.meta["val"]] if isinstance(node.meta["val"], Tensor) else list(node.meta["val"])
-    # An output with rows must have the same rows; one without is a loss, whose parts add up, weighted by samples if it
-    # is a mean. Integer outputs without rows are counts or flags, which need not add up.
-    for number, val in enumerate(vals):
-        own = [part[number] for part in parts]
-        dim = batch_dimension(val)
-        like = whole[number]
+class _Comparison:
+    """The calls of one node in a step, compared with one call on all samples; collective over the replicas.
+
+    Args:
+        node: the node of the graph that runs the user's own Python.
+        records: its calls on this worker, in the order of the microbatches; each replica has one at least.
+        gather: gathers a tensor of one dimension from every replica.
+        mean: whether a loss that is computed inside is a mean over samples.
+    """
+
+    def __init__(self, node: fx.Node, records: Sequence[WitnessedCall], gather: Gather, mean: bool) -> None:
+        self._node, self._records, self._gather, self._mean = node, records, gather, mean
+        self._target: Any = node.target
+        inputs: Any = node.args[1]
+        self._input_dims = [batch_dimension(n.meta.get("val")) for n in inputs]
+        self._vals = [node.meta["val"]] if isinstance(node.meta["val"], Tensor) else list(node.meta["val"])
+        # Padding samples take part in the collective sums of a module that normalizes, but not in the comparison.
+        self._parts = [(r, run_passes(self._part_call(r))) for r in records]
+        self._counting = [(r, passes) for r, passes in self._parts if r.part.weight]
+        own = torch.tensor([sum(r.part.samples for r, _ in self._counting), len(self._counting)], dtype=torch.float64)
+        self._samples, self._calls = map(int, self._sum_replicas(own).tolist())
+
+    def find_difference(self) -> str:
+        """Return what of a sample depends on the others, for the sentence on it; "" if nothing does."""
+        call = self._whole_call()
+        whole = run_passes(call)
+        matching = [self._output_matches(i, whole) for i in range(len(self._vals))]
+        made = {i: self._make_gradient(i, like) for i, like in whole.gradients.items()}
+        if not all(matching):
+            return "each sample"
+        return "" if find_unequal_gradient(call, whole, made) is None else "the gradient of each sample"
+
+    def _part_call(self, record: WitnessedCall) -> PythonCall:
+        return PythonCall(
+            self._target, record.part, record.tensors, record.differentiable, record.leaves, record.cotangents
+        )
+
+    def _whole_call(self) -> PythonCall:
+        """Return the call on all samples, in the order in which rows are gathered."""
+        first = self._records[0]
+        part = replace(first.part, first=0, samples=self._samples, weight=1, sum_replicas=None, whole=None)
+        tensors = promote_tensors(first.tensors)
+        for i, dim in enumerate(self._input_dims):
+            if dim is not None:
+                own = [promote_tensors([r.tensors[i]])[0] for r, _ in self._counting]
+                tensors[i] = _gather_rows(own, tensors[i], dim, self._gather)
+        # Of parts with other samples other arguments may have a gradient: those of all count.
+        flags = torch.zeros(2, max(len(self._input_dims), len(self._vals)), dtype=torch.float64)
+        for record, _ in self._counting:
+            flags[0, list(record.differentiable)] = 1
+            flags[1, list(record.cotangents)] = 1
+        passed, reached = (self._sum_replicas(flags) > 0).tolist()
+        wanted = tuple(i for i, flag in enumerate(passed) if flag)
+        cotangents = {i: self._make_cotangent(i) for i, flag in enumerate(reached) if flag}
+        return PythonCall(self._target, part, tensors, wanted, first.leaves, cotangents)
+
+    def _make_cotangent(self, index: int) -> Tensor:
+        """Return the gradient of a result of the call on all samples.
+
+        Of rows it is the parts' rows; of a mean each part has its share of it, of a sum (the total of
+        ``polylane.Mean``) each has all of it.
+        """
+        dim = batch_dimension(self._vals[index])
+        like = torch.zeros_like(self._parts[0][1].outputs[index])
+        own = [
+            r.cotangents[index].to(like.dtype) if index in r.cotangents else torch.zeros_like(p.outputs[index])
+            for r, p in self._counting
+        ]
         if dim is not None:
-            made = _gather_rows(own, like.narrow(dim, 0, 0), dim, gather)
-        elif not like.is_floating_point():
-            continue
-        else:
-            share = [r.part.samples / samples if mean else 1.0 for r in counting]
-            total = sum((s * x for s, x in zip(share, own, strict=True)), torch.zeros_like(like))
-            made = torch.stack([t.view_as(like) for t in gather(total.flatten())]).sum(0)
-        if not equal_within(like, made):
-            return False
-    return True
+            return _gather_rows(own, like.narrow(dim, 0, 0), dim, self._gather)
+        total = self._sum_replicas(sum(own, like))
+        return total if self._mean else total / self._calls
 
+    def _output_matches(self, index: int, whole: PythonPasses) -> bool:
+        """Return whether a result of the parts makes up the whole's.
 
-def _run_copy(target: Any, part: SampleSlice, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Run a copy of the module, so that neither its buffers nor its Python state are changed."""
-    with torch.no_grad(), Promoted(), WithoutRandomness():
-        result = copy_python_call(target)(part, list(tensors))
-    return [result] if isinstance(result, Tensor) else list(result)
+        One with rows must have the same rows; one without is a loss, whose parts add up, weighted by samples if it is a
+        mean. Integers without rows are counts or flags, which need not add up.
+        """
+        dim, like = batch_dimension(self._vals[index]), whole.outputs[index]
+        own = [passes.outputs[index] for _, passes in self._counting]
+        if dim is not None:
+            return equal_within(like, _gather_rows(own, like.narrow(dim, 0, 0), dim, self._gather))
+        if not like.is_floating_point():
+            return True
+        share = [r.part.samples / self._samples if self._mean else 1.0 for r, _ in self._counting]
+        total = sum((s * x for s, x in zip(share, own, strict=True)), torch.zeros_like(like))
+        return equal_within(like, self._sum_replicas(total))
 
+    def _make_gradient(self, index: int, like: Tensor) -> Tensor:
+        """Return an argument's gradient, as the parts make it up: rows, or a sum."""
+        dim = self._input_dims[index]
+        own = [
+            p.gradients[index] if index in p.gradients else torch.zeros_like(r.tensors[index], dtype=like.dtype)
+            for r, p in self._counting
+        ]
+        if dim is not None:
+            return _gather_rows(own, like.narrow(dim, 0, 0), dim, self._gather)
+        return self._sum_replicas(sum(own, torch.zeros_like(like)))
 
-def _promote_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t.to(PROMOTED.get(t.dtype, t.dtype), copy=True) for t in tensors]
+    def _sum_replicas(self, tensor: Tensor) -> Tensor:
+        own = tensor.to(self._records[0].tensors[0].device) if self._records[0].tensors else tensor
+        return torch.stack([each.view_as(own) for each in self._gather(own.flatten())]).sum(0)
 
 
 def _gather_rows(own: Sequence[Tensor], like: Tensor, dim: int, gather: Gather) -> Tensor:

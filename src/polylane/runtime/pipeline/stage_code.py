@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,15 +19,15 @@ from polylane.graph.precision import unwrap_settings
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.sample_slice import SampleSlice
 from polylane.placement.overlap import overlap_redistributions
-from polylane.placement.rewrite import rewrite
+from polylane.placement.rewrite import AxisSplit, rewrite
+from polylane.placement.sized_calls import write_sizes
+from polylane.placement.strategy import OperatorCall
 from polylane.runtime.compiled_regions import with_compiled_regions
 from polylane.runtime.pipeline.defer_weights import defer_weight_gradients
 from polylane.runtime.pipeline.generated_code import generate_code
 from polylane.runtime.pipeline.recompute import Recomputation
-from polylane.runtime.pipeline.sample_witness import WitnessedCall
+from polylane.runtime.pipeline.sample_witness import WitnessedCall, record_call, record_gradients
 from polylane.sharding.layout import Layout
-
-OWN_PYTHON = ("leaf", "function")  # operators that run the user's own Python
 
 
 class PythonCallWatch:
@@ -87,21 +87,22 @@ class WatchedCall:
         """
         if part.samples < part.count_loss_samples and torch.is_grad_enabled():
             raise PolylaneError(
-                f"{self.node.module or 'the model'}{format_line(self.node.source)} writes its buffers in a "
-                "part of the batch, "
-                "and one device would write them once, for all samples: use microbatches=1, and leave it out of "
+                f"{self.node.module or 'the model'}{format_line(self.node.source)} writes its buffers in a part of the "
+                "batch, and one device would write them once, for all samples: use microbatches=1, and leave it out of "
                 "per_sample"
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part, tensors = args
-        if self.watch.records is not None:
-            self.watch.records.append(WitnessedCall(self.node, part, tuple(t.detach().clone() for t in tensors)))
+        record = None if self.watch.records is None else record_call(self.node, part, tensors)
         # Every in-place write raises a tensor's version counter.
         before = [buffer._version for buffer in tensors[self.buffers]]
         result = self.target(*args, **kwargs)
         if before != [buffer._version for buffer in tensors[self.buffers]]:
             self._refuse_write(part)
+        if record is not None:
+            self.watch.records.append(record)  # type: ignore[union-attr]
+            record_gradients(record, result)
         self.watch.watch_backward(self.node, result, (args, kwargs))
         return result
 
@@ -214,7 +215,7 @@ def extract_stage(
         copied.args, copied.kwargs = _move_devices(copied.args, device), _move_devices(copied.kwargs, device)
         copied.meta = dict(node.meta)
         described = chosen[node.meta["name"]]
-        if described.op in OWN_PYTHON:
+        if described.is_own_python:
             copied.target = WatchedCall(node.target, described, watch)
         by_name[node.meta["name"]] = copied
     graph.output((*[by_name[name] for name in outputs], *[values[n] for n in loss]))
@@ -232,6 +233,21 @@ def _defer_weights(graph: fx.Graph, partition: Partition) -> tuple[int, ...]:
     """Rewrite a stage's code for backward passes in two halves."""
     parameters = partition.graph.parameters
     return defer_weight_gradients(graph, lambda name: parameters[name].trainable)
+
+
+class _SizedCode(NamedTuple):
+    """Code that is written with formulas of the open sizes.
+
+    Attributes:
+        admits: tells of a number of samples and open sizes whether the code is that of this rank.
+        code: the compiled code, which computes its numbers from the sample slice.
+    """
+
+    admits: Callable[[Sequence[int]], bool]
+    code: StageCode
+
+
+_SIZED_KEPT = 8  # pieces of code for other ranges of open sizes that are kept for one number of samples
 
 
 @dataclass(frozen=True)
@@ -259,10 +275,35 @@ class LocalStageCode:
     splits_backward: bool = False
     dropped: DroppedTensors = NOTHING_DROPPED
     compiled_for: torch.device | None = None
+    _written: dict[int, list[_SizedCode]] = field(default_factory=dict)
 
     def rewrite_for(self, samples: int, open_sizes: tuple[int, ...]) -> StageCode:
-        """Rewrite the code for a part with that number of samples, of a batch with these open sizes."""
-        calls, splits = self.layout.at(samples, open_sizes)
+        """Rewrite the code for a part with that number of samples, of a batch with these open sizes.
+
+        Code that was written with formulas of the open sizes serves all of them for which these hold.
+        """
+        formula = self.layout.formula(samples, open_sizes)
+        if formula is None:
+            return self._compile(self._rewrite(*self.layout.at(samples, open_sizes), samples, open_sizes))
+        known = self._written.setdefault(samples, [])
+        for each in known:
+            if each.admits((samples, *open_sizes)):
+                return each.code
+        traced = formula.trace_at((samples, *open_sizes))
+        graph = self._rewrite(traced.calls, traced.splits, samples, traced.trace.sizes[1:])
+        traced.trace.close()
+        write_sizes(graph)
+        known.insert(0, _SizedCode(traced.trace.compile_guards(), self._compile(graph)))
+        del known[_SIZED_KEPT:]
+        return known[0].code
+
+    def _rewrite(
+        self,
+        calls: Mapping[str, OperatorCall],
+        splits: Mapping[str, AxisSplit],
+        samples: int,
+        open_sizes: tuple[Any, ...],
+    ) -> fx.Graph:
         graph = rewrite(
             self.whole.graph,
             calls,
@@ -275,10 +316,13 @@ class LocalStageCode:
             open_sizes=open_sizes,
         )
         overlap_redistributions(graph)
+        return graph
+
+    def _compile(self, graph: fx.Graph) -> StageCode:
         groups = _defer_weights(graph, self.partition) if self.splits_backward else ()
         nodes = {node.name: node for node in self.partition.graph.nodes}
         again = Recomputation(graph, self.dropped, self.hooks.pack_saved, self.hooks.unpack_saved, nodes)
-        label = " by ".join(map(str, (f"{samples} samples", *open_sizes))) + f" of {self.whole.file}"
+        label = f"a rank's part of {self.whole.file}"
         run, lines, file = _compile_graph(graph, label, nodes, self.hooks, again, self.compiled_for)
         return replace(
             self.whole,
@@ -317,6 +361,6 @@ def _compile_graph(
     """
     with hooks.insert_gates(graph), again.watching_calls():
         code = generate_code(graph if compiled_for is None else with_compiled_regions(graph, compiled_for), label)
-        # A gate is none of the graph's own nodes.
-        lines = {line: chosen[n.meta["name"]] for line, n in code.nodes_by_line.items() if "name" in n.meta}
+        # A gate, or a size, is none of the graph's own nodes.
+        lines = {line: chosen[n.meta["name"]] for line, n in code.nodes_by_line.items() if n.meta.get("name") in chosen}
     return code.run, lines, code.file

@@ -17,6 +17,7 @@ from polylane.observe.timeline import Span, Timeline
 from polylane.program.program import Program
 from polylane.runtime.pipeline.batch_tables import BatchTables
 from polylane.runtime.pipeline.running_statistics import Kept
+from polylane.runtime.pipeline.sample_witness import WitnessedCall
 from polylane.runtime.span_clock import TimedSpan
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 from polylane.runtime.transport.serialization import serializable
@@ -60,6 +61,7 @@ class StepState:
         pending_receives: receives that were posted ahead, by their action.
         pending_sends: sends whose buffers are still in use.
         kept_statistics: by microbatch, statistics of batch normalizations that move running ones at the step's end.
+        witnessed_calls: by stage, calls of the user's own Python that are checked before the batch's update.
         loss_totals: loss of each microbatch, summed over its samples.
         loss_counts: number of samples, or sum of weights, of each of these.
         spans: start, end and bytes of every action so far; on an accelerator they are known once it has ended them.
@@ -76,6 +78,7 @@ class StepState:
     pending_receives: dict[Action, PendingTransfer] = field(default_factory=dict)
     pending_sends: dict[_SendKey, list[PendingTransfer]] = field(default_factory=dict)
     kept_statistics: dict[int, Kept] = field(default_factory=dict)
+    witnessed_calls: list[list[WitnessedCall]] = field(default_factory=list)
     loss_totals: list[Tensor] = field(default_factory=list)
     loss_counts: list[Tensor | float] = field(default_factory=list)
     spans: list[TimedSpan] = field(default_factory=list)

@@ -173,7 +173,7 @@ class DeferredCall:
     """Wraps a call that is linear in a weight: ``call(deferred, *args)``, the weight and the bias among them detached.
 
     Attributes:
-        target: the operator.
+        target: the operator of the graph that is called later.
         formula: how the gradients of the weight and of the bias are computed.
         slots: the slots of the weight and, if it has one, of the bias.
         label: the user-facing name of the node, for errors.

@@ -156,7 +156,7 @@ def launch_zeros(program: Program, reducers: Mapping[int, AllReducer]) -> None:
     """Take part in the sums of gradients of a batch of which this replica has no microbatch.
 
     Args:
-        program: the worker's program.
+        program: the worker's program, whose sums are launched.
         reducers: sum its gradients, by the stage whose last backward pass completes them.
     """
     ends = {action.stage: index for index, action in enumerate(program.actions) if action.kind in WEIGHT_PASSES}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.transport.protocol import Transport, TransportCounters
@@ -122,6 +124,27 @@ class GradientSync:
     def all_gather_object(self, value: Any) -> list[Any]:
         """Return every process's plain value, by rank, dedicated servers included; a collective of all of them."""
         return self._transport.all_gather_object(value)
+
+    @property
+    def server_parameters(self) -> Collection[str]:
+        """Names of the parameters that servers keep up to date; none without parameter servers."""
+        return ()
+
+    def collect_state(self, replica: int) -> WorkerState:
+        """Return what this synchronization adds to a checkpoint, beside weights and optimizers.
+
+        Args:
+            replica: number of this worker's replica.
+        """
+        return WorkerState()
+
+    def restore_state(self, saved: SavedState, replica: int) -> None:
+        """Make this synchronization go on from a checkpoint, after weights and optimizers are restored.
+
+        Args:
+            saved: the checkpoint, as this worker reads it.
+            replica: number of this worker's replica.
+        """
 
     def blame_local_server(self) -> AbstractContextManager[None]:
         """Context manager: re-raise PeerLost as the failure of a local parameter server, if that caused it."""

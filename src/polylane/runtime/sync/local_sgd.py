@@ -19,6 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from polylane.plan.sync import OuterOptimizer
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.model_state import optimized_parts
+from polylane.runtime.checkpoint.optimizer_state import OptimizedPart, collect_optimizer, restore_optimizer
+from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.sync.gradient_sync import GradientSync
@@ -59,6 +63,7 @@ class LocalSgd(GradientSync):
 
     def __init__(self, holding: LocalModel, trainers: Mapping[str, ObjectiveUpdate]) -> None:
         super().__init__(holding.transport)
+        self._local_model = holding
         self._sync = holding.prepared.plan.sync
         self._members = holding.prepared.plan.group(holding.world.rank, ("data",))
         self._buffers = averaged_buffers(holding)
@@ -116,6 +121,37 @@ class LocalSgd(GradientSync):
                 means = average_over_replicas(own, course.samples_seen, self._members, self._transport)
                 copy_values(tensors, means)
             yield
+
+    def collect_state(self, replica: int) -> WorkerState:
+        found = WorkerState()
+        for name, course in self._progress.items():
+            found.plain[f"local_sgd/{name}"] = {"steps": course.steps_taken, "samples": course.samples_seen}
+            if course.outer_optimizer is None:
+                continue
+            for parameter, part in self._anchor_parts(course).items():
+                found.add(f"anchor/{name}/{parameter}", part.region, part.parameter)
+            found.extend(collect_optimizer(f"{name}.outer", course.outer_optimizer, self._anchor_parts(course)))
+        return found
+
+    def restore_state(self, saved: SavedState, replica: int) -> None:
+        for name, course in self._progress.items():
+            known = saved.plain.get(f"local_sgd/{name}", {"steps": 0, "samples": []})
+            course.steps_taken = known["steps"]
+            # Where another number of replicas goes on from the mean of all, they are synchronized.
+            is_alike = len(known["samples"]) == len(self._members)
+            course.samples_seen = list(known["samples"]) if is_alike else []
+            if course.outer_optimizer is None:
+                continue
+            for parameter, part in self._anchor_parts(course).items():
+                if saved.has(f"anchor/{name}/{parameter}"):
+                    saved.fill(f"anchor/{name}/{parameter}", part.region, part.parameter.data)
+                else:  # of a training without an outer optimizer: it begins with these weights
+                    part.parameter.data.copy_(course.parameters[parameter].detach())
+            parts, outer = self._anchor_parts(course), course.outer_optimizer
+            restore_optimizer(f"{name}.outer", outer, parts, saved.plain, saved.fill)
+
+    def _anchor_parts(self, course: _ObjectiveProgress) -> dict[str, OptimizedPart]:
+        return optimized_parts(self._local_model, course.anchor)  # type: ignore[arg-type]  # leaves, no nn.Parameter
 
 
 def _start_progress(parameters: Mapping[str, nn.Parameter], outer: OuterOptimizer | None) -> _ObjectiveProgress:

@@ -31,7 +31,7 @@ class SparseReduction(PendingReduction):
         table: the parameter, for shape and dtype.
         gradient: this worker's own gradient, coalesced; None where it has none.
         ranks: the ranks that sum it.
-        transport: connects them.
+        transport: connects the replicas that exchange rows.
         counts: the pending numbers of rows of all ranks.
     """
 
@@ -82,7 +82,7 @@ def launch_sparse_sum(
         table: the parameter, the same shape on all ranks.
         gradient: this worker's gradient, sparse; None where it has none or another rank gives it.
         ranks: the ranks that sum it, one of the transport's groups.
-        transport: connects the workers.
+        transport: connects the replicas that exchange rows.
     """
     own = None if gradient is None else gradient.detach().coalesce()
     count = NO_GRADIENT if own is None else own.indices().shape[1]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,7 @@ from polylane.runtime.transport.serialization import decode, encode
 
 LONGEST = 1 << 40  # upper bound on bytes of an encoded value; a longer announced length is not from a worker
 INTRODUCTION = timedelta(seconds=60)  # timeout of the authentication of a new group, whose members just connected
+_PROOF_BYTES = 32  # of SHA-256, and of the random bytes that ask for a proof
 
 
 def all_gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -54,8 +56,9 @@ def broadcast(value: Any, source: int = 0, group: dist.ProcessGroup | None = Non
 def authenticate_group(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[int], rank: int) -> None:
     """Authenticate the members of a new group to one another; a collective of the group.
 
-    A backend accepts any process that connects, as the rank that it claims. Each member sends each other one an HMAC of
-    the group's name and both ranks under the secret, which is of no use to a third process.
+    A backend accepts any process that connects, as the rank that it claims. Each member sends each other one random
+    bytes, and then an HMAC under the secret of the group's name, both ranks and the random bytes of both: of no use to
+    a third process, nor in another group, nor later.
 
     Args:
         group: gloo group whose connections have just been made.
@@ -67,15 +70,14 @@ def authenticate_group(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[
         PolylaneError: the process in a rank's place does not know the secret.
     """
     others = [peer for peer in ranks if peer != rank]
-    given = torch.frombuffer(
-        bytearray(b"".join(_compute_proof(secret, group, rank, peer) for peer in ranks)), dtype=torch.uint8
-    )
-    # One all-to-all of the proofs, 32 bytes for each pair of ranks; the one to itself is ignored.
-    got = torch.empty_like(given)
-    group.alltoall_base(got, given, [], [], dist.AllToAllOptions()).wait(INTRODUCTION)
-    said = dict(zip(ranks, got.view(len(ranks), -1), strict=True))
+    # Another nonce for each peer: what is proved to one of them is proved to no other.
+    asked = {peer: secrets.token_bytes(_PROOF_BYTES) for peer in ranks}
+    asks = _exchange(group, ranks, asked)
+    proofs = {peer: _compute_proof(secret, group, (rank, peer), (asked[peer], asks[peer])) for peer in ranks}
+    said = _exchange(group, ranks, proofs)
     for peer in others:
-        if not hmac.compare_digest(said[peer].numpy().tobytes(), _compute_proof(secret, group, peer, rank)):
+        expected = _compute_proof(secret, group, (peer, rank), (asks[peer], asked[peer]))
+        if not hmac.compare_digest(said[peer], expected):
             raise PolylaneError(
                 f"who connected as rank {peer} is not a worker of this job (it does not know the job's secret): "
                 "another process has taken its place; start the job again, with the same POLYLANE_SECRET on all hosts "
@@ -83,8 +85,25 @@ def authenticate_group(group: dist.ProcessGroup, secret: bytes, ranks: Sequence[
             )
 
 
-def _compute_proof(secret: bytes, group: dist.ProcessGroup, source: int, destination: int) -> bytes:
-    return hmac.digest(secret, f"{group.group_name}: {source} to {destination}".encode(), hashlib.sha256)
+def _exchange(group: dist.ProcessGroup, ranks: Sequence[int], each: Mapping[int, bytes]) -> dict[int, bytes]:
+    """Send each rank its bytes, the same number to all, and return what each rank has sent."""
+    given = torch.frombuffer(bytearray(b"".join(each[peer] for peer in ranks)), dtype=torch.uint8)
+    got = torch.empty_like(given)
+    group.alltoall_base(got, given, [], [], dist.AllToAllOptions()).wait(INTRODUCTION)
+    return {peer: row.numpy().tobytes() for peer, row in zip(ranks, got.view(len(ranks), -1), strict=True)}
+
+
+def _compute_proof(secret: bytes, group: dist.ProcessGroup, way: tuple[int, int], nonces: tuple[bytes, bytes]) -> bytes:
+    """Return the proof for one direction.
+
+    Args:
+        secret: secret of the job's workers.
+        group: group whose members prove themselves.
+        way: rank that proves itself, and the one to which it does.
+        nonces: random bytes that the one and the other have sent, all of one length.
+    """
+    said = f"{group.group_name}: {way[0]} to {way[1]}: ".encode() + b"".join(nonces)
+    return hmac.digest(secret, said, hashlib.sha256)
 
 
 def _group_device(group: dist.ProcessGroup | None) -> torch.device:

@@ -118,6 +118,31 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         ) from None
 
 
+def to_json(value: Any) -> Any:
+    """Return a value without tensors as what JSON has: lists, texts, numbers; the form that :func:`encode` gives it.
+
+    Raises:
+        TypeError: the value, or a part of it, is a tensor, or cannot be encoded.
+    """
+    tail: list[bytes] = []
+    plain = _to_plain(value, tail)
+    if tail:
+        raise TypeError("a tensor has no place in JSON")
+    return plain
+
+
+def from_json(plain: Any) -> Any:
+    """Return the value that :func:`to_json` was given.
+
+    Raises:
+        PolylaneError: it is no such value, or one of an unregistered class.
+    """
+    try:
+        return _Reader(memoryview(b"")).value(plain)
+    except Exception as error:  # a registered class's own check may raise anything
+        raise PolylaneError(f"this is no encoded value ({type(error).__name__}: {str(error)[:120]})") from None
+
+
 def _to_plain(value: Any, tail: list[bytes]) -> Any:
     """Return a value as JSON: scalars are themselves, everything else is a list that begins with its type.
 

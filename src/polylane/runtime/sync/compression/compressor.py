@@ -16,6 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.model_state import parameter_region
+from polylane.runtime.checkpoint.saved_state import SavedState
+from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.sync.flat_packing import flatten_tensors, split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
@@ -84,6 +88,19 @@ class GradientCompressor:
         """
         return PendingPlainReduction(shares, transport.all_reduce(flatten_gradients(shares), shares.ranks))
 
+    def collect_state(self, objective: str, holding: LocalModel, replica: int) -> WorkerState:
+        """Return what the compressor adds to a checkpoint; nothing without compression.
+
+        Args:
+            objective: name of the objective whose gradients it sums.
+            holding: parameters and buffers of this worker.
+            replica: number of this worker's replica.
+        """
+        return WorkerState()
+
+    def restore_state(self, objective: str, holding: LocalModel, replica: int, saved: SavedState) -> None:
+        """Go on from a checkpoint; arguments as of :meth:`collect_state`."""
+
 
 @dataclass
 class PendingPlainReduction(PendingReduction):
@@ -128,6 +145,25 @@ class ErrorFeedback:
 
     def __init__(self) -> None:
         self.residuals: dict[str, Tensor] = {}
+
+    def collect_state(self, objective: str, holding: LocalModel, replica: int) -> WorkerState:
+        """Return the residuals for a checkpoint; arguments as of :meth:`GradientCompressor.collect_state`."""
+        found = WorkerState()
+        for name, residual in self.residuals.items():
+            region = parameter_region(holding, name, residual)
+            found.add(f"residual/{objective}/{name}@{replica}", region, residual)
+        return found
+
+    def restore_state(self, objective: str, holding: LocalModel, replica: int, saved: SavedState) -> None:
+        """Take the residuals of a checkpoint: of as many replicas each its own, else the first the sum of all."""
+        self.residuals = {}
+        for name, parameter in holding.tensors.parameters().items():
+            if not saved.has(f"residual/{objective}/{name}@0") or name not in holding.local_names():
+                continue
+            region = parameter_region(holding, name, parameter)
+            residual = torch.zeros(region.local_shape, dtype=sum_dtype(parameter.dtype), device=parameter.device)
+            if saved.fill_sum(f"residual/{objective}/{name}", replica, region, residual):
+                self.residuals[name] = residual
 
     def add_gradient(self, name: str, gradient: Tensor) -> Tensor:
         """Add a gradient to the residual and return that as a vector; the caller subtracts in place what it sends."""

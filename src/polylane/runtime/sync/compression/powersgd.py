@@ -13,6 +13,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
+from polylane.runtime.checkpoint.model_state import parameter_region
+from polylane.runtime.checkpoint.saved_state import SavedState
+from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.sync.compression import compressor
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
@@ -90,6 +94,25 @@ class PowerSGDCompressor(compressor.GradientCompressor):
         else:
             self._directions.pop(name, None)
             self.error_feedback.residuals.pop(name, None)
+
+    def collect_state(self, objective: str, holding: LocalModel, replica: int) -> WorkerState:
+        found = self.error_feedback.collect_state(objective, holding, replica)
+        found.plain[f"powersgd/{objective}"] = self._steps
+        for name, directions in self._directions.items():
+            found.add(self._name_of(objective, name, holding), whole_region(directions.shape), directions)
+        return found
+
+    def restore_state(self, objective: str, holding: LocalModel, replica: int, saved: SavedState) -> None:
+        self.error_feedback.restore_state(objective, holding, replica, saved)
+        self._steps, self._directions = saved.plain.get(f"powersgd/{objective}", 0), {}
+        for name in holding.local_names() & holding.tensors.parameters().keys():
+            key = self._name_of(objective, name, holding)
+            if saved.has(key):  # else it is of another cut of the parameter, or of another rank: it starts anew
+                self._directions[name] = saved.read_whole(key).to(holding.world.device)
+
+    def _name_of(self, objective: str, name: str, holding: LocalModel) -> str:
+        label = parameter_region(holding, name, holding.tensors.parameters()[name]).label
+        return f"directions{self.rank}/{objective}/{name}{label}"
 
 
 def saves_bytes(shape: torch.Size, dtype: torch.dtype, rank: int) -> bool:

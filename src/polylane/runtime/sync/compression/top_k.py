@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 from polylane.cost.network.sync_volume import count_top_k_entries
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.saved_state import SavedState
+from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.sync.compression import compressor
 from polylane.runtime.sync.flat_packing import split_views
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
@@ -55,6 +58,12 @@ class TopKCompressor(compressor.GradientCompressor):
             count = count_top_k_entries(self.fraction, gradient.numel())
             picks.append(take_largest(self.error_feedback.add_gradient(name, gradient), count, gradient.dtype))
         return _PendingTopK(shares, picks, transport.all_gather(pack_message(shares, picks), shares.ranks))
+
+    def collect_state(self, objective: str, holding: LocalModel, replica: int) -> WorkerState:
+        return self.error_feedback.collect_state(objective, holding, replica)
+
+    def restore_state(self, objective: str, holding: LocalModel, replica: int, saved: SavedState) -> None:
+        self.error_feedback.restore_state(objective, holding, replica, saved)
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,15 @@ server, asynchronous                       | from one replica         | one upda
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.optimizer import step_scheduler
 from polylane.runtime.parameters.update import ObjectiveUpdate
@@ -56,6 +58,7 @@ class ParameterServerSync(GradientSync):
         self._host, self._sync, self._waits = host, plan.sync, waits
         self._trainers, self._objective_names = trainers, list(trainers)
         self._parameters = {name: p for trainer in trainers.values() for name, p in trainer.local_parameters.items()}
+        self._server_parameters = frozenset(name for trainer in trainers.values() for name in trainer.parameter_order)
         self._buffers = averaged_buffers(holding)
         self._versions = dict.fromkeys(host.channels, 0)
         self._updates_seen = dict.fromkeys(trainers, 0)
@@ -63,6 +66,9 @@ class ParameterServerSync(GradientSync):
         self._steps = self.staleness = 0
         self._members = plan.group(rank, ("data",))
         self._samples_seen = [0] * len(self._members)
+        # Servers answer once they have the gradients of all replicas, or else those of this one.
+        answered = (rank,) if plan.sync.is_replica_local else self._members
+        self._watched = self._waits.progress.add_line(f"servers of {answered}", answered) or 0
         self.loss_ranks = replica_ranks(plan, rank) if plan.sync.is_replica_local else None
         self._send_first_weights()
 
@@ -98,7 +104,9 @@ class ParameterServerSync(GradientSync):
             # All pushes first, then all pulls: the servers work on this step at the same time.
             for server, (trade, line) in self._host.channels.items():
                 self._send_gradients(server, trade, line, kind, objective, options)
+            self._waits.progress.begin_wait(self._watched, self._waits.progress.begin_operation(self._watched))
             heads = [self._receive_weights(server, *line) for server, line in self._host.channels.items()]
+            self._waits.progress.end_wait()
         self._steps += 1
         self.staleness = max((head.staleness for head in heads), default=0)
         self._follow_scheduler(objective, trainer, max((head.updates for head in heads), default=0), bool(samples))
@@ -209,6 +217,24 @@ class ParameterServerSync(GradientSync):
 
     def server_counters(self) -> tuple[TransportCounters, ...]:
         return self._host.counters
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def server_parameters(self) -> Collection[str]:
+        return self._server_parameters
+
+    def collect_state(self, replica: int) -> WorkerState:
+        found = self._host.collect_state()
+        found.plain[f"server_client/{replica}"] = self._samples_seen
+        return found
+
+    def restore_state(self, saved: SavedState, replica: int) -> None:
+        self._host.restore_state(saved)
+        seen = saved.plain.get(f"server_client/{replica}", [])
+        self._samples_seen = list(seen) if len(seen) == len(self._members) else [0] * len(self._members)
+        # The servers have the options of the checkpoint as well: there is nothing to send.
+        self._sent_options = {name: encode_options(t.optimizer) for name, t in self._trainers.items()}
 
     # ---- dedicated servers -------------------------------------------------------------------------------------------
 

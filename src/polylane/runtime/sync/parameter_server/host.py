@@ -17,6 +17,8 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
 from polylane.errors import PeerLost
 from polylane.program.server_assignment import assign_parameters, server_rank
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.messages import Channel, RemoteChannel, open_local_channel
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards
@@ -120,6 +122,18 @@ class ServerHost:
         for others in self.transport.all_gather_object(own):
             every |= others
         return tuple(tuple(every[number]) for number in sorted(every))
+
+    def collect_state(self) -> WorkerState:
+        """Return the weights and optimizers of this process's servers, for a checkpoint."""
+        found = WorkerState()
+        for server in self.servers:
+            found.extend(server.collect_state())
+        return found
+
+    def restore_state(self, saved: SavedState) -> None:
+        """Make the state of this process's servers that of a checkpoint."""
+        for server in self.servers:
+            server.restore_state(saved)
 
     def close(self) -> None:
         """Wait until all workers have ended, then close all channels; a collective of all processes."""

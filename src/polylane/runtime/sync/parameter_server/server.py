@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 from polylane.observe.timeline import Span
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.sync.flat_packing import FlatPacking
 from polylane.runtime.sync.parameter_server.messages import CPU, Channel, MessageHead, MessageKind, Sizes
@@ -176,6 +178,16 @@ class ParameterServer:
             assert self.error is not None
             raise self.error
         return self._weights
+
+    def collect_state(self) -> WorkerState:
+        """Return weights and optimizer states for a checkpoint; while no worker is in a step."""
+        with self._lock:
+            return self.weights.collect_state()
+
+    def restore_state(self, saved: SavedState) -> None:
+        """Make weights and optimizers those of a checkpoint; while no worker is in a step."""
+        with self._lock, torch.no_grad():
+            self.weights.restore_state(saved)
 
     def sum_over_servers(self, vector: Tensor) -> Tensor:
         """Return the sum of all servers' vectors, in the order of servers; a collective of all servers."""

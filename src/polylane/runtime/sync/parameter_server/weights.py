@@ -13,6 +13,15 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective, named_parameters
 from polylane.errors import PolylaneError
 from polylane.program.lower import differentiable_parameters
+from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
+from polylane.runtime.checkpoint.model_state import PREFIX as MODEL_PREFIX
+from polylane.runtime.checkpoint.optimizer_state import (
+    OptimizedPart,
+    collect_optimizer,
+    restore_optimizer,
+    restore_options,
+)
+from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters import optimizer as optimizer
 from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh
 from polylane.runtime.transport.serialization import decode, encode
@@ -62,6 +71,27 @@ class ServerWeights:
 
     parameters: dict[str, nn.Parameter]
     objectives: dict[str, ObjectiveState] = field(default_factory=dict)
+
+    def collect_state(self) -> WorkerState:
+        """Return parameters and optimizer states, for a checkpoint."""
+        found = WorkerState()
+        for name, parameter in self.parameters.items():
+            found.add(MODEL_PREFIX + name, whole_region(parameter.shape), parameter)
+        for name, course in self.objectives.items():
+            found.extend(collect_optimizer(name, course.optimizer, _whole_parts(course)))
+        return found
+
+    def restore_state(self, saved: SavedState) -> None:
+        """Make parameters, optimizer states, options and schedulers those of a checkpoint."""
+        for name, parameter in self.parameters.items():
+            saved.fill(MODEL_PREFIX + name, whole_region(parameter.shape), parameter.data)
+        for name, course in self.objectives.items():
+            restore_optimizer(name, course.optimizer, _whole_parts(course), saved.plain, saved.fill)
+            restore_options(name, course.optimizer, course.scheduler, saved.plain)
+
+
+def _whole_parts(course: ObjectiveState) -> dict[str, OptimizedPart]:
+    return {name: OptimizedPart(p, whole_region(p.shape)) for name, p in course.parameters.items()}
 
 
 def build_weights(

@@ -1,0 +1,85 @@
+"""Stream state: where an iterable dataset with ``state_dict`` and ``load_state_dict`` is, in checkpoints.
+
+A dataset that says its state is given it again, and reads nothing twice; its random generators go on where they were.
+Another one is read from its beginning, and what was trained on already is passed over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from polylane.graph.python_state.random_generators import States
+from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.optimizer_state import from_plain, to_plain
+from polylane.runtime.data.seeded_draws import SeededStream
+
+
+def keeps_state(dataset: Any) -> bool:
+    """Return whether an iterable dataset says where it is, and can be put there again."""
+    return callable(getattr(dataset, "state_dict", None)) and callable(getattr(dataset, "load_state_dict", None))
+
+
+class StreamState:
+    """The stream that a job reads now, and the state that a checkpoint had of it."""
+
+    def __init__(self) -> None:
+        self._reads: tuple[Any, SeededStream, int] | None = None
+        self._loaded: Any = None
+
+    def add_to(self, found: WorkerState, rank: int) -> WorkerState:
+        """Add the state to what a worker saves: every worker reads all of a stream, and rank 0 speaks for them."""
+        if rank == 0 and (state := self._collect()) is not None:
+            found.plain["stream"] = state
+        return found
+
+    def _collect(self) -> Any:
+        """Return the state behind the latest batch as plain values; None where the dataset does not say it.
+
+        Raises:
+            PolylaneError: the dataset's state is of a type that no file has.
+        """
+        if self._reads is None or not keeps_state(self._reads[0]):
+            return None
+        dataset, generators, epoch = self._reads
+        with generators:
+            state = to_plain(dataset.state_dict(), f"{type(dataset).__name__}.state_dict()")
+        torchs, *others = generators.states
+        return {"epoch": epoch, "dataset": state, "torch": bytes(torchs.numpy()), "others": _to_lists(others)}
+
+    def load(self, saved: Any) -> None:
+        """Keep the state of a checkpoint for the stream that is opened next."""
+        self._loaded = saved
+
+    def open(self, dataset: Any, generators: SeededStream, epoch: int, skip: int) -> bool:
+        """Follow a stream from now on; return whether it was put where it was, so that nothing is passed over.
+
+        Args:
+            dataset: the iterable dataset, of which nothing is read yet.
+            generators: its random generators.
+            epoch: number of the epoch, from 0.
+            skip: samples of the epoch that were trained on already.
+        """
+        saved, self._loaded, self._reads = self._loaded, None, (dataset, generators, epoch)
+        if not skip or saved is None or saved["epoch"] != epoch or not keeps_state(dataset):
+            return False
+        dataset.load_state_dict(from_plain(saved["dataset"]))
+        generators.states = _from_lists(saved["torch"], saved["others"])
+        return True
+
+
+def _to_lists(states: list[Any]) -> list[Any]:
+    python, *numpy = states
+    return [python, *((kind, keys.tolist(), *rest) for kind, keys, *rest in numpy)]
+
+
+def _from_lists(torchs: bytes, others: list[Any]) -> States:
+    python, *arrays = others
+    first = torch.frombuffer(bytearray(torchs), dtype=torch.uint8)
+    if not arrays:
+        return first, python
+    import numpy
+
+    kind, keys, *rest = arrays[0]
+    return first, python, (kind, numpy.array(keys, dtype="uint32"), *rest)
