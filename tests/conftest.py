@@ -1,9 +1,15 @@
 """What every test needs: tests/ importable, and a test process that can be forked safely."""
 
+import faulthandler
 import gc
+import multiprocessing
 import os
+import signal
 import sys
+import time
+from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 # Tests fork, and a forked process cannot use an accelerator that its parent has looked for.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -32,9 +38,32 @@ torch._dynamo.config.fake_tensor_cache_enabled = False
 settings.register_profile("few", max_examples=25, derandomize=True)
 
 
+# A worker that gets this signal prints where all its threads are.
+STACKS_SIGNAL = signal.SIGUSR2
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    faulthandler.register(STACKS_SIGNAL, file=os.dup(sys.stderr.fileno()), all_threads=True)
     if config.option.markexpr == "not slow" and not config.getoption("--hypothesis-profile"):
         settings.load_profile("few")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Let the workers of a test that takes too long say where they are, before they are ended with it."""
+    done = yield
+    fail = signal.getsignal(signal.SIGALRM)
+    if callable(fail):
+
+        def print_stacks_and_fail(*at: Any) -> None:
+            for worker in multiprocessing.active_children():
+                print(f"\n{item.nodeid}: {worker.name}:", file=sys.__stderr__, flush=True)
+                os.kill(worker.pid or 0, STACKS_SIGNAL)
+                time.sleep(0.5)
+            fail(*at)
+
+        signal.signal(signal.SIGALRM, print_stacks_and_fail)
+    return done
 
 
 def pytest_collection_finish() -> None:
