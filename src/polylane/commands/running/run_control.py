@@ -178,7 +178,6 @@ class RunControl:
         """
 
         def write() -> None:
-            self._saver.finish()
             if self._saved_step != self._job.position.step:
                 self._saved_step = self._job.position.step
                 self._saved_at = time.monotonic()
@@ -188,6 +187,9 @@ class RunControl:
                 self._saver.finish()
 
         with self._job.world.progress.during(Phase.SAVING):
+            # The one before first: if its disk was full, this one is begun all the same. It may find room, and a
+            # pipeline without a flush is emptied at every step that checkpoints are due at, whatever the disk does.
+            self._attempt(self._saver.finish)
             self._attempt(write)
 
     def _attempt(self, act: Callable[[], Any]) -> Any:
