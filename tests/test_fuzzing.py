@@ -91,7 +91,9 @@ NOTICED = {
 
 
 def test_what_is_wrong_is_noticed() -> None:
-    outcomes = list(run_inputs([FuzzInput(name, (name,)) for name in NOTICED], _main, seconds=1.0))
-    assert [one.name for one in outcomes] == list(NOTICED)
+    # Only what never ends is waited for to the end of its time: the others have as much as a busy machine takes.
+    first = [FuzzInput(name, (name,)) for name in NOTICED if name != "hang"]
+    outcomes = [*run_inputs(first, _main), *run_inputs([FuzzInput("hang", ("hang",))], _main, seconds=1.0)]
+    assert sorted(one.name for one in outcomes) == sorted(NOTICED)
     for one in outcomes:
         assert NOTICED[one.name] in one.wrong and bool(NOTICED[one.name]) == bool(one.wrong), one
