@@ -95,11 +95,13 @@ def test_only_rank_0_measures_and_leaves_no_trace(capfd: pytest.CaptureFixture[s
         measured: list[int] = []
         measure = auto.measure
         auto.measure = lambda *given: (measured.append(context.rank), measure(*given))[1]  # type: ignore[assignment]
-        model = mlp(6, 8, 4)
-        before = [*(p.detach().clone() for p in model.parameters()), torch.get_rng_state()]
-        automatically(model).close()
-        after = [*model.parameters(), torch.get_rng_state()]
-        same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        model, untouched, drawn = mlp(6, 8, 4), mlp(6, 8, 4), torch.get_rng_state()
+        with automatically(model) as job:
+            plan = job.plan
+        # Whatever plan is the fastest here: under some of them a model holds parts of its parameters.
+        automatically(untouched, plan=plan).close()
+        same = all(map(torch.equal, model.parameters(), untouched.parameters()))
+        same &= torch.equal(drawn, torch.get_rng_state())
         return len(measured), same and all(p.grad is None for p in model.parameters())
 
     assert fork_workers(work, 2) == [(1, True), (0, True)]
