@@ -25,7 +25,6 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.graph.batch import clone_leaves, count_parts, flatten, sample_count, split_bounds, take_samples
-from polylane.graph.graph import Graph
 from polylane.graph.precision import Promoted
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
@@ -70,16 +69,11 @@ class Outcome:
 # The plan -------------------------------------------------------------------------------------------------------------
 
 
-def by_work(graph: Graph, *_: object) -> tuple[float, ...]:
-    """In place of measured times, so that the cuts are the same in every run."""
-    return tuple(1e3 + node.flops + node.bytes for node in graph.nodes)
-
-
 def prepared_for(training: Training, plan: str) -> CompiledTraining:
     """As ``train`` and ``parallelize`` prepare it: with the first batch as the example."""
     objectives = build_objectives(copy.deepcopy(training.loss), training.optimizer or sgd, None)
     example = training.batches()[0]
-    return compile_training(training.model(), objectives, example, plan, in_float64=training.promoted, seconds=by_work)
+    return compile_training(training.model(), objectives, example, plan, in_float64=training.promoted)
 
 
 def by_plan(training: Training, prepared: CompiledTraining, seed: int = 0) -> Trained:

@@ -15,7 +15,6 @@ import models
 from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import Objective
-from polylane.graph.graph import Graph
 from polylane.placement.placement import Shard
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
@@ -35,11 +34,6 @@ def adamw(parameters: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimiz
 
 def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=3)
-
-
-def by_work(graph: Graph, *_: object) -> tuple[float, ...]:
-    """In place of measured times, so that the cuts are the same in every run."""
-    return tuple(1e3 + node.flops + node.bytes for node in graph.nodes)
 
 
 @functools.cache
@@ -70,9 +64,7 @@ def model_of(name: str) -> nn.Module:
 
 def compile_case(name: str, objective: Objective, plan: str | Spec | Plan, samples: int) -> CompiledTraining:
     example = batch_in_float64(case_of(name).batch(samples, 0))
-    return compile_training(
-        model_of(name), {"loss": objective}, example, plan, in_float64=True, seconds=by_work, shared=True
-    )
+    return compile_training(model_of(name), {"loss": objective}, example, plan, in_float64=True, shared=True)
 
 
 def verdict_on(row: table.Row, prepared: CompiledTraining) -> Verdict:

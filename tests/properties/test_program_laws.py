@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
+from random import Random
 
 import networkx as nx
 import pytest
@@ -16,13 +17,16 @@ from hypothesis import strategies as st
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition, cut_positions
 from polylane.plan.fit_to_graph import plan_from_partition
+from polylane.plan.lanes import stage_graph_of
+from polylane.plan.order import format_order
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Degrees, Spec
 from polylane.program.check import check, match_messages
 from polylane.program.lower import crossing_as_sent, lower, lower_evaluation
 from polylane.program.program import Program
+from polylane.program.waits import receive_horizons, waiting_microbatch
 from polylane.schedule.action import Action, ActionKind
-from polylane.schedule.schedules import SCHEDULES
+from polylane.schedule.schedules import FOUND, SCHEDULES
 from synthetic import graph
 
 MESHES = [(1, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 3), (1, 3, 2), (2, 2, 2)]
@@ -60,57 +64,109 @@ def graphs(draw: st.DrawFn) -> Graph:
 
 @st.composite
 def lowereds(draw: st.DrawFn, alike: bool = True) -> Lowered:
-    """A graph cut anywhere, on meshes that are alike or not."""
+    """A graph cut anywhere, on meshes that are alike or not, in any schedule or in any order that can be run."""
     made = draw(graphs())
     allowed = cut_positions(made)
-    cuts = tuple(sorted(draw(st.sets(st.sampled_from(allowed), max_size=5)))) if allowed else ()
+    cuts = tuple(sorted(draw(st.sets(st.sampled_from(allowed), max_size=7)))) if allowed else ()
     partition = Partition(made, cuts)
     degrees = st.sampled_from(MESHES).map(lambda mesh: Degrees(*mesh))
-    schedule, chunks = draw(st.sampled_from(sorted(SCHEDULES))), 1
+    schedule, chunks = draw(st.sampled_from([*SCHEDULES, "zb-h1", "zb-h2", FOUND])), 1
     if divisors := [n for n in (2, 3) if partition.stages % n == 0 and partition.stages > n]:
         chunks = draw(st.sampled_from([1, *divisors]))
-        schedule = schedule if chunks == 1 else "interleaved"
+        several = ["interleaved", FOUND] + ["zb-v"] * (chunks == 2)
+        schedule = schedule if chunks == 1 else draw(st.sampled_from(several))
     groups = partition.stages // chunks
     meshes = [draw(degrees)] * groups if alike else [draw(degrees) for _ in range(groups)]
     spec = Spec(schedule=schedule, stages=tuple(meshes), pipeline=groups, chunks=chunks)
     plan = plan_from_partition(partition, spec, draw(st.integers(1, 6)))
+    if schedule == FOUND:
+        lanes = random_order(draw(st.randoms(use_true_random=False)), partition, plan)
+        plan = plan.model_copy(update={"order": format_order(lanes)})
     axes = st.sets(st.sampled_from(["sequence", "tensor"]))
     partial = draw(st.dictionaries(st.sampled_from(sorted(made.parameters)), axes)) if made.parameters else {}
     return Lowered(partition, plan, partial, lower(partition, plan, None, (partial,) * plan.pipeline))
+
+
+def random_order(random: Random, partition: Partition, plan: Plan) -> list[list[Action]]:
+    """Passes of every group of workers in an order that can be run: each behind all that it needs, by chance."""
+    graph, count = stage_graph_of(partition, plan), plan.microbatches
+    lanes: list[list[Action]] = [[] for _ in range(1 + max(plan.stage_groups))]
+    forwards, backwards = [0] * graph.stages, [0] * graph.stages
+    # Some orders run far ahead on few stages, others keep all of them busy.
+    weights = [random.choice((1, 10)) for _ in range(2 * graph.stages)]
+    while min(backwards) < count:
+        ready = [
+            (ActionKind.FORWARD, stage)
+            for stage, done in enumerate(forwards)
+            if done < count and all(forwards[other] > done for other in graph.predecessors[stage])
+        ] + [
+            (ActionKind.BACKWARD, stage)
+            for stage, done in enumerate(backwards)
+            if done < forwards[stage] and all(backwards[other] > done for other in graph.successors[stage])
+        ]
+        likely = [weights[2 * stage + (kind is ActionKind.BACKWARD)] for kind, stage in ready]
+        ((kind, stage),) = random.choices(ready, likely)
+        numbers = forwards if kind is ActionKind.FORWARD else backwards
+        lanes[plan.stage_groups[stage]].append(Action(kind, stage, numbers[stage]))
+        numbers[stage] += 1
+    return lanes
 
 
 any_lowereds = lowereds() | lowereds(alike=False)
 
 
 def played(programs: tuple[Program, ...], seed: int = 0) -> int:
-    """Run the programs on FIFO channels, in one of many timings; how many actions were done when all stood still."""
-    queues: dict[tuple[int, int], deque[Action]] = {}
-    at = [0] * len(programs)
+    """Run the programs as executors do, in one of many timings; how many actions were done when all stood still.
+
+    On each pair of ranks messages are taken in the order in which they are sent, and only once their receive is posted.
+    """
+    sent: dict[tuple[int, int], list[Action]] = {}
+    posted: dict[tuple[int, int], int] = {}
+    received: dict[tuple[int, int], int] = {}
+    horizons = {program.rank: receive_horizons(program.actions) for program in programs}
+    at, posts = dict.fromkeys(horizons, 0), dict.fromkeys(horizons, 0)
+    # By worker and stage: channel, number on it and first waiting microbatch of each send that is not waited for yet.
+    pending: dict[tuple[int, int], list[tuple[tuple[int, int], int, int]]] = {}
     done, moved = 0, True
     while moved:
         moved = False
-        order = sorted(range(len(programs)), key=lambda r: hash((seed, done, r)))
-        for rank in order:
-            program = programs[rank]
+        for program in sorted(programs, key=lambda program: hash((seed, done, program.rank))):
+            rank = program.rank
             while at[rank] < len(program.actions):
                 action = program.actions[at[rank]]
+                for ahead in program.actions[posts[rank] : horizons[rank][at[rank]]]:
+                    if ahead.kind is ActionKind.RECEIVE and ahead.peer is not None:
+                        posted[ahead.peer, rank] = posted.get((ahead.peer, rank), 0) + 1
+                        moved = True
+                    posts[rank] += 1
                 if action.kind is ActionKind.RECEIVE:
                     assert action.peer is not None
-                    queue = queues.get((action.peer, rank))
-                    if not queue:
+                    channel = action.peer, rank
+                    number = received.get(channel, 0)
+                    if number >= len(sent.get(channel, ())):
                         break
-                    sent = queue.popleft()
-                    what = (sent.value, sent.microbatch, sent.gradient)
+                    other = sent[channel][number]
+                    what = (other.value, other.microbatch, other.gradient)
                     assert what == (action.value, action.microbatch, action.gradient)
+                    received[channel] = number + 1
                 elif action.kind is ActionKind.SEND:
                     assert action.peer is not None
-                    queues.setdefault((rank, action.peer), deque()).append(action)
+                    own = sent.setdefault((rank, action.peer), [])
+                    waiting = (rank, action.peer), len(own), waiting_microbatch(program, action)
+                    pending.setdefault((rank, action.stage), []).append(waiting)
+                    own.append(action)
+                elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+                    assert action.microbatch is not None
+                    kept = [each for each in pending.get((rank, action.stage), ()) if each[1] >= posted.get(each[0], 0)]
+                    pending[rank, action.stage] = kept
+                    if any(until <= action.microbatch for _, _, until in kept):
+                        break
                 at[rank] += 1
                 done += 1
                 moved = True
                 if seed:  # another worker's turn
                     break
-    assert not any(queues.values()), "messages that nobody received"
+    assert all(received.get(channel, 0) == len(messages) for channel, messages in sent.items()), "nobody received them"
     return done
 
 
@@ -207,18 +263,19 @@ def test_a_stage_has_what_it_reads_before_it_computes(made: Lowered) -> None:
                         continue
                     for source in made.plan.peers(program.rank, crossing.producer):
                         assert (crossing.value, action.microbatch, False, source) in has
-            elif action.kind is ActionKind.BACKWARD:
+            elif action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
                 assert (ActionKind.FORWARD, action.stage, action.microbatch) in ready
                 for crossing in (c for c in program.outputs(action.stage) if c.requires_grad):
                     sent = crossing_as_sent(crossing, made.plan)
                     for reader in set(crossing.consumers) & set(program.stages):
-                        assert (ActionKind.BACKWARD, reader, action.microbatch) in ready
+                        assert (action.kind, reader, action.microbatch) in ready
                     for consumer in () if sent is None else sent.consumers:
                         for source in made.plan.peers(program.rank, consumer):
                             assert (crossing.value, action.microbatch, True, source) in has
             elif action.kind is ActionKind.SEND:
-                made_by = ActionKind.BACKWARD if action.gradient else ActionKind.FORWARD
-                assert (made_by, action.stage, action.microbatch) in ready
+                gradients = ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT
+                made_by = gradients if action.gradient else (ActionKind.FORWARD,)
+                assert any((kind, action.stage, action.microbatch) in ready for kind in made_by)
             ready.add((action.kind, action.stage, action.microbatch))
 
 

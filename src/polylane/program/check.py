@@ -9,7 +9,7 @@ from operator import itemgetter
 import networkx as nx
 
 from polylane.program.program import Program
-from polylane.program.waits import SEND_DEPTH, receive_horizons
+from polylane.program.waits import posting_places, waiting_microbatch
 from polylane.schedule.action import Action, ActionKind
 
 Place = tuple[int, int]  # rank, position in its program
@@ -72,35 +72,30 @@ def _waits_for_sends(
     programs: Sequence[Program], messages: Sequence[tuple[Place, Place]]
 ) -> Iterator[tuple[Place, Place]]:
     """Yield what comes before the posting of each receive, with the backward pass that waits for the message."""
-    actions = {program.rank: program.actions for program in programs}
-    posted = {program.rank: _posting_places(program) for program in programs}
-    # The backward passes of each stage and batch: (position, microbatch); of an unrolled pipeline there are many.
-    passes: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
-    for program in programs:
-        for position, action in enumerate(program.actions):
-            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) and action.microbatch is not None:
-                batch = action.microbatch // program.microbatches
-                passes.setdefault((program.rank, action.stage, batch), []).append((position, action.microbatch))
-    counts = {program.rank: program.microbatches for program in programs}
+    of_rank = {program.rank: program for program in programs}
+    posted = {program.rank: posting_places(program.actions) for program in programs}
+    passes = backward_passes(programs)
     for (sender, sent), (receiver, received) in messages:
-        action, before = actions[sender][sent], posted[receiver][received] - 1
+        program, before = of_rank[sender], posted[receiver][received] - 1
+        action = program.actions[sent]
         if before < 0 or action.microbatch is None:
             continue
-        own = passes.get((sender, action.stage, action.microbatch // counts[sender]), [])
+        own = passes.get((sender, action.stage), [])
         # Passes of a kind follow the microbatches, so that the first one that waits is found by its number.
-        at = bisect_left(own, action.microbatch + SEND_DEPTH, key=itemgetter(1))
-        if at < len(own):
+        at = bisect_left(own, waiting_microbatch(program, action), key=itemgetter(1))
+        # Of an unrolled pipeline there are the passes of several batches: those of a later one do not wait.
+        if at < len(own) and own[at][1] // program.microbatches == action.microbatch // program.microbatches:
             yield (receiver, before), (sender, own[at][0])
 
 
-def _posting_places(program: Program) -> list[int]:
-    """Return, for every position in a program, the action before which a receive at that position is posted."""
-    places, at = list[int](), 0
-    for place, horizon in enumerate(receive_horizons(program.actions)):
-        if horizon > at:
-            places += [place] * (horizon - at)
-            at = horizon
-    return places
+def backward_passes(programs: Sequence[Program]) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Return the backward passes of each rank and stage, or their first halves: (position, microbatch), in order."""
+    passes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for program in programs:
+        for position, action in enumerate(program.actions):
+            if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) and action.microbatch is not None:
+                passes.setdefault((program.rank, action.stage), []).append((position, action.microbatch))
+    return passes
 
 
 def _check_handed_on(program: Program) -> None:

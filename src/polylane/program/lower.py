@@ -13,6 +13,7 @@ from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan.lanes import replica_lanes_of, stage_graph_of
 from polylane.plan.order import check_order_runs
 from polylane.plan.plan import Plan
+from polylane.program.late_sends import defer_sends
 from polylane.program.program import GradientBucket, Program
 from polylane.schedule.action import Action, ActionKind
 from polylane.schedule.asynchronous import steady_step, steps_in_flight
@@ -38,7 +39,8 @@ def lower(
 
     A value is sent directly from the ranks that compute it to those of every stage that needs it; its gradient comes
     back the same way. Workers with several stages get it once, for the first of them that needs it, and what stays on a
-    worker is not sent. On each directed pair of ranks, sends and receives are in the same order.
+    worker is not sent. On each directed pair of ranks, sends and receives are in the same order, and there is an order
+    of all actions that every program and every wait for a message agrees with.
 
     Args:
         partition: the graph and its cuts into stages.
@@ -53,8 +55,13 @@ def lower(
     wanted = frozenset(range(plan.workers) if only is None else only)
     summed = build_buckets(partition, plan, holders or {}, partial or ({},) * plan.pipeline, wanted)
     programs = tuple(_assemble_program(partition, plan, lanes, summed, rank) for rank in sorted(wanted))
+    if only is not None:
+        return programs
+    if plan.is_asynchronous:
+        # Its programs run beside those of earlier steps; in its one order nobody needs to wait later than usual.
+        return programs
     # Workers with one stage need messages in the order in which they are sent.
-    return order_receives(programs) if only is None and plan.most_chunks > 1 else programs
+    return defer_sends(order_receives(programs) if plan.most_chunks > 1 else programs)
 
 
 def _lanes_of_step(plan: Plan, graph: StageGraph) -> tuple[Lanes, ...]:
@@ -218,7 +225,7 @@ def lower_evaluation(partition: Partition, plan: Plan) -> tuple[Program, ...]:
         kept = tuple(
             a for a in program.actions if a.kind is ActionKind.FORWARD or (a.kind in _TRAVEL and not a.gradient)
         )
-        programs.append(replace(program, actions=kept, buckets=()))
+        programs.append(replace(program, actions=kept, buckets=(), late_sends={}))
     return tuple(programs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from polylane.graph.partition import Partition, StageCrossing
 from polylane.schedule.action import Action
@@ -46,6 +46,9 @@ class Program:
         coordinates: the worker's index on each axis along which operators are sharded.
         microbatches: number of microbatches that the batch is divided into, those of other replicas included.
         takes_turns: whether the replicas compute whole microbatches in turn, and do not split every one.
+        late_sends: sends for which the worker waits later than for others, by action: the microbatch before whose
+            backward pass on their stage it waits; the number of microbatches where only the end of the step does. See
+            :mod:`polylane.program.late_sends`.
     """
 
     rank: int
@@ -60,6 +63,7 @@ class Program:
     coordinates: Mapping[str, int]
     microbatches: int
     takes_turns: bool
+    late_sends: Mapping[Action, int] = field(default_factory=dict)
 
     def inputs(self, stage: int) -> tuple[StageCrossing, ...]:
         """Return the values that come in to a stage for each microbatch, from whichever stage."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 
+from polylane.program.program import Program
 from polylane.schedule.action import PASSES, Action
 
 # Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
@@ -18,3 +19,22 @@ def receive_horizons(actions: Sequence[Action]) -> list[int]:
     compute = [i for i, a in enumerate(actions) if a.kind in PASSES]
     ahead = [bisect_left(compute, index) + LOOKAHEAD for index in range(len(actions))]
     return [compute[i] if i < len(compute) else len(actions) for i in ahead]
+
+
+def posting_places(actions: Sequence[Action]) -> list[int]:
+    """Return, for every position in a program, the action before which a receive at that position is posted."""
+    places, at = list[int](), 0
+    for place, horizon in enumerate(receive_horizons(actions)):
+        if horizon > at:
+            places += [place] * (horizon - at)
+            at = horizon
+    return places
+
+
+def waiting_microbatch(program: Program, send: Action) -> int:
+    """Return the first microbatch whose backward pass, on the stage of a send, waits until the message was taken.
+
+    Where the stage has no backward pass of that microbatch or a later one, the end of the step waits.
+    """
+    assert send.microbatch is not None
+    return program.late_sends.get(send, send.microbatch + SEND_DEPTH)

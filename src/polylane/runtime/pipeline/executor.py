@@ -18,13 +18,13 @@ from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
-from polylane.program.waits import SEND_DEPTH, receive_horizons
+from polylane.program.waits import SEND_DEPTH, receive_horizons, waiting_microbatch
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, runs
 from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
 from polylane.runtime.pipeline.sample_witness import WitnessedCall, check_calls, gather_flat, is_witnessed
 from polylane.runtime.pipeline.stage_runner import StageRunner, find_failing_node
-from polylane.runtime.pipeline.step_result import StepState
+from polylane.runtime.pipeline.step_result import PendingSend, SendKey, StepState
 from polylane.runtime.span_clock import Mark
 from polylane.runtime.sync.all_reduce import AllReducer, launch_zeros
 from polylane.runtime.tensor_parallel import WorkerMesh
@@ -334,7 +334,7 @@ class Executor:
             share = part.weight * (part.samples if mean else 1) / state.samples_in_mean
             seed = torch.full((), share, device=runner.device, dtype=torch.float64)
         # Waiting for messages of earlier microbatches releases their buffers; program/check.py has shown that it ends.
-        for key in [key for key in state.pending_sends if key[0][0] == action.stage and key[0][1] <= i - SEND_DEPTH]:
+        for key in [key for key, sent in state.pending_sends.items() if key.stage == action.stage and sent.until <= i]:
             state.wait_sent(key)
         for old in [own for own in state.input_gradients if own[0] == action.stage and own[1] <= i - SEND_DEPTH]:
             del state.input_gradients[old]
@@ -372,9 +372,9 @@ class Executor:
         route = state.tables.routes[action]
         value = extract_box(value.detach(), route.box)
         value = value if route.factor == 1.0 else value * route.factor
-        state.pending_sends.setdefault((here, action.peer, action.gradient), []).append(
-            self.transport.send(value, action.peer)
-        )
+        pending = self.transport.send(value, action.peer)
+        until = waiting_microbatch(self.program, action)
+        state.pending_sends[SendKey(*here, name, action.peer, action.gradient)] = PendingSend(pending, until)
         self.mesh.waits.bytes += value.nbytes
 
     def _receive(self, action: Action, state: StepState) -> None:
@@ -382,8 +382,8 @@ class Executor:
         assert i is not None and name is not None and action.peer is not None
         value = state.pending_receives.pop(action).wait()
         self.mesh.waits.bytes += value.nbytes
-        if action.gradient:  # the peer has computed with the values that were sent to it, so it has received them
-            state.wait_sent(((action.stage, i), action.peer, False))
+        if action.gradient:  # the peer has computed with the value that was sent to it, so it has received it
+            state.wait_sent(SendKey(action.stage, i, name, action.peer, is_gradient=False))
         found = (state.gradients if action.gradient else state.values).setdefault((action.stage, i), {})
         samples = state.sample_slices[i].samples
         if value.shape != state.tables.shapes[name, samples]:

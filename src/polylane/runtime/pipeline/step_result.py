@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,8 +41,22 @@ for _kind in (ActionKind, Action, Span):
 # A pass of this worker: stage and microbatch.
 Pass = tuple[int, int]
 
-# Key of pending sends: stage and microbatch, peer, and whether gradients were sent.
-_SendKey = tuple[Pass, int, bool]
+
+class SendKey(NamedTuple):
+    """A message of this worker in a step: a value of one pass, or its gradient, to one peer."""
+
+    stage: int
+    microbatch: int
+    value: str
+    peer: int
+    is_gradient: bool
+
+
+class PendingSend(NamedTuple):
+    """A send whose buffer is still in use, and the microbatch before whose backward pass the stage waits for it."""
+
+    transfer: PendingTransfer
+    until: int
 
 
 @dataclass
@@ -76,17 +91,17 @@ class StepState:
     input_gradients: dict[Pass, dict[str, Tensor]] = field(default_factory=dict)
     output_values: dict[Pass, dict[str, Tensor]] = field(default_factory=dict)
     pending_receives: dict[Action, PendingTransfer] = field(default_factory=dict)
-    pending_sends: dict[_SendKey, list[PendingTransfer]] = field(default_factory=dict)
+    pending_sends: dict[SendKey, PendingSend] = field(default_factory=dict)
     kept_statistics: dict[int, Kept] = field(default_factory=dict)
     witnessed_calls: list[list[WitnessedCall]] = field(default_factory=list)
     loss_totals: list[Tensor] = field(default_factory=list)
     loss_counts: list[Tensor | float] = field(default_factory=list)
     spans: list[TimedSpan] = field(default_factory=list)
 
-    def wait_sent(self, key: _SendKey) -> None:
-        """Wait until messages have been sent, and release their buffers."""
-        for pending in self.pending_sends.pop(key, ()):
-            pending.wait()
+    def wait_sent(self, key: SendKey) -> None:
+        """Wait until a message has been sent, if it has not been waited for, and release its buffer."""
+        if (sent := self.pending_sends.pop(key, None)) is not None:
+            sent.transfer.wait()
 
     def sums(self, device: torch.device) -> Tensor:
         """Return the loss that this worker computed, as float64 tensor [total, count] on a device; nobody waits."""
