@@ -128,7 +128,9 @@ class Manifest(StrictMapping):
             if not forms:
                 raise ValueError(f"weights.{name} is held by {held}, which is not among its tensors")
             if len(forms) > 1:
-                raise ValueError(f"weights.{name} is held by {held}, whose replicas have {len(forms)} forms, expected one")
+                raise ValueError(
+                    f"weights.{name} is held by {held}, whose replicas have {len(forms)} forms, expected one"
+                )
         return self
 
     def variants_of(self, name: str) -> list[str]:
@@ -211,8 +213,8 @@ def _describe_overlap(chunks: tuple[Chunk, ...], overlap: tuple[int, int] | None
     one, other = (chunks[place] for place in overlap)
     element = list(map(max, one.offsets, other.offsets))
     return (
-        f"its element {element} is in {one.key} of {one.file} and in {other.key} of {other.file}, expected each element "
-        f"in one chunk"
+        f"its element {element} is in {one.key} of {one.file} and in {other.key} of {other.file}, expected each "
+        "element in one chunk"
     )
 
 
