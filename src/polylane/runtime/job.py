@@ -81,9 +81,8 @@ class Job:
         self._objectives, self._is_closed = tuple(prepared.partitions), False
         self.anomalies: AnomalyDetector | None = None
         self._position = Position()
-        self._offered: tuple[Batch | None, Position, StreamState] = None, Position(), StreamState()
-        self._savers: dict[Path, CheckpointSaver] = {}
-        self._stream = self._offered[2]
+        self._savers, self._stream = dict[Path, CheckpointSaver](), StreamState()
+        self._offered: tuple[Batch | None, Position, StreamState] = None, self._position, self._stream
         self._role: TrainingRole | ServingRole
         # Dedicated servers have the ranks behind those that train.
         if world.rank < prepared.plan.workers:
@@ -126,10 +125,9 @@ class Job:
         """
         result = self._role.step(batch, self._resolve_objective(objective), self.anomalies)
         offered, after, stream = self._offered
-        data = self._position.epoch, self._position.samples
-        if batch is offered:
-            data, self._stream = (after.epoch, after.samples), stream
-        self._position = Position(self._position.step + 1, *data)
+        if batch is not offered:
+            after, stream = self._position, self._stream
+        self._position, self._stream = Position(self._position.step + 1, after.epoch, after.samples), stream
         return result
 
     def evaluate(self, batch: Any, objective: str | None = None) -> float:
