@@ -330,6 +330,13 @@ def test_bad_command_lines(here: Path, line: str, sentence: str) -> None:
     assert "Input should" not in result.stderr and "Value error" not in result.stderr, "a library's words, not ours"
 
 
+def test_a_folder_without_a_name_is_not_the_current_one(here: Path) -> None:
+    before = sorted(here.iterdir())
+    result = call("train", "tiny.py", "--run", "")
+    assert result.exit_code == 2 and "give the name of a folder" in result.stderr
+    assert result.stderr.count("\n") == 1 and sorted(here.iterdir()) == before
+
+
 def test_a_folder_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     result = call("train", "tiny.py", "--run", "locked/run")

@@ -58,9 +58,22 @@ Epochs = Annotated[int | None, typer.Option("--epochs", metavar="E", min=1, help
 Steps = Annotated[
     int | None, typer.Option("--steps", metavar="S", min=1, help="Optimizer steps to train, in place of --epochs.")
 ]
+
+
+def _parse_run_folder(text: str) -> Path:
+    if not text.strip():  # as of a shell's variable that is not set: a path of it would be the current folder
+        raise typer.BadParameter("give the name of a folder, such as run/first, or leave --run out")
+    return Path(text)
+
+
 RunFolder = Annotated[
     Path | None,
-    typer.Option("--run", metavar="DIR", help="Folder for the run's files. Default: a new run/NAME, run/NAME-2, ..."),
+    typer.Option(
+        "--run",
+        metavar="DIR",
+        parser=_parse_run_folder,
+        help="Folder for the run's files. Default: a new run/NAME, run/NAME-2, ...",
+    ),
 ]
 Seed = Annotated[
     int,

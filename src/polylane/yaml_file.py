@@ -287,7 +287,9 @@ def _wanted(error: ErrorDetails, where: Sequence[int | str], form: FileForm) -> 
     if kind in _BOUNDS:
         words, name = _BOUNDS[kind]
         limit = details[name]
-        return "at least 1" if (kind, limit) == ("greater_than", 0) and isinstance(limit, int) else f"{words} {limit:g}"
+        if isinstance(limit, int):
+            return "at least 1" if (kind, limit) == ("greater_than", 0) else f"{words} {limit:,}"
+        return f"{words} {limit:g}"
     if kind == "union_tag_not_found":
         return "a mapping with the key kind"
     if kind == "union_tag_invalid":

@@ -102,6 +102,14 @@ DAMAGES: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda f: edit(f / NAME, lambda c: enlarge(c["tensors"]["model/0.weight"]), digest=True),
         (NAME, "model/0.weight", "bytes in"),
     ),
+    "chunks that overlap, with a digest": (
+        lambda f: edit(f / NAME, lambda c: overlap(c["tensors"]["model/0.weight"]), digest=True),
+        (NAME, "model/0.weight", "its element [2, 0] is in", "expected each element in one chunk"),
+    ),
+    "replicas of other shapes, with a digest": (
+        lambda f: edit(f / NAME, disagree, digest=True),
+        (NAME, "weights.0.weight", "2 forms, expected one"),
+    ),
     "a dtype, with a digest": (
         lambda f: edit(f / NAME, lambda c: c["tensors"]["model/0.weight"].update(dtype="I64"), digest=True),
         ("model/0.weight", "torch.int64", "expected torch.float64"),
@@ -131,6 +139,19 @@ def enlarge(tensor: Any) -> None:
     tensor["shape"] = tensor["chunks"][0]["shape"] = [1 << 40, 6]
     tensor["chunks"][0]["offsets"] = [0, 0]
     del tensor["chunks"][1:]
+
+
+def overlap(tensor: Any) -> None:
+    """Let two chunks have as many elements as the tensor, with two rows in both, and two in none."""
+    (chunk,) = tensor["chunks"]
+    tensor["chunks"] = [{**chunk, "offsets": [first, 0], "shape": [4, 6]} for first in (0, 2)]
+
+
+def disagree(content: Any) -> None:
+    """Let a weight be held by two replicas, whose tensors have other shapes."""
+    for replica, name in enumerate(("model/0.weight", "model/0.bias")):
+        content["tensors"][f"odd@{replica}"] = content["tensors"][name]
+    content["weights"]["0.weight"] = "odd"
 
 
 def replace_text(content: Any, old: str, new: str) -> None:

@@ -52,11 +52,15 @@ class Stateful(Plain):
 
 @pytest.mark.parametrize(("kind", "read"), [(Plain, 40 + 8), (Stateful, 24 + 8)])
 def test_a_stream_goes_on_bit_for_bit(kind: type[Plain], read: int, tmp_path: Path) -> None:
+    """Also where test data, a stream of their own, are read before it is saved and before it goes on."""
+
     def steps(job: Job, dataset: Plain, until: int) -> list[float]:
         losses = []
+        tested = [job.evaluate(batch) for batch in job.batches(kind(), 8)]
         for batch in job.batches(dataset, 8, epochs=2, start=job.position):
             losses.append(job.step(batch).loss)
             if job.position.step == 2 and until == 6:
+                assert [job.evaluate(batch) for batch in job.batches(kind(), 8)] != tested
                 job.save_checkpoint(tmp_path)
             if job.position.step == until:
                 break

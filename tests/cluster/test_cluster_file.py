@@ -134,6 +134,12 @@ WRONG = {
     "hosts.0.speed must be above 0, not 0": "hosts: [{device: cpu, speed: 0}]",
     "hosts.0.price must be at least 0, not -1": "hosts: [{device: cpu, price: -1}]",
     "hosts.0.speed must be a finite number, not inf": "hosts: [{device: cpu, speed: .inf}]",
+    "hosts.0.speed must be at most 1e+24, not 1e+200": "hosts: [{device: cpu, speed: 1.0e+200}]",
+    "hosts.0.speed must be at least 1e-18, not 1e-200": "hosts: [{device: cpu, speed: 1.0e-200}]",
+    "hosts.0.count must be at most 1,048,576, not 9223372036854775808": (
+        "hosts: [{device: cpu, count: 9223372036854775808}]"
+    ),
+    "hosts.0.device.misaligned must be at most 8, not 200": "hosts: [{device: {preset: cpu, misaligned: 200}}]",
     "hosts.0.rack must be a name, in quotes where it reads like a number ('3'), not 3": (
         "hosts: [{device: cpu, rack: 3}]"
     ),

@@ -239,7 +239,9 @@ def exchanged(made: Meeting, given: Wholes, gradient: bool) -> tuple[dict[tuple[
             if piece is None or into is None:
                 continue
             part = read(given[action.value, program.stage][replica], made.box(action.value, program.rank))
-            moved = extract_box(part, piece) * own.send_factor(action.value, action.peer, made.samples, gradient)
+            share = own.sent_share(action.value, action.peer, made.samples, gradient)
+            moved = extract_box(part, piece)
+            moved = moved if share is None else share.take_from(moved)
             assert moved.shape == box_shape(into) and moved.numel()
             sent += moved.numel()
             key = (action.value, action.peer, program.stage)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 
 from polylane.checkpoint.commit import MANIFEST
+from polylane.checkpoint.regions import Rectangle, cover_once, find_overlap
 from polylane.errors import PolylaneError
 from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error
 
@@ -78,6 +79,9 @@ class SavedTensor(StrictMapping):
             volume += math.prod(chunk.shape)
         if volume != math.prod(self.shape):
             raise ValueError(f"its chunks hold {volume} elements, and the tensor has {math.prod(self.shape)}")
+        held = [Rectangle(chunk.offsets, chunk.shape) for chunk in self.chunks]
+        if not cover_once(self.shape, held):
+            raise ValueError(_describe_overlap(self.chunks, find_overlap(held)))
         return self
 
 
@@ -120,8 +124,13 @@ class Manifest(StrictMapping):
                         f"tensors.{name} has {size} bytes in {chunk.file}, which has {self.files[chunk.file]} bytes"
                     )
         for name, held in self.weights.items():
-            if not self.variants_of(held):
+            forms = {(self.tensors[each].dtype, self.tensors[each].shape) for each in self.variants_of(held)}
+            if not forms:
                 raise ValueError(f"weights.{name} is held by {held}, which is not among its tensors")
+            if len(forms) > 1:
+                raise ValueError(
+                    f"weights.{name} is held by {held}, whose replicas have {len(forms)} forms, expected one"
+                )
         return self
 
     def variants_of(self, name: str) -> list[str]:
@@ -195,6 +204,18 @@ def parse_manifest(text: str, where: str) -> Manifest:
     except pydantic.ValidationError as error:
         sentence = error_sentence(first_error(error), _FORM, outer["content"])
         raise PolylaneError(f"checkpoint {where}: {sentence}") from None
+
+
+def _describe_overlap(chunks: tuple[Chunk, ...], overlap: tuple[int, int] | None) -> str:
+    """Say which chunks of a tensor hold an element twice, so that others are in none."""
+    if overlap is None:
+        return f"some of its elements are in two of its {len(chunks)} chunks, others in none, expected each in one"
+    one, other = (chunks[place] for place in overlap)
+    element = list(map(max, one.offsets, other.offsets))
+    return (
+        f"its element {element} is in {one.key} of {one.file} and in {other.key} of {other.file}, expected each "
+        "element in one chunk"
+    )
 
 
 def _digest(content: str) -> str:

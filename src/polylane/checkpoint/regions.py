@@ -13,12 +13,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from polylane.program.boxes import IndexBox, box_shape, with_positions
 
 Span = tuple[int, int]  # (begin, end) of elements in row-major order
+
+_PRIME = 2**127 - 1
+_MOST_COMPARED = 2**20  # pairs of rectangles, in search of two that overlap
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,48 @@ class Rectangle:
         """Return where this rectangle lies in the tensor that holds an outer one."""
         starts = [mine - theirs for mine, theirs in zip(self.offsets, outer.offsets, strict=True)]
         return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))
+
+
+def cover_once(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> bool:
+    """Return whether each element of a tensor is in exactly one of some rectangles; in time linear in their number.
+
+    A rectangle is the product of differences p(end) - p(begin) over the dimensions, where p of each coordinate is an
+    unknown. Rectangles hold every element once exactly where the sum of their products is the product of the whole
+    tensor as a polynomial: what is common to neighbours cancels out, and nothing else does. Two polynomials are equal
+    if they are at a random point (Schwartz and Zippel), but for a chance of 64 dimensions in 2^127.
+
+    Args:
+        shape: of the tensor.
+        rectangles: within the tensor.
+    """
+    points: defaultdict[tuple[int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))
+
+    def product(begins: Sequence[int], lengths: Sequence[int]) -> int:
+        value = 1
+        for dim, (begin, length) in enumerate(zip(begins, lengths, strict=True)):
+            value = value * (points[dim, begin + length] - points[dim, begin]) % _PRIME
+        return value
+
+    total = sum(product(each.offsets, each.shape) for each in rectangles)
+    return (total - product((0,) * len(shape), shape)) % _PRIME == 0
+
+
+def find_overlap(rectangles: Sequence[Rectangle]) -> tuple[int, int] | None:
+    """Return the places of two rectangles with common elements; None where none were found in bounded time."""
+    # By where they begin in the first dimension: those that end before one begins are passed over for good.
+    active, compared = list[int](), 0
+    for place in sorted(range(len(rectangles)), key=lambda place: rectangles[place].offsets[:1]):
+        one = rectangles[place]
+        if one.offsets:
+            active = [i for i in active if rectangles[i].offsets[0] + rectangles[i].shape[0] > one.offsets[0]]
+        for other in active:
+            if rectangles[other].intersect(one) is not None:
+                return other, place
+        active.append(place)
+        compared += len(active)
+        if compared > _MOST_COMPARED:
+            break
+    return None
 
 
 @dataclass(frozen=True, slots=True)

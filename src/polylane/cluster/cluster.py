@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pydantic
 
 from polylane.cluster.device import Device
-from polylane.cluster.link import Link, Natural, Positive, Share
+from polylane.cluster.link import Link, Natural, Positive, Share, Units
 from polylane.cluster.rank_span import HostBlock, Level, Ranks, RankSpan, count_ranks_between, span_of
 from polylane.errors import PolylaneError
-from polylane.yaml_file import Count, StrictMapping
+from polylane.yaml_file import StrictMapping
 
 # Most spans that are cached; then the cache is emptied.
 _REMEMBERED = 2**16
@@ -36,15 +36,15 @@ class Hosts(StrictMapping):
         price: price per device and hour, instead of the device's own.
     """
 
-    count: Count = 1
-    devices: Count = 1
+    count: Units = 1
+    devices: Units = 1
     device: Device
     link: Link | None = None
     crowded: Link | None = None
     rack: str = ""
     site: str = ""
-    cores: Count | None = None
-    contention: dict[Count, Share] = pydantic.Field(default={})
+    cores: Units | None = None
+    contention: dict[Units, Share] = pydantic.Field(default={})
     speed: Positive = 1.0
     price: Natural | None = None
 

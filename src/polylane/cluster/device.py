@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 
 import pydantic
 
-from polylane.cluster.link import Natural, Positive, Share
+from polylane.cluster.link import Natural, Positive, Share, Units
 from polylane.errors import PolylaneError
 from polylane.yaml_file import Count, StrictMapping
 
 # Share of the peak that dense matmuls reach where nothing was measured: that of an A100, 271 of 312 TFLOP/s.
 ACHIEVED = 0.87
+MOST_EXPONENT = 8  # of a loss: more would be nothing of the rate
 
 
 class Device(StrictMapping):
@@ -56,7 +57,7 @@ class Device(StrictMapping):
 
     kind: str = "device"
     type: Literal["cpu", "cuda"] = "cuda"
-    memory: Count
+    memory: Annotated[Count, pydantic.Field(le=2**62)]
     flops: dict[str, Positive]
     achieved: dict[str, Positive] = pydantic.Field(default={})
     bandwidth: Positive
@@ -65,13 +66,13 @@ class Device(StrictMapping):
     speed: Positive = 1.0
     sustained: Share = 1.0
     streaming: Share = 1.0
-    units: Count = 1
-    tiles: tuple[tuple[Count, Count], ...] = ((1, 1),)
+    units: Units = 1
+    tiles: tuple[tuple[Units, Units], ...] = ((1, 1),)
     edge: Natural = 0.0
     depth: Natural = 0.0
     waves: Annotated[float, pydantic.Field(ge=0, le=1, strict=True)] = 0.0
-    aligned: Count = 1
-    misaligned: Natural = 0.0
+    aligned: Units = 1
+    misaligned: Annotated[Natural, pydantic.Field(le=MOST_EXPONENT)] = 0.0
     attention: Share = 0.5
     attention_length: Natural = 0.0
     dispatch: Natural = 0.0

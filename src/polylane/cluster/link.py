@@ -11,10 +11,23 @@ from polylane.yaml_file import Count, StrictMapping
 # "send" is a message from one device to another; the others are collectives.
 Kind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
+# Far beyond any hardware, and so far from the limits of a float that no product or quotient of figures reaches those.
+SMALLEST, LARGEST = 1e-18, 1e24
+MOST_UNITS = 2**20  # of anything that is counted: devices of a host, hosts, cores, rows of a tile
+
+
+def _refuse_tiny(value: float) -> float:
+    if 0 < value < SMALLEST:
+        raise ValueError(f"must be at least {SMALLEST:g}, not {value:g}")
+    return value
+
+
 _Number = {"strict": True, "allow_inf_nan": False}
-Positive = Annotated[float, pydantic.Field(gt=0, **_Number)]
-Natural = Annotated[float, pydantic.Field(ge=0, **_Number)]
-Share = Annotated[float, pydantic.Field(gt=0, le=1, **_Number)]
+_Tiny = pydantic.AfterValidator(_refuse_tiny)
+Positive = Annotated[float, pydantic.Field(gt=0, le=LARGEST, **_Number), _Tiny]
+Natural = Annotated[float, pydantic.Field(ge=0, le=LARGEST, **_Number), _Tiny]
+Share = Annotated[float, pydantic.Field(gt=0, le=1, **_Number), _Tiny]
+Units = Annotated[Count, pydantic.Field(le=MOST_UNITS)]
 
 
 class Link(StrictMapping):
@@ -60,12 +73,12 @@ class Link(StrictMapping):
     fraction: Share = 1.0
     half: Natural = 0.0
     local: Positive | None = None
-    switch: Annotated[float, pydantic.Field(ge=0, le=1, **_Number)] = 0.0
+    switch: Annotated[float, pydantic.Field(ge=0, le=1, **_Number), _Tiny] = 0.0
     wired: tuple[Share, ...] = ()
     cpu: Natural = 0.0
     fractions: dict[Kind, Share] = pydantic.Field(default={})
     latencies: dict[Kind, Natural] = pydantic.Field(default={})
-    sums: dict[Count, Natural] = pydantic.Field(default={})
+    sums: dict[Units, Natural] = pydantic.Field(default={})
 
     def delay(self, kind: Kind) -> float:
         """Return the seconds from the start of a collective to its first byte."""

@@ -95,6 +95,34 @@ def value_specs(
     }
 
 
+@dataclass(frozen=True)
+class SentShare:
+    """The share of a summed value that is sent: some of a microbatch's samples of all of them.
+
+    Attributes:
+        start, stop: range of samples; empty for nothing.
+        samples: number of samples of the whole microbatch.
+    """
+
+    start: int
+    stop: int
+    samples: int
+
+    def take_from(self, value: Tensor) -> Tensor:
+        """Return the share of a value, in its dtype.
+
+        Of integers (counts), which have no fractions, each range of samples gets a part such that all add up to the
+        value: 7 for three samples are 2, 2 and 3.
+        """
+        if self.stop - self.start == self.samples:
+            return value
+        if value.is_floating_point() or value.is_complex():
+            return value * ((self.stop - self.start) / self.samples)
+        wide = value.to(torch.int64)
+        before, behind = (torch.div(wide * end, self.samples, rounding_mode="floor") for end in (self.start, self.stop))
+        return (behind - before).to(value.dtype)
+
+
 @dataclass
 class Resharder:
     """Boxes that one worker sends and receives of every crossing value, for any number of samples.
@@ -148,23 +176,24 @@ class Resharder:
         """Return whether a stage with another number of replicas receives the sum of what all replicas send."""
         return self.batch_layouts[value] in (BatchLayout.MEAN, BatchLayout.SUM)
 
-    def send_factor(self, value: str, peer: int, samples: int, gradient: bool) -> float:
-        """Return the factor by which this worker multiplies what it sends to a peer.
+    def sent_share(self, value: str, peer: int, samples: int, gradient: bool) -> SentShare | None:
+        """Return the share that this worker sends to a peer of what it has; None: all.
 
-        It is 1 but for means and sums over samples between different numbers of replicas. With n samples, of which the
-        producer of the value has p and the consumer c, it is p/n for a mean: the consumers' sums are the mean over all
-        samples. For a sum it is c/n: each consumer gets its share of the sum over all samples. The loss weights
+        It is all but for means and sums over samples between different numbers of replicas. With n samples, of which
+        the producer of the value has p and the consumer c, it is p/n for a mean: the consumers' sums are the mean over
+        all samples. For a sum it is c/n: each consumer gets its share of the sum over all samples. The loss weights
         replicas by samples, so it is that of one device. Gradients get the same factors on the way back.
         """
         stages = [self.plan.stage_and_replica(rank)[0] for rank in (self.rank, peer)]
         alike = len(self._replica_ranks(stages[0])) == len(self._replica_ranks(stages[1]))
         if alike or self.plan.takes_turns or not self.is_summed(value):
-            return 1.0
+            return None
         producer, consumer = (peer, self.rank) if gradient else (self.rank, peer)
         start, stop, weight = self._sample_range(
             producer if self.batch_layouts[value] is BatchLayout.MEAN else consumer, samples
         )
-        return self._has_own_samples(producer, samples) * weight * (stop - start) / samples
+        counts = weight and self._has_own_samples(producer, samples)
+        return SentShare(start, stop if counts else start, samples)
 
     def _cached_piece(self, value: str, sender: int, receiver: int, samples: int, gradient: bool) -> IndexBox | None:
         (start, first), (end, second) = map(self.plan.stage_and_replica, (sender, receiver))

@@ -81,9 +81,8 @@ class Job:
         self._objectives, self._is_closed = tuple(prepared.partitions), False
         self.anomalies: AnomalyDetector | None = None
         self._position = Position()
-        self._offered: tuple[Batch | None, Position] = None, Position()
-        self._savers: dict[Path, CheckpointSaver] = {}
-        self._stream = StreamState()
+        self._savers, self._stream = dict[Path, CheckpointSaver](), StreamState()
+        self._offered: tuple[Batch | None, Position, StreamState] = None, self._position, self._stream
         self._role: TrainingRole | ServingRole
         # Dedicated servers have the ranks behind those that train.
         if world.rank < prepared.plan.workers:
@@ -125,9 +124,10 @@ class Job:
                 the model needs in training.
         """
         result = self._role.step(batch, self._resolve_objective(objective), self.anomalies)
-        offered, after = self._offered
-        data = (after.epoch, after.samples) if batch is offered else (self._position.epoch, self._position.samples)
-        self._position = Position(self._position.step + 1, *data)
+        offered, after, stream = self._offered
+        if batch is not offered:
+            after, stream = self._position, self._stream
+        self._position, self._stream = Position(self._position.step + 1, after.epoch, after.samples), stream
         return result
 
     def evaluate(self, batch: Any, objective: str | None = None) -> float:
@@ -177,13 +177,13 @@ class Job:
         """
         if batch_size < self.plan.microbatches:
             raise PolylaneError(f"a batch of {batch_size} cannot be divided into {self.plan.microbatches} microbatches")
-        start = start or Position()
-        how = dict[str, Any](shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers, state=self._stream)
+        start, stream = start or Position(), self._stream.for_other_batches()
+        how = dict[str, Any](shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers, state=stream)
         for epoch in range(max(first_epoch, start.epoch), first_epoch + epochs):
             seen = start.samples if epoch == start.epoch else 0
             for batch in self._role.epoch(dataset, batch_size, epoch, skip=seen, **how):
                 seen += batch.loaded_samples
-                self._offered = batch, Position(0, epoch, seen)
+                self._offered = batch, Position(0, epoch, seen), stream
                 yield batch
 
     # ---- weights and gradients ---------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class Job:
         """
         loaded = load_checkpoint(Path(path), self._rank, self.plan, self._role.exchange, self._role.restore_state)
         self._position = loaded.position
-        self._stream.load(loaded.plain.get("stream"))
+        self._stream = StreamState((loaded.plain.get("stream"), loaded.position.samples))
         return loaded
 
     # ---- telemetry ---------------------------------------------------------------------------------------------------

@@ -22,11 +22,19 @@ def keeps_state(dataset: Any) -> bool:
 
 
 class StreamState:
-    """The stream that a job reads now, and the state that a checkpoint had of it."""
+    """The stream that some batches are read from, and the state that a checkpoint had of the one that was trained on.
 
-    def __init__(self) -> None:
+    Args:
+        loaded: the checkpoint's state, and the samples of the epoch that were trained on by then; None: no checkpoint.
+    """
+
+    def __init__(self, loaded: tuple[Any, int] | None = None) -> None:
         self._reads: tuple[Any, SeededStream, int] | None = None
-        self._loaded: Any = None
+        self._loaded = loaded
+
+    def for_other_batches(self) -> StreamState:
+        """Return what follows other batches: those of test data are read amid those that are trained on."""
+        return StreamState(self._loaded)
 
     def add_to(self, found: WorkerState, rank: int) -> WorkerState:
         """Add the state to what a worker saves: every worker reads all of a stream, and rank 0 speaks for them."""
@@ -40,17 +48,15 @@ class StreamState:
         Raises:
             PolylaneError: the dataset's state is of a type that no file has.
         """
-        if self._reads is None or not keeps_state(self._reads[0]):
+        if self._reads is None:  # nothing was trained on since the checkpoint
+            return None if self._loaded is None else self._loaded[0]
+        if not keeps_state(self._reads[0]):
             return None
         dataset, generators, epoch = self._reads
         with generators:
             state = to_plain(dataset.state_dict(), f"{type(dataset).__name__}.state_dict()")
         torchs, *others = generators.states
         return {"epoch": epoch, "dataset": state, "torch": bytes(torchs.numpy()), "others": _to_lists(others)}
-
-    def load(self, saved: Any) -> None:
-        """Keep the state of a checkpoint for the stream that is opened next."""
-        self._loaded = saved
 
     def open(self, dataset: Any, generators: SeededStream, epoch: int, skip: int) -> bool:
         """Follow a stream from now on; return whether it was put where it was, so that nothing is passed over.
@@ -61,8 +67,9 @@ class StreamState:
             epoch: number of the epoch, from 0.
             skip: samples of the epoch that were trained on already.
         """
-        saved, self._loaded, self._reads = self._loaded, None, (dataset, generators, epoch)
-        if not skip or saved is None or saved["epoch"] != epoch or not keeps_state(dataset):
+        self._reads = dataset, generators, epoch
+        saved, at = self._loaded or (None, 0)
+        if not skip or saved is None or (saved["epoch"], at) != (epoch, skip) or not keeps_state(dataset):
             return False
         dataset.load_state_dict(from_plain(saved["dataset"]))
         generators.states = _from_lists(saved["torch"], saved["others"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from polylane.compile.reshard import Resharder
+from polylane.compile.reshard import Resharder, SentShare
 from polylane.compile.sample_shares import SampleShare
 from polylane.graph.batch import split_bounds
 from polylane.program.boxes import IndexBox, box_shape
@@ -26,12 +26,12 @@ class Route:
     Attributes:
         box: box of the message, by positions in this worker's shard.
         shape: shape of the message's tensor.
-        factor: factor by which a sender multiplies the values; 1 for a receiver.
+        share: share of the values that a sender sends; None: all of them, and for a receiver.
     """
 
     box: IndexBox
     shape: tuple[int, ...]
-    factor: float
+    share: SentShare | None
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def build_tables(
             sends = action.kind is ActionKind.SEND
             box = relays.box_to_send(*about) if sends else relays.box_to_receive(*about)
             if box is not None:
-                routes[action] = Route(box, box_shape(box), relays.send_factor(*about) if sends else 1.0)
+                routes[action] = Route(box, box_shape(box), relays.sent_share(*about) if sends else None)
     shapes = {
         (name, count): wire.shape(count) for name, wire in relays.value_specs.items() for count in set(held.values())
     }

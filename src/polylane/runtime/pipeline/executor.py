@@ -371,7 +371,7 @@ class Executor:
             )
         route = state.tables.routes[action]
         value = extract_box(value.detach(), route.box)
-        value = value if route.factor == 1.0 else value * route.factor
+        value = value if route.share is None else route.share.take_from(value)
         pending = self.transport.send(value, action.peer)
         until = waiting_microbatch(self.program, action)
         state.pending_sends[SendKey(*here, name, action.peer, action.gradient)] = PendingSend(pending, until)
