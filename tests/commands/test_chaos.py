@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from polylane.commands.chaos.trials import FaultTrial, Unbroken
 
 RECIPE = Path(__file__).parents[1] / "small_network.py"
 SHORT = ["--steps", "18", "--save-every", "3", "--batch", "16", "--hang-after", "0.6"]
-QUICK = [kind for kind in FaultKind if kind not in (FaultKind.INTERPRETER, FaultKind.LOADER_WORKER)]  # within a second
+SLOW = (FaultKind.INTERPRETER, FaultKind.LOADER_WORKER, FaultKind.LINK)  # take more than a second
+QUICK = [kind for kind in FaultKind if kind not in SLOW]
 COURSE = Course("data=2", "shared_memory", "own")
 
 
@@ -41,17 +43,20 @@ def test_a_dozen_faults_change_nothing() -> None:
 
 
 def test_draws_follow_the_seed_and_leave_nothing_out() -> None:
-    courses = [COURSE, Course("pipeline=2", "gloo", "own")]
+    hosts = Course("data=2", "gloo", "torchrun", 2)
+    courses = [COURSE, Course("pipeline=2", "gloo", "own"), hosts]
 
     def draw(seed: int) -> list[tuple[FaultKind, Course]]:
         return list(itertools.islice(draw_pairs(random.Random(seed), list(FaultKind), courses), 3 * len(FaultKind)))
 
     assert draw(1) == draw(1) != draw(2)
     assert {kind for kind, _ in draw(1)[: len(FaultKind)]} == set(FaultKind)
+    assert all((course == hosts) == (kind is FaultKind.LINK) for kind, course in draw(1))
     for kind in FaultKind:
         faults = [draw_fault(random.Random(seed), kind, 2, 60, 10, True, Path()) for seed in range(50)]
         assert {fault.rank for fault in faults} == {0, 1} and len({fault.step for fault in faults}) > 5
         assert all(2 <= fault.step <= 58 for fault in faults)
+        assert ({fault.recovery for fault in faults} == {"none", "restart", "resume"}) == (kind is FaultKind.LINK)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +64,7 @@ def test_draws_follow_the_seed_and_leave_nothing_out() -> None:
     [
         (["--plan", "auto"], "--plan auto: faults are tried on a plan that is known: name it"),
         (["--plan", "data=2", "--only", "flood"], "--only flood: there is no such thing, known are kill, stop, "),
+        (["--plan", "data=2", "--only", "link"], "--only link: a link is one of two hosts, whose workers "),
         (["--plan", "data=2", "--steps", "5"], "--steps 5 with --save-every 3: faults need at least 6 intervals: "),
     ],
 )
@@ -78,13 +84,13 @@ class Story:
 
     def __init__(self, folder: Path) -> None:
         self.log = FaultLog(folder / "log")
-        self.log.write("struck", rank=1, step=8, kind="kill", folders=["step-00000006"])
-        self.now = self.log.read("struck")[0]["time"]
+        self.now, self.folders = time.time(), ["step-00000003", "step-00000006"]
         self.again, self.code, self.said, self.left = 7, 0, (self.now + 0.1, SAID), list[str]()
         self.metrics, self.weights = dict(LINES), torch.ones(3)
         self.folder = folder
 
     def judge(self) -> list[str]:
+        self.log.write("struck", rank=1, step=8, kind="kill", folders=self.folders)
         self.log.write("first step", rank=0, step=self.again)
         save_file({"weight": torch.ones(3)}, self.folder / "unbroken")
         save_file({"weight": self.weights}, self.folder / "weights")
@@ -112,6 +118,14 @@ def go_back_far(story: Story) -> None:
     story.again = 4
 
 
+def pass_over_newest(story: Story) -> None:
+    story.folders, story.again = ["step-00000005", "step-00000007"], 6
+
+
+def wait_for_nothing(story: Story) -> None:
+    story.folders, story.again = [".step-00000006.ab12"], 1
+
+
 def name_nobody(story: Story) -> None:
     story.said = (story.now + 0.1, "polylane: a worker failed")
 
@@ -132,7 +146,9 @@ BROKEN = {
     lose_step: "the metrics of 1 steps are lost, the first is step 9",
     change_loss: "step 9 is ",
     change_weight: "the weights differ from those of the unbroken training",
-    go_back_far: "4 steps were made again, of which 3 are an interval",
+    go_back_far: "4 steps were made again, 1 since the checkpoint of step 6",
+    pass_over_newest: "2 steps were made again, 0 since the checkpoint of step 7",
+    wait_for_nothing: "7 steps were made again, of which 3 are an interval, 1 were made while a checkpoint was being",
     name_nobody: "nothing named it: polylane: a worker failed",
     name_late: "it was named after 11.0 s",
     end_badly: "the training ended with code 1, expected 0: ",
@@ -147,5 +163,18 @@ def test_the_judge_sees_what_breaks_a_law(change: Callable[[Story], None], tmp_p
     assert any(each.startswith(BROKEN[change]) for each in story.judge())
 
 
-def test_the_judge_finds_nothing_where_all_is_well(tmp_path: Path) -> None:
-    assert Story(tmp_path).judge() == []
+def write_next(story: Story) -> None:
+    """The steps since the snapshot of a checkpoint that was still being written are made again as well."""
+    story.folders, story.again = ["step-00000003", ".step-00000006.ab12"], 4
+
+
+def commit_next(story: Story) -> None:
+    """A checkpoint that was being written may have been complete before all workers had ended."""
+    story.folders = ["step-00000003", ".step-00000006.ab12"]
+
+
+@pytest.mark.parametrize("change", [lambda story: None, write_next, commit_next])
+def test_the_judge_finds_nothing_where_all_is_well(change: Callable[[Story], None], tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    change(story)
+    assert story.judge() == []
