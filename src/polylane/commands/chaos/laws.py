@@ -16,7 +16,7 @@ MOST_SECONDS = 10.0  # from a fault to the sentence that names it, and to the en
 _ENDS_AS_INPUT = LOADS | {FaultKind.OPTIMIZER}  # the sentence is about the user's function, not about a worker
 _DEATHS = {FaultKind.SEGFAULT: "SIGSEGV", FaultKind.EXIT: r"exit code 0"}
 _HANGS = {FaultKind.STOP: "stopped", FaultKind.INTERPRETER: "interpreter"}
-_LINK = r"hangs: .*\blink\b"
+_LINK = r"hangs: .*\blink\b.*\bcarries nothing"
 
 
 def find_named_at(trial: FaultTrial) -> float | None:
