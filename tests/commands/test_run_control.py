@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,10 +14,15 @@ from polylane.commands.running.run_control import (
     FIRST_SECONDS,
     LONGEST_SECONDS,
     MOST_STALL,
+    RunControl,
     SaveInterval,
     parse_interval,
 )
 from polylane.errors import PolylaneError
+from polylane.runtime.checkpoint.save import Position
+from polylane.runtime.progress.page import UNWATCHED
+
+WORLD = SimpleNamespace(progress=UNWATCHED)
 
 
 @pytest.mark.parametrize(
@@ -47,3 +55,48 @@ def test_automatic_intervals_are_youngs_within_bounds() -> None:
             young = math.sqrt(2 * cost * DEVICE_FAILS_SECONDS / workers)
             assert due == pytest.approx(max(cost / MOST_STALL, min(young, LONGEST_SECONDS)))
     assert auto.due_seconds(1, 0.1, 10_000) < auto.due_seconds(1, 0.1, 1_000)
+
+
+class SlowSaver:
+    """Checkpoints of a run whose files take a number of steps to be on the disk, unless somebody waits for them."""
+
+    under_way: int | None = None
+    newest_step, stall_seconds = 0, 0.0
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    @property
+    def is_writing(self) -> bool:
+        return self.under_way is not None
+
+    def begin(self, step: int) -> None:
+        assert self.under_way is None
+        self.under_way = step
+
+    def look(self, step: int) -> None:
+        if self.under_way is not None and step - self.under_way >= self.steps:
+            self.finish()
+
+    def finish(self) -> None:
+        self.newest_step, self.under_way = self.under_way or self.newest_step, None
+
+    def advance(self, own: Any) -> list[Any]:
+        return [own]
+
+
+@pytest.mark.parametrize(("writing", "most"), [(0, 5), (2, 7), (4, 9), (5, 10), (100, 10)])
+def test_a_save_waits_for_the_one_before(writing: int, most: int) -> None:
+    """What a fault can cost is an interval, and the steps made while a checkpoint is written: an interval at most."""
+    saver, job = SlowSaver(writing), SimpleNamespace(position=Position(), apart=False, world=WORLD)
+    job.plan, job.open_saver = SimpleNamespace(processes=2), lambda folder, keep: saver
+    job.begin_checkpoint = lambda saver, facts: saver.begin(job.position.step)
+    control = RunControl(job, Path(), SaveInterval(steps=5), 3, lambda: False, None, dict)  # type: ignore[arg-type]
+    lost = 0
+    for step in range(1, 41):
+        job.position = Position(step)
+        lost = max(lost, step - saver.newest_step)
+        saver.look(step)
+        control.agree()
+        saver.look(step)
+    assert lost == most
