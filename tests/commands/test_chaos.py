@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from polylane.commands.chaos.faults import Course, Fault, FaultKind, FaultLog, d
 from polylane.commands.chaos.launches import Ending
 from polylane.commands.chaos.laws import judge_trial
 from polylane.commands.chaos.trials import FaultTrial, Unbroken
+from polylane.commands.chaos.two_hosts import TwoHosts
 
 RECIPE = Path(__file__).parents[1] / "small_network.py"
 SHORT = ["--steps", "18", "--save-every", "3", "--batch", "16", "--hang-after", "0.6"]
@@ -27,8 +29,8 @@ QUICK = [kind for kind in FaultKind if kind not in SLOW]
 COURSE = Course("data=2", "shared_memory", "own")
 
 
-def chaos(*words: str) -> dict[str, object]:
-    ended = run([sys.executable, "-m", "polylane", "chaos", str(RECIPE), "--json", *SHORT, *words])
+def chaos(*words: str, seconds: float = 120) -> dict[str, object]:
+    ended = run([sys.executable, "-m", "polylane", "chaos", str(RECIPE), "--json", *SHORT, *words], seconds)
     told: dict[str, object] = json.loads(ended.stdout)
     assert (ended.returncode == 0) == (told["broken"] == 0)
     return told
@@ -40,6 +42,20 @@ def test_a_dozen_faults_change_nothing() -> None:
     told = chaos(*plans, *only, "--transport", "shared_memory", "--faults", "12", "--seed", "237")
     assert [each for each in told["faults"] if each["broken"] or not each["struck"]] == []  # type: ignore[attr-defined]
     assert {each["fault"] for each in told["faults"]} == set(QUICK)  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+def test_a_dead_link_changes_nothing() -> None:
+    """Down for a moment; until the workers are started again; until the training has ended."""
+    if isinstance(why := TwoHosts.make(), str):
+        pytest.skip(f"no hosts can be made: {why}")
+    why.close()
+    words = ["--only", "link", "--launcher", "torchrun", "--transport", "gloo", "--hang-after", "2"]
+    told = chaos("--plan", "data=2", *words, "--faults", "3", "--seed", "15", seconds=600)
+    faults: Any = told["faults"]
+    assert [each for each in faults if each["broken"]] == []
+    assert {each["recovery"] for each in faults} == {"none", "restart", "resume"}
+    assert all(each["hosts"] == 2 for each in faults)
 
 
 def test_draws_follow_the_seed_and_leave_nothing_out() -> None:

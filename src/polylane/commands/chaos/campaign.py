@@ -197,6 +197,7 @@ def describe_trial(trial: FaultTrial) -> dict[str, Any]:
         "plan": trial.course.plan,
         "transport": trial.course.transport,
         "launcher": trial.course.launcher,
+        "hosts": trial.course.hosts,
         "recovery": trial.fault.recovery,
         "rank": trial.fault.rank,
         "struck": struck is not None,

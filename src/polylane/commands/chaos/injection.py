@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -136,8 +136,11 @@ class Injector:
         assert self._fault is not None
         kind = self._fault.kind
         if kind in DEATHS | {FaultKind.STOP, FaultKind.LINK}:
-            threading.Timer(self._fault.delay * DELAY_SECONDS, self._strike_process, (kind,)).start()
+            striking = threading.Timer(self._fault.delay * DELAY_SECONDS, self._strike_process, (kind,))
+            striking.start()
             self._is_armed = False
+            if kind is FaultKind.LINK:
+                return _finished_by(striking)
         elif kind in (FaultKind.FORWARD, FaultKind.BACKWARD, FaultKind.INTERPRETER):
             return _FaultyOperators(self)
         elif kind is FaultKind.OPTIMIZER:
@@ -268,6 +271,13 @@ def _hold_interpreter() -> None:
     mutex = ctypes.create_string_buffer(256)  # PTHREAD_MUTEX_INITIALIZER is zeros
     for _ in range(2):
         library.pthread_mutex_lock(mutex)
+
+
+@contextmanager
+def _finished_by(thread: threading.Thread) -> Iterator[None]:
+    """A step that is not left before a thread is done, which takes longer than a short step."""
+    yield
+    thread.join()
 
 
 class _FaultyOperators(TorchDispatchMode):
