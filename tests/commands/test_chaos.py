@@ -19,7 +19,7 @@ from commands_run import run
 from polylane.commands.chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, draw_pairs
 from polylane.commands.chaos.launches import Ending
 from polylane.commands.chaos.laws import judge_trial
-from polylane.commands.chaos.trials import FaultTrial, Unbroken
+from polylane.commands.chaos.trials import FaultTrial, LinkKeeper, Unbroken
 from polylane.commands.chaos.two_hosts import TwoHosts
 
 RECIPE = Path(__file__).parents[1] / "small_network.py"
@@ -102,6 +102,7 @@ class Story:
         self.log = FaultLog(folder / "log")
         self.now, self.folders = time.time(), ["step-00000003", "step-00000006"]
         self.again, self.code, self.said, self.left = 7, 0, (self.now + 0.1, SAID), list[str]()
+        self.fault = Fault(FaultKind.KILL, 1, 8, 0.5, "restart", 6, False, str(self.log.path))
         self.metrics, self.weights = dict(LINES), torch.ones(3)
         self.folder = folder
 
@@ -111,9 +112,8 @@ class Story:
         save_file({"weight": torch.ones(3)}, self.folder / "unbroken")
         save_file({"weight": self.weights}, self.folder / "weights")
         unbroken = Unbroken(LINES, self.folder / "unbroken", Path(), 2, 0)
-        fault = Fault(FaultKind.KILL, 1, 8, 0.5, "restart", 6, False, str(self.log.path))
         endings = [Ending(self.code, self.now + 1, self.said[1], [self.said])]
-        trial = FaultTrial(1, COURSE, fault, endings, self.log, self.metrics, self.folder / "weights", self.left)
+        trial = FaultTrial(1, COURSE, self.fault, endings, self.log, self.metrics, self.folder / "weights", self.left)
         judge_trial(trial, unbroken, 3, exact=True)
         return trial.broken
 
@@ -194,3 +194,70 @@ def test_the_judge_finds_nothing_where_all_is_well(change: Callable[[Story], Non
     story = Story(tmp_path)
     change(story)
     assert story.judge() == []
+
+
+# A link --------------------------------------------------------------------------------------------------------------
+
+HANG = "polylane: the training hangs: ranks 0 and 1 have waited for 3.0 s: the link between them carries nothing"
+
+
+class RaisedHosts:
+    """Hosts whose link is said to be up when it is raised."""
+
+    def raise_link(self) -> list[str]:
+        return ["UP", "UP"]
+
+
+def keep_link(folder: Path, recovery: str, said: list[str], after: float) -> FaultLog:
+    """Return what is in the log once a link has been down for some seconds, in which lines were said."""
+    log, fault = FaultLog(folder / "log"), link_fault(recovery)
+    keeper = LinkKeeper(RaisedHosts(), fault, log)  # type: ignore[arg-type]
+    keeper.tend([(time.time(), HANG)])  # of before: it is not down yet
+    assert not log.read("link up")
+    log.path.write_text(json.dumps({"event": "link down", "time": time.time() - after, "state": "DOWN"}) + "\n")
+    for _ in range(2):
+        keeper.tend([(time.time(), line) for line in said])
+    return log
+
+
+def link_fault(recovery: Any) -> Fault:
+    return Fault(FaultKind.LINK, 1, 8, 0.5, recovery, 6, False, "")
+
+
+@pytest.mark.parametrize(
+    ("recovery", "said", "after", "times"),
+    [
+        ("none", [], 1.0, 0),
+        ("none", [], 2.5, 1),
+        ("restart", ["epoch 1"], 60.0, 0),
+        ("restart", ["epoch 1", HANG], 3.0, 1),
+        ("resume", ["epoch 1", HANG], 60.0, 0),
+    ],
+)
+def test_a_link_is_raised_once_when_it_is_time(
+    tmp_path: Path, recovery: str, said: list[str], after: float, times: int
+) -> None:
+    up = keep_link(tmp_path, recovery, said, after).read("link up")
+    assert [each["states"] for each in up] == [["UP", "UP"]] * times
+
+
+@pytest.mark.parametrize(
+    ("recovery", "said", "states", "broken"),
+    [
+        ("none", "epoch 1", ("DOWN", ["UP", "UP"]), ""),
+        ("none", HANG, ("DOWN", ["UP", "UP"]), "a link that was down for a moment was named: polylane: the training"),
+        ("restart", HANG, ("DOWN", ["UP", "UP"]), ""),
+        ("restart", "epoch 1", ("DOWN", ["UP", "UP"]), "nothing named it: "),
+        ("restart", HANG, ("UP", ["UP", "UP"]), "the link did not go down: "),
+        ("restart", HANG, ("DOWN", ["UP", "DOWN"]), "the link did not come up again: "),
+    ],
+)
+def test_the_judge_of_links(
+    tmp_path: Path, recovery: str, said: str, states: tuple[str, list[str]], broken: str
+) -> None:
+    story = Story(tmp_path)
+    story.fault, story.said = link_fault(recovery), (story.now + 4, said)
+    story.log.write("link down", state=states[0])
+    story.log.write("link up", states=states[1])
+    found = story.judge()
+    assert [each for each in found if not (broken and each.startswith(broken))] == [] and len(found) == bool(broken)
