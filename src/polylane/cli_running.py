@@ -177,9 +177,10 @@ def chaos(
 ) -> None:
     """Try faults on trainings of a recipe: each must be named, be recovered from, and change no number.
 
-    Kills, stops, crashes of workers, exceptions of the recipe's code, a full disk and damaged checkpoints, at moments
-    that the seed draws. Every training is held against the unbroken one, bit for bit. Without --minutes and --faults
-    one of each kind. Exit code 1 where a law was broken; the files of such trials are kept.
+    Kills, stops, crashes of workers, exceptions of the recipe's code, a full disk, damaged checkpoints, and a dead link
+    between two hosts (as root, with --launcher torchrun), at moments that the seed draws. Every training is held
+    against the unbroken one, bit for bit. Without --minutes and --faults one of each kind. Exit code 1 where a law was
+    broken; the files of such trials are kept.
 
     \b
     Example:

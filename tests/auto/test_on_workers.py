@@ -170,7 +170,7 @@ def test_a_model_that_fails_and_every_rank_says_so() -> None:
 
 def test_several_hosts_are_refused_with_what_to_do() -> None:
     def work(context: WorkerContext) -> None:
-        on_workers.host = lambda: f"host{context.rank}"  # type: ignore[assignment]
+        on_workers.host_identity = lambda: (f"host{context.rank}",)  # type: ignore[assignment]
         automatically(mlp(6, 8, 4))
 
     first, second = refusals(work)

@@ -6,8 +6,10 @@ import itertools
 import json
 import random
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,16 +19,18 @@ from commands_run import run
 from polylane.commands.chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, draw_pairs
 from polylane.commands.chaos.launches import Ending
 from polylane.commands.chaos.laws import judge_trial
-from polylane.commands.chaos.trials import FaultTrial, Unbroken
+from polylane.commands.chaos.trials import FaultTrial, LinkKeeper, Unbroken
+from polylane.commands.chaos.two_hosts import TwoHosts
 
 RECIPE = Path(__file__).parents[1] / "small_network.py"
 SHORT = ["--steps", "18", "--save-every", "3", "--batch", "16", "--hang-after", "0.6"]
-QUICK = [kind for kind in FaultKind if kind not in (FaultKind.INTERPRETER, FaultKind.LOADER_WORKER)]  # within a second
+SLOW = (FaultKind.INTERPRETER, FaultKind.LOADER_WORKER, FaultKind.LINK)  # take more than a second
+QUICK = [kind for kind in FaultKind if kind not in SLOW]
 COURSE = Course("data=2", "shared_memory", "own")
 
 
-def chaos(*words: str) -> dict[str, object]:
-    ended = run([sys.executable, "-m", "polylane", "chaos", str(RECIPE), "--json", *SHORT, *words])
+def chaos(*words: str, seconds: float = 120) -> dict[str, object]:
+    ended = run([sys.executable, "-m", "polylane", "chaos", str(RECIPE), "--json", *SHORT, *words], seconds)
     told: dict[str, object] = json.loads(ended.stdout)
     assert (ended.returncode == 0) == (told["broken"] == 0)
     return told
@@ -40,18 +44,35 @@ def test_a_dozen_faults_change_nothing() -> None:
     assert {each["fault"] for each in told["faults"]} == set(QUICK)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
+def test_a_dead_link_changes_nothing() -> None:
+    """Down for a moment; until the workers are started again; until the training has ended."""
+    if isinstance(why := TwoHosts.make(), str):
+        pytest.skip(f"no hosts can be made: {why}")
+    why.close()
+    words = ["--only", "link", "--launcher", "torchrun", "--transport", "gloo", "--hang-after", "2"]
+    told = chaos("--plan", "data=2", *words, "--faults", "3", "--seed", "15", seconds=600)
+    faults: Any = told["faults"]
+    assert [each for each in faults if each["broken"]] == []
+    assert {each["recovery"] for each in faults} == {"none", "restart", "resume"}
+    assert all(each["hosts"] == 2 for each in faults)
+
+
 def test_draws_follow_the_seed_and_leave_nothing_out() -> None:
-    courses = [COURSE, Course("pipeline=2", "gloo", "own")]
+    hosts = Course("data=2", "gloo", "torchrun", 2)
+    courses = [COURSE, Course("pipeline=2", "gloo", "own"), hosts]
 
     def draw(seed: int) -> list[tuple[FaultKind, Course]]:
         return list(itertools.islice(draw_pairs(random.Random(seed), list(FaultKind), courses), 3 * len(FaultKind)))
 
     assert draw(1) == draw(1) != draw(2)
     assert {kind for kind, _ in draw(1)[: len(FaultKind)]} == set(FaultKind)
+    assert all((course == hosts) == (kind is FaultKind.LINK) for kind, course in draw(1))
     for kind in FaultKind:
         faults = [draw_fault(random.Random(seed), kind, 2, 60, 10, True, Path()) for seed in range(50)]
         assert {fault.rank for fault in faults} == {0, 1} and len({fault.step for fault in faults}) > 5
         assert all(2 <= fault.step <= 58 for fault in faults)
+        assert ({fault.recovery for fault in faults} == {"none", "restart", "resume"}) == (kind is FaultKind.LINK)
 
 
 @pytest.mark.parametrize(
@@ -59,6 +80,7 @@ def test_draws_follow_the_seed_and_leave_nothing_out() -> None:
     [
         (["--plan", "auto"], "--plan auto: faults are tried on a plan that is known: name it"),
         (["--plan", "data=2", "--only", "flood"], "--only flood: there is no such thing, known are kill, stop, "),
+        (["--plan", "data=2", "--only", "link"], "--only link: a link is one of two hosts, whose workers "),
         (["--plan", "data=2", "--steps", "5"], "--steps 5 with --save-every 3: faults need at least 6 intervals: "),
     ],
 )
@@ -78,20 +100,20 @@ class Story:
 
     def __init__(self, folder: Path) -> None:
         self.log = FaultLog(folder / "log")
-        self.log.write("struck", rank=1, step=8, kind="kill", folders=["step-00000006"])
-        self.now = self.log.read("struck")[0]["time"]
+        self.now, self.folders = time.time(), ["step-00000003", "step-00000006"]
         self.again, self.code, self.said, self.left = 7, 0, (self.now + 0.1, SAID), list[str]()
+        self.fault = Fault(FaultKind.KILL, 1, 8, 0.5, "restart", 6, False, str(self.log.path))
         self.metrics, self.weights = dict(LINES), torch.ones(3)
         self.folder = folder
 
     def judge(self) -> list[str]:
+        self.log.write("struck", rank=1, step=8, kind="kill", folders=self.folders)
         self.log.write("first step", rank=0, step=self.again)
         save_file({"weight": torch.ones(3)}, self.folder / "unbroken")
         save_file({"weight": self.weights}, self.folder / "weights")
         unbroken = Unbroken(LINES, self.folder / "unbroken", Path(), 2, 0)
-        fault = Fault(FaultKind.KILL, 1, 8, 0.5, "restart", 6, False, str(self.log.path))
         endings = [Ending(self.code, self.now + 1, self.said[1], [self.said])]
-        trial = FaultTrial(1, COURSE, fault, endings, self.log, self.metrics, self.folder / "weights", self.left)
+        trial = FaultTrial(1, COURSE, self.fault, endings, self.log, self.metrics, self.folder / "weights", self.left)
         judge_trial(trial, unbroken, 3, exact=True)
         return trial.broken
 
@@ -110,6 +132,14 @@ def change_weight(story: Story) -> None:
 
 def go_back_far(story: Story) -> None:
     story.again = 4
+
+
+def pass_over_newest(story: Story) -> None:
+    story.folders, story.again = ["step-00000005", "step-00000007"], 6
+
+
+def wait_for_nothing(story: Story) -> None:
+    story.folders, story.again = [".step-00000006.ab12"], 1
 
 
 def name_nobody(story: Story) -> None:
@@ -132,7 +162,9 @@ BROKEN = {
     lose_step: "the metrics of 1 steps are lost, the first is step 9",
     change_loss: "step 9 is ",
     change_weight: "the weights differ from those of the unbroken training",
-    go_back_far: "4 steps were made again, of which 3 are an interval",
+    go_back_far: "4 steps were made again, 1 since the checkpoint of step 6",
+    pass_over_newest: "2 steps were made again, 0 since the checkpoint of step 7",
+    wait_for_nothing: "7 steps were made again, of which 3 are an interval, 1 were made while a checkpoint was being",
     name_nobody: "nothing named it: polylane: a worker failed",
     name_late: "it was named after 11.0 s",
     end_badly: "the training ended with code 1, expected 0: ",
@@ -147,5 +179,85 @@ def test_the_judge_sees_what_breaks_a_law(change: Callable[[Story], None], tmp_p
     assert any(each.startswith(BROKEN[change]) for each in story.judge())
 
 
-def test_the_judge_finds_nothing_where_all_is_well(tmp_path: Path) -> None:
-    assert Story(tmp_path).judge() == []
+def write_next(story: Story) -> None:
+    """The steps since the snapshot of a checkpoint that was still being written are made again as well."""
+    story.folders, story.again = ["step-00000003", ".step-00000006.ab12"], 4
+
+
+def commit_next(story: Story) -> None:
+    """A checkpoint that was being written may have been complete before all workers had ended."""
+    story.folders = ["step-00000003", ".step-00000006.ab12"]
+
+
+@pytest.mark.parametrize("change", [lambda story: None, write_next, commit_next])
+def test_the_judge_finds_nothing_where_all_is_well(change: Callable[[Story], None], tmp_path: Path) -> None:
+    story = Story(tmp_path)
+    change(story)
+    assert story.judge() == []
+
+
+# A link --------------------------------------------------------------------------------------------------------------
+
+HANG = "polylane: the training hangs: ranks 0 and 1 have waited for 3.0 s: the link between them carries nothing"
+
+
+class RaisedHosts:
+    """Hosts whose link is said to be up when it is raised."""
+
+    def raise_link(self) -> list[str]:
+        return ["UP", "UP"]
+
+
+def keep_link(folder: Path, recovery: str, said: list[str], after: float) -> FaultLog:
+    """Return what is in the log once a link has been down for some seconds, in which lines were said."""
+    log, fault = FaultLog(folder / "log"), link_fault(recovery)
+    keeper = LinkKeeper(RaisedHosts(), fault, log)  # type: ignore[arg-type]
+    keeper.tend([(time.time(), HANG)])  # of before: it is not down yet
+    assert not log.read("link up")
+    log.path.write_text(json.dumps({"event": "link down", "time": time.time() - after, "state": "DOWN"}) + "\n")
+    for _ in range(2):
+        keeper.tend([(time.time(), line) for line in said])
+    return log
+
+
+def link_fault(recovery: Any) -> Fault:
+    return Fault(FaultKind.LINK, 1, 8, 0.5, recovery, 6, False, "")
+
+
+@pytest.mark.parametrize(
+    ("recovery", "said", "after", "times"),
+    [
+        ("none", [], 1.0, 0),
+        ("none", [], 2.5, 1),
+        ("restart", ["epoch 1"], 60.0, 0),
+        ("restart", ["epoch 1", HANG], 3.0, 1),
+        ("resume", ["epoch 1", HANG], 60.0, 0),
+    ],
+)
+def test_a_link_is_raised_once_when_it_is_time(
+    tmp_path: Path, recovery: str, said: list[str], after: float, times: int
+) -> None:
+    up = keep_link(tmp_path, recovery, said, after).read("link up")
+    assert [each["states"] for each in up] == [["UP", "UP"]] * times
+
+
+@pytest.mark.parametrize(
+    ("recovery", "said", "states", "broken"),
+    [
+        ("none", "epoch 1", ("DOWN", ["UP", "UP"]), ""),
+        ("none", HANG, ("DOWN", ["UP", "UP"]), "a link that was down for a moment was named: polylane: the training"),
+        ("restart", HANG, ("DOWN", ["UP", "UP"]), ""),
+        ("restart", "epoch 1", ("DOWN", ["UP", "UP"]), "nothing named it: "),
+        ("restart", HANG, ("UP", ["UP", "UP"]), "the link did not go down: "),
+        ("restart", HANG, ("DOWN", ["UP", "DOWN"]), "the link did not come up again: "),
+    ],
+)
+def test_the_judge_of_links(
+    tmp_path: Path, recovery: str, said: str, states: tuple[str, list[str]], broken: str
+) -> None:
+    story = Story(tmp_path)
+    story.fault, story.said = link_fault(recovery), (story.now + 4, said)
+    story.log.write("link down", state=states[0])
+    story.log.write("link up", states=states[1])
+    found = story.judge()
+    assert [each for each in found if not (broken and each.startswith(broken))] == [] and len(found) == bool(broken)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,10 @@ from polylane.commands.running.run_control import (
     parse_interval,
 )
 from polylane.errors import PolylaneError
+from polylane.runtime.checkpoint.save import Position
+from polylane.runtime.progress.page import UNWATCHED
+
+WORLD = SimpleNamespace(progress=UNWATCHED)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +88,7 @@ def test_a_checkpoint_is_begun_whenever_one_is_due_whatever_became_of_the_one_be
         apart=False,
         plan=SimpleNamespace(processes=1),
         position=position,
-        world=SimpleNamespace(progress=SimpleNamespace(during=lambda phase: nullcontext())),
+        world=WORLD,
         begin_checkpoint=begin,
     )
     control = RunControl(job, Path("x"), SaveInterval(steps=3), 3, lambda: position.step == 10, said.append, dict)
@@ -95,3 +98,48 @@ def test_a_checkpoint_is_begun_whenever_one_is_due_whatever_became_of_the_one_be
         control.agree()
     assert saver.begun == [3, 6, 9, 10]
     assert said == ["the disk is full; the training goes on"] * 4
+
+
+class SlowSaver:
+    """Checkpoints of a run whose files take a number of steps to be on the disk, unless somebody waits for them."""
+
+    under_way: int | None = None
+    newest_step, stall_seconds = 0, 0.0
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    @property
+    def is_writing(self) -> bool:
+        return self.under_way is not None
+
+    def begin(self, step: int) -> None:
+        assert self.under_way is None
+        self.under_way = step
+
+    def look(self, step: int) -> None:
+        if self.under_way is not None and step - self.under_way >= self.steps:
+            self.finish()
+
+    def finish(self) -> None:
+        self.newest_step, self.under_way = self.under_way or self.newest_step, None
+
+    def advance(self, own: Any) -> list[Any]:
+        return [own]
+
+
+@pytest.mark.parametrize(("writing", "most"), [(0, 5), (2, 7), (4, 9), (5, 10), (100, 10)])
+def test_a_save_waits_for_the_one_before(writing: int, most: int) -> None:
+    """What a fault can cost is an interval, and the steps made while a checkpoint is written: an interval at most."""
+    saver, job = SlowSaver(writing), SimpleNamespace(position=Position(), apart=False, world=WORLD)
+    job.plan, job.open_saver = SimpleNamespace(processes=2), lambda folder, keep: saver
+    job.begin_checkpoint = lambda saver, facts: saver.begin(job.position.step)
+    control = RunControl(job, Path(), SaveInterval(steps=5), 3, lambda: False, None, dict)  # type: ignore[arg-type]
+    lost = 0
+    for step in range(1, 41):
+        job.position = Position(step)
+        lost = max(lost, step - saver.newest_step)
+        saver.look(step)
+        control.agree()
+        saver.look(step)
+    assert lost == most

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-from pathlib import Path
-
 from polylane.auto.choose import announce_best, choose
 from polylane.auto.plan_broadcast import compute_on_rank0
 from polylane.compile.training_problem import TrainingProblem
@@ -13,10 +10,8 @@ from polylane.plan.fixed_keys import parse_auto
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec, parse
 from polylane.probe.machine import running_cluster
+from polylane.runtime.transport.shared_memory.rendezvous import host_identity
 from polylane.runtime.workers.world import World
-
-# Identifies a running machine: new after every boot, and the same in all containers of one machine.
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def resolve_plan(world: World, problem: TrainingProblem, plan: str | Spec | Plan) -> Spec | Plan:
@@ -55,16 +50,10 @@ def _check_one_host(world: World) -> None:
     Raises:
         PolylaneError: the workers are on more than one host.
     """
-    count = len(set(world.all_gather_object(host())))
+    count = len(set(world.all_gather_object(host_identity())))
     if count > 1:
         raise PolylaneError(
             f"plan auto knows one host, and these {world.size} workers are on {count}: describe the hosts and their "
             "links in a cluster file (polylane probe -o cluster.yaml measures one of them), let polylane plan RECIPE "
             "--cluster cluster.yaml -o plan.yaml choose, and give plan.yaml as the plan"
         )
-
-
-def host() -> str:
-    """Return an identifier of the machine: its host name and boot id, the latter shared by its containers."""
-    boot = BOOT.read_text().strip() if BOOT.exists() else ""
-    return f"{socket.gethostname()} {boot}"

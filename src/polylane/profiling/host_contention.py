@@ -63,7 +63,7 @@ def together(
                 return {}
     finally:
         for copy in copies:
-            copy.terminate()
+            copy.kill()  # whatever handlers of signals it has inherited
             copy.join()
     found: dict[int, list[float]] = {count: [] for count in wanted}
     for times in zip(*told, strict=True):

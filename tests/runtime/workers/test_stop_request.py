@@ -141,6 +141,19 @@ def test_a_second_request_later_on_ends_at_once(monkeypatch: pytest.MonkeyPatch)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_process_that_is_no_worker_is_ended_by_its_own_signal() -> None:
+    """The planner's copies of a model, or a pool of the recipe's: whoever forks them may end them so."""
+    stop, said = StopRequest(waits_for_save=True), list[str]()
+    with LauncherSignals(stop, 60, said.append).handled():
+        is_there = get_context("fork").Event()
+        forked = get_context("fork").Process(target=lambda: (is_there.set(), time.sleep(10)))
+        forked.start()
+        assert is_there.wait(10)
+        forked.terminate()
+        forked.join()
+    assert forked.exitcode == -signal.SIGTERM and not stop.is_set() and not said
+
+
 def test_a_request_in_a_file_is_seen_by_processes_that_open_it(tmp_path: Path) -> None:
     stop = StopRequest(waits_for_save=True)
     stop.move_to_file(tmp_path / "stop")

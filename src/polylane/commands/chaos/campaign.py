@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import sys
@@ -9,12 +10,14 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.chaos.faults import LAUNCHERS, MEANINGS, TRANSPORTS, Course, FaultKind, draw_fault, draw_pairs
 from polylane.commands.chaos.isolation import Isolation
+from polylane.commands.chaos.two_hosts import TwoHosts
 from polylane.commands.printing import console, make_table, print_json, print_line
 from polylane.errors import PolylaneError, format_plural
 
@@ -48,12 +51,18 @@ def run(request: ChaosRequest) -> bool:
     isolation = Isolation.enter()
     if not isolation.mounts:
         print("polylane: disks cannot be mounted here: a full one is a limit on files in place", file=sys.stderr)
+    courses = [Course(plan, each, how) for plan in plans for each in transports for how in launchers]
+    on_torchrun = [each for each in courses if each.launcher == "torchrun" and plans[each.plan].processes > 1]
+    hosts = _make_hosts(bool(on_torchrun), bool(request.only)) if FaultKind.LINK in kinds else None
+    if hosts is None:
+        kinds = [kind for kind in kinds if kind is not FaultKind.LINK]
+    else:
+        courses += [replace(each, hosts=2) for each in on_torchrun]
     from polylane.commands.chaos.trials import Bench
     from polylane.commands.running import worker  # noqa: F401  what trainings are forked from has imported everything
 
-    courses = [Course(plan, each, how) for plan in plans for each in transports for how in launchers]
     folder = Path(tempfile.mkdtemp(prefix="polylane-chaos-"))
-    trials = _try_faults(request, Bench(request, isolation, folder), kinds, courses, plans, isolation.mounts)
+    trials = _try_faults(request, Bench(request, isolation, folder, hosts), kinds, courses, plans, isolation.mounts)
     _print_outcome(request, trials)
     broken = [trial for trial in trials if trial.broken]
     if not broken:
@@ -82,6 +91,31 @@ def _choose(option: str, names: Sequence[str], known: Sequence[T]) -> list[T]:
         if name not in known:
             raise PolylaneError(f"{option} {name}: there is no such thing, known are {', '.join(map(str, known))}")
     return [each for each in known if each in names]
+
+
+def _make_hosts(has_courses: bool, is_asked: bool) -> TwoHosts | None:
+    """Return two hosts, for a link between them that drops; None where that fault is left out.
+
+    Args:
+        has_courses: whether any training can be on two hosts.
+        is_asked: whether the fault was named with ``--only``.
+
+    Raises:
+        PolylaneError: it was named, and cannot be.
+    """
+    why = "a link is one of two hosts, whose workers torchrun starts: give --launcher torchrun, a plan of two workers"
+    if has_courses:
+        made = TwoHosts.make()
+        if isinstance(made, TwoHosts):
+            # Else torch warns that no name service knows the hosts; it reads this as it is imported.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            return made
+        why = f"two hosts, namespaces of this machine, cannot be made here: {made}"
+        if not is_asked:
+            print(f"polylane: no link drops: {why}", file=sys.stderr)
+    if is_asked:
+        raise PolylaneError(f"--only link: {why}")
+    return None
 
 
 def _try_faults(
@@ -163,6 +197,7 @@ def describe_trial(trial: FaultTrial) -> dict[str, Any]:
         "plan": trial.course.plan,
         "transport": trial.course.transport,
         "launcher": trial.course.launcher,
+        "hosts": trial.course.hosts,
         "recovery": trial.fault.recovery,
         "rank": trial.fault.rank,
         "struck": struck is not None,

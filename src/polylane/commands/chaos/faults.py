@@ -35,6 +35,7 @@ class FaultKind(StrEnum):
     OPTIMIZER = "optimizer"
     LOADER = "loader"
     LOADER_WORKER = "loader-worker"
+    LINK = "link"
     FULL_DISK = "full-disk"
     FLIPPED = "flipped-byte"
     TRUNCATED = "truncated"
@@ -44,7 +45,7 @@ class FaultKind(StrEnum):
 # By what a fault is: the process of a worker ends, or stands still; the user's code raises; a checkpoint is damaged,
 # and a worker killed so that the checkpoint is needed.
 DEATHS = frozenset({FaultKind.KILL, FaultKind.SEGFAULT, FaultKind.EXIT})
-HANGS = frozenset({FaultKind.STOP, FaultKind.INTERPRETER})
+HANGS = frozenset({FaultKind.STOP, FaultKind.INTERPRETER, FaultKind.LINK})
 RAISES = frozenset({FaultKind.FORWARD, FaultKind.BACKWARD})
 LOADS = frozenset({FaultKind.LOADER, FaultKind.LOADER_WORKER})
 DAMAGES = frozenset({FaultKind.FLIPPED, FaultKind.TRUNCATED, FaultKind.NO_MANIFEST})
@@ -60,6 +61,7 @@ MEANINGS = {
     FaultKind.OPTIMIZER: "the optimizer raises",
     FaultKind.LOADER: "the data set raises",
     FaultKind.LOADER_WORKER: "the data set raises in a process of its own",
+    FaultKind.LINK: "the link between two hosts carries nothing",
     FaultKind.FULL_DISK: "the disk of the run's folder is full for a while",
     FaultKind.FLIPPED: "a byte of the newest checkpoint flips, then kill -9",
     FaultKind.TRUNCATED: "a file of the newest checkpoint is cut off, then kill -9",
@@ -75,14 +77,16 @@ class Course:
         plan: the line of a plan.
         transport: "shared_memory" or "gloo", as the variable POLYLANE_TRANSPORT says.
         launcher: "own" where polylane starts the workers, "torchrun" where torchrun does.
+        hosts: number of hosts that the workers are on; two are torchrun's, and share memory inside each at most.
     """
 
     plan: str
     transport: str
     launcher: Launcher
+    hosts: int = 1
 
     def __str__(self) -> str:
-        return f"{self.plan} · {self.transport} · {self.launcher}"
+        return f"{self.plan} · {self.transport} · {self.launcher}" + (f" · {self.hosts} hosts" * (self.hosts > 1))
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ class Fault:
         rank: rank of the worker that it strikes.
         step: the training step, from 1, in which it strikes, or in a later one where it cannot then.
         delay: where in the step, from 0 to 1.
-        recovery: "restart" where the workers are started again, "resume" where the command is called again.
+        recovery: "restart" where the workers are started again, "resume" where the command is called again, "none"
+            where the training goes on by itself.
         lasts: steps until a disk has room again.
         whole_disk: whether the run's folder is a disk of its own, which can be filled.
         log: path of the log of the training's faults.
@@ -150,8 +155,14 @@ class FaultLog:
 def draw_pairs(
     random_: random.Random, kinds: Sequence[FaultKind], courses: Sequence[Course]
 ) -> Iterator[tuple[FaultKind, Course]]:
-    """Yield kinds of faults and the trainings that they strike, without end; all kinds, and all trainings, alike."""
-    return zip(_draw_rounds(random_, kinds), _draw_rounds(random_, courses), strict=False)
+    """Yield kinds of faults and the trainings that they strike, without end; all kinds, and all trainings, alike.
+
+    A link drops in trainings on several hosts, and nothing else is tried on these.
+    """
+    on_one_host = _draw_rounds(random_, [course for course in courses if course.hosts == 1])
+    on_several = _draw_rounds(random_, [course for course in courses if course.hosts > 1])
+    for kind in _draw_rounds(random_, kinds):
+        yield kind, next(on_several if kind is FaultKind.LINK else on_one_host)
 
 
 def _draw_rounds(random_: random.Random, items: Sequence[T]) -> Iterator[T]:
@@ -177,6 +188,8 @@ def draw_fault(
     rank, delay = random_.randrange(ranks), random_.random()
     recovery = random_.choice(("restart", "resume")) if kind in DEATHS | HANGS | DAMAGES else "resume"
     first, last = 2, steps - 2
+    if kind is FaultKind.LINK:
+        recovery = random_.choice(("none", "restart", "resume"))
     if kind in DAMAGES:  # there are two checkpoints by then
         first = min(2 * save_every + 2, last)
     if kind is FaultKind.FULL_DISK:

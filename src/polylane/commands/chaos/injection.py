@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from polylane.checkpoint.manifest import read_manifest
 from polylane.checkpoint.store import CheckpointStore
 from polylane.commands import user_inputs as inputs
 from polylane.commands.chaos.faults import DAMAGES, DEATHS, LOADS, Fault, FaultKind, FaultLog
+from polylane.commands.chaos.two_hosts import drop_link
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.step_log import Tell, TrainingOutcome
 from polylane.commands.running.training_loop import train
@@ -118,13 +119,13 @@ class Injector:
         """Say that the fault strikes now; it does so at once after this."""
         assert self._fault is not None
         self._is_armed = False
-        folders = () if self._checkpoints is None else sorted(self._checkpoints.glob("*"))
-        now = [folder.name for folder in folders] + [each.name for each in self._hidden()]
+        # A folder that gets its name while they are listed is missed by one of two looks at most.
+        now = sorted({name for _ in range(2) for name in self._list_folders()})
         step = self._job.position.step + 1
         self._log.write("struck", rank=self._job.world.rank, step=step, kind=self._fault.kind, folders=now, **facts)
 
-    def _hidden(self) -> Iterator[Path]:
-        return iter(()) if self._checkpoints is None else self._checkpoints.glob(".*")
+    def _list_folders(self) -> list[str]:
+        return [] if self._checkpoints is None else [folder.name for folder in self._checkpoints.glob("*")]
 
     def raise_error(self, where: str) -> None:
         """Raise as the user's code would."""
@@ -134,9 +135,12 @@ class Injector:
         """Have the fault strike this step, and return what the step is made in."""
         assert self._fault is not None
         kind = self._fault.kind
-        if kind in DEATHS or kind is FaultKind.STOP:
-            threading.Timer(self._fault.delay * DELAY_SECONDS, self._end_process, (kind,)).start()
+        if kind in DEATHS | {FaultKind.STOP, FaultKind.LINK}:
+            striking = threading.Timer(self._fault.delay * DELAY_SECONDS, self._strike_process, (kind,))
+            striking.start()
             self._is_armed = False
+            if kind is FaultKind.LINK:
+                return _finished_by(striking)
         elif kind in (FaultKind.FORWARD, FaultKind.BACKWARD, FaultKind.INTERPRETER):
             return _FaultyOperators(self)
         elif kind is FaultKind.OPTIMIZER:
@@ -150,8 +154,11 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         return nullcontext()
 
-    def _end_process(self, kind: FaultKind) -> None:
+    def _strike_process(self, kind: FaultKind) -> None:
         self.strike()
+        if kind is FaultKind.LINK:
+            self._log.write("link down", state=drop_link())
+            return
         if kind is FaultKind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
         elif kind is FaultKind.STOP:
@@ -264,6 +271,13 @@ def _hold_interpreter() -> None:
     mutex = ctypes.create_string_buffer(256)  # PTHREAD_MUTEX_INITIALIZER is zeros
     for _ in range(2):
         library.pthread_mutex_lock(mutex)
+
+
+@contextmanager
+def _finished_by(thread: threading.Thread) -> Iterator[None]:
+    """A step that is not left before a thread is done, which takes longer than a short step."""
+    yield
+    thread.join()
 
 
 class _FaultyOperators(TorchDispatchMode):

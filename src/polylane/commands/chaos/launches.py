@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from polylane.commands.chaos.faults import Course
+from polylane.commands.chaos.two_hosts import DATA_LINK, STORE_ADDRESS, TwoHosts
 
 POLL_SECONDS = 0.02
+
+Poll = Callable[[], int | None]
+Tend = Callable[[Sequence[tuple[float, str]]], None]
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,14 @@ class Ending:
 
 
 def run_command(
-    course: Course, ranks: int, words: Sequence[str], folder: Path, variables: Mapping[str, str], limit: float
+    course: Course,
+    ranks: int,
+    words: Sequence[str],
+    folder: Path,
+    variables: Mapping[str, str],
+    limit: float,
+    hosts: TwoHosts | None = None,
+    tend: Tend = lambda said: None,
 ) -> Ending:
     """Run ``polylane WORDS`` with what :mod:`.faulty_train` puts into its workers, and wait for its end.
 
@@ -47,24 +58,41 @@ def run_command(
         folder: a folder for what it prints.
         variables: additional variables of its environment.
         limit: seconds after which it is killed.
+        hosts: the hosts of a course of two.
+        tend: called again and again, with all that was said so far.
     """
     environment = {**variables, "POLYLANE_TRANSPORT": course.transport}
     out, error = (folder / f"{name}.{time.time_ns()}" for name in ("stdout", "stderr"))
-    start = _fork if course.launcher == "own" else _start_torchrun
-    pid, poll = start(ranks, words, environment, out, error)
-    deadline, said, at = time.time() + limit, list[tuple[float, str]](), 0
-    while (code := poll()) is None and time.time() < deadline:
-        at = _follow(error, at, said)
-        time.sleep(POLL_SECONDS)
-    ended = time.time()
-    if code is None:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        while poll() is None:
+    with ExitStack() as meanwhile:
+        if course.launcher == "own":
+            launched = [_fork(words, environment, out, error)]
+        elif hosts is None:
+            launched = [
+                _start_torchrun(["--standalone", "--nproc-per-node", str(ranks)], words, environment, out, error)
+            ]
+        else:
+            launched = _start_on_hosts(hosts, meanwhile, ranks, words, environment, out, error)
+        for pid, poll in launched:
+            meanwhile.callback(_end, pid, poll)  # also where this command itself is broken off
+        deadline, said, at = time.time() + limit, list[tuple[float, str]](), 0
+        while None in (codes := [poll() for _, poll in launched]) and time.time() < deadline:
+            at = _follow(error, at, said)
+            tend(said)
             time.sleep(POLL_SECONDS)
+        ended = time.time()
+    code = None if None in codes else next((each for each in codes if each), 0)
     _follow(error, at, said)
     text = error.read_text(encoding="utf-8", errors="replace")
     return Ending(code, ended, text, said)
+
+
+def _end(pid: int, poll: Poll) -> None:
+    """Kill a process that is still there, and wait for its end."""
+    if poll() is None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    while poll() is None:
+        time.sleep(POLL_SECONDS)
 
 
 def _follow(path: Path, at: int, said: list[tuple[float, str]]) -> int:
@@ -77,10 +105,7 @@ def _follow(path: Path, at: int, said: list[tuple[float, str]]) -> int:
     return at
 
 
-Poll = Callable[[], int | None]
-
-
-def _fork(ranks: int, words: Sequence[str], environment: Mapping[str, str], out: Path, error: Path) -> tuple[int, Poll]:
+def _fork(words: Sequence[str], environment: Mapping[str, str], out: Path, error: Path) -> tuple[int, Poll]:
     """Start it as a fork of this process, where torch is imported already."""
     process = multiprocessing.get_context("fork").Process(target=_become, args=(words, environment, out, error))
     process.start()
@@ -107,15 +132,41 @@ def _forget_temporary_folder() -> None:
     tempfile.tempdir = None  # it was found by the environment of the process that was forked
 
 
+def _start_on_hosts(
+    hosts: TwoHosts,
+    meanwhile: ExitStack,
+    ranks: int,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    out: Path,
+    error: Path,
+) -> list[tuple[int, Poll]]:
+    """Start an agent of torchrun on each host, with half of the workers; the store is there while `meanwhile` is."""
+    store = hosts.open_store()
+    meanwhile.callback(lambda: store.host)  # a store without a reference ends
+    # Memory is shared inside a host, and gloo goes over the link that can drop.
+    environment = {**environment, "GLOO_SOCKET_IFNAME": DATA_LINK}
+    if environment["POLYLANE_TRANSPORT"] == "shared_memory":
+        environment["POLYLANE_TRANSPORT"] = ""
+    meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{STORE_ADDRESS}:{store.port}"]
+    meeting += ["--rdzv-conf", "is_host=0", "--rdzv-id", out.name]
+    launched = []
+    for number, (host, count) in enumerate(zip(hosts.hosts, (ranks - ranks // 2, ranks // 2), strict=True), 1):
+        own = ["--local-addr", hosts.address_of(number), "--nproc-per-node", str(count)]
+        with host.enter():
+            launched.append(_start_torchrun([*meeting, *own], words, environment, out, error))
+    return launched
+
+
 def _start_torchrun(
-    ranks: int, words: Sequence[str], environment: Mapping[str, str], out: Path, error: Path
+    options: Sequence[str], words: Sequence[str], environment: Mapping[str, str], out: Path, error: Path
 ) -> tuple[int, Poll]:
     module = "polylane.commands.chaos.faulty_train"
     restarts = words[words.index("--max-restarts") + 1] if "--max-restarts" in words else "0"
-    agent = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", restarts]
+    agent = ["torch.distributed.run", *options, "--max-restarts", restarts]
     # A library of torch's that prints for every worker how many threads it gives it, unless this is set.
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    with out.open("wb") as to, error.open("wb") as to_error:
+    with out.open("ab") as to, error.open("ab") as to_error:
         process = subprocess.Popen(
             [sys.executable, "-m", *agent, "-m", "--", module, *words],
             stdout=to,

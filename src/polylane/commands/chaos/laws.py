@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from polylane.commands.chaos.faults import DAMAGES, DEATHS, HANGS, LOADS, RAISES, FaultKind
@@ -15,6 +16,7 @@ MOST_SECONDS = 10.0  # from a fault to the sentence that names it, and to the en
 _ENDS_AS_INPUT = LOADS | {FaultKind.OPTIMIZER}  # the sentence is about the user's function, not about a worker
 _DEATHS = {FaultKind.SEGFAULT: "SIGSEGV", FaultKind.EXIT: r"exit code 0"}
 _HANGS = {FaultKind.STOP: "stopped", FaultKind.INTERPRETER: "interpreter"}
+_LINK = r"hangs: .*\blink\b.*\bcarries nothing"
 
 
 def find_named_at(trial: FaultTrial) -> float | None:
@@ -28,6 +30,8 @@ def _pattern_of_name(trial: FaultTrial) -> str:
     who = rf"\b(?:worker|rank) {rank}\b"
     if kind in DEATHS | DAMAGES:
         return rf"{who}.*{_DEATHS.get(kind, 'SIGKILL')}"
+    if kind is FaultKind.LINK:
+        return _LINK
     if kind in HANGS:
         return rf"hangs: .*{who}.*{_HANGS[kind]}"
     if kind in RAISES:
@@ -75,8 +79,13 @@ def judge_trial(trial: FaultTrial, unbroken: Unbroken, save_every: int, exact: b
     if trial.fault.kind is FaultKind.FULL_DISK and struck.get("left"):
         broken.append(f"the disk had {struck['left']} bytes left")
     _judge_endings(trial)
+    if trial.fault.kind is FaultKind.LINK:
+        _judge_link(trial, struck)
     named = find_named_at(trial)
-    if named is None:
+    if trial.fault.kind is FaultKind.LINK and trial.fault.recovery == "none":
+        wrong = [line for _, line in trial.endings[0].said if "hangs" in line]
+        broken += [f"a link that was down for a moment was named: {line}" for line in wrong[:1]]
+    elif named is None:
         broken.append(f"nothing named it: {_last_line(trial.endings[0])}")
     elif named - struck["time"] > MOST_SECONDS and trial.fault.kind is not FaultKind.FULL_DISK:
         broken.append(f"it was named after {named - struck['time']:.1f} s")
@@ -87,6 +96,15 @@ def judge_trial(trial: FaultTrial, unbroken: Unbroken, save_every: int, exact: b
     if exact and trial.endings[-1].code == 0:
         _judge_numbers(trial, unbroken)
     broken += [f"left behind: {each}" for each in trial.left]
+
+
+def _judge_link(trial: FaultTrial, struck: Mapping[str, Any]) -> None:
+    """The link's state was read back after it was taken down, and after it was raised."""
+    down, up = trial.log.read("link down"), trial.log.read("link up")
+    if [each["state"] for each in down] != ["DOWN"]:
+        trial.broken.append(f"the link did not go down: {down}")
+    elif [each["states"] for each in up] != [["UP", "UP"]]:
+        trial.broken.append(f"the link did not come up again: {up}")
 
 
 def _judge_endings(trial: FaultTrial) -> None:
@@ -114,12 +132,26 @@ def _names_damaged(trial: FaultTrial, ending: Ending) -> bool:
 
 
 def _judge_redone(trial: FaultTrial, struck: Mapping[str, Any], save_every: int) -> None:
-    """At most one interval is made again; another one where a checkpoint was being written, or was damaged."""
-    redone = find_redone(trial)
-    is_writing = any(name.startswith(".step-") for name in struck["folders"])
-    most = save_every * (1 + is_writing + (trial.fault.kind in DAMAGES))
-    if redone is not None and redone > most:
-        trial.broken.append(f"{redone} steps were made again, of which {save_every} are an interval")
+    """The steps since the newest whole checkpoint are made again, and that one is young.
+
+    An interval lies between two checkpoints, also where the next one is still being written: then the steps that were
+    made meanwhile come on top. A save waits for the one before, so that these are an interval at most. Another interval
+    where the newest was damaged.
+    """
+    redone, made = find_redone(trial), struck["step"] - 1
+    if redone is None:
+        return
+    damaged = Path(struck.get("damaged", "")).parent.name
+    steps = {name: int(found[1]) for name in struck["folders"] if (found := re.match(r"\.?step-(\d+)", name))}
+    newest = max((step for name, step in steps.items() if name[0] != "." and name != damaged), default=0)
+    under_way = max((step for name, step in steps.items() if name[0] == "." and step > newest), default=made)
+    if redone > made - newest:
+        trial.broken.append(f"{redone} steps were made again, {made - newest} since the checkpoint of step {newest}")
+    meanwhile = min(made - under_way, save_every)
+    most = save_every * (1 + bool(damaged)) + meanwhile
+    if redone > most:
+        said = f"{save_every} are an interval, {meanwhile} were made while a checkpoint was being written"
+        trial.broken.append(f"{redone} steps were made again, of which {said}")
 
 
 def _judge_numbers(trial: FaultTrial, unbroken: Unbroken) -> None:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polylane.commands.chaos.faults import HANGS, VARIABLE, Course, Fault, FaultLog
+from polylane.commands.chaos.faults import HANGS, VARIABLE, Course, Fault, FaultKind, FaultLog
 from polylane.commands.chaos.faulty_train import LOG_VARIABLE
 from polylane.commands.chaos.isolation import SHARED_MEMORY, Isolation, end_orphans, mount_disk, unmount_disk
-from polylane.commands.chaos.launches import Ending, run_command
+from polylane.commands.chaos.launches import Ending, Tend, run_command
+from polylane.commands.chaos.two_hosts import TwoHosts
 
 if TYPE_CHECKING:
     from polylane.commands.requests import ChaosRequest
 
 LIMIT_SECONDS = 90.0  # after which a training has not ended
+SHORT_SECONDS = 2.0  # that a link is down where the training is to go on by itself
 
 
 @dataclass
@@ -74,6 +77,40 @@ class Unbroken:
     bytes: int
 
 
+class LinkKeeper:
+    """Has a link that a fault took down carry again, when it is time for that.
+
+    Args:
+        hosts: the hosts at its ends.
+        fault: what takes it down. Where the training is to go on by itself, it is down for :data:`SHORT_SECONDS`; where
+            the workers are to be started again, until the hang is named; else until the training has ended.
+        log: what happened to the training.
+    """
+
+    def __init__(self, hosts: TwoHosts, fault: Fault, log: FaultLog) -> None:
+        self._hosts, self._recovery, self._log = hosts, fault.recovery, log
+
+    def tend(self, said: Sequence[tuple[float, str]]) -> None:
+        """Raise the link if it is time.
+
+        Args:
+            said: the lines that the training has printed so far, with their times.
+        """
+        if not (down := self._log.read("link down")) or self._log.read("link up"):
+            return
+        since = float(down[0]["time"])
+        if self._recovery == "restart":
+            is_time = any(at > since and "hangs: " in line for at, line in said)
+        else:
+            is_time = self._recovery == "none" and time.time() > since + SHORT_SECONDS
+        if is_time:
+            self.raise_link()
+
+    def raise_link(self) -> None:
+        """Raise the link, and write down that it carries again."""
+        self._log.write("link up", states=self._hosts.raise_link())
+
+
 class Bench:
     """Where trials are made.
 
@@ -81,10 +118,13 @@ class Bench:
         request: the options of the command line.
         isolation: what of the system this process has to itself.
         folder: an empty folder for everything.
+        hosts: two hosts for trainings on several; None where there can be none.
     """
 
-    def __init__(self, request: ChaosRequest, isolation: Isolation, folder: Path) -> None:
-        self._request, self._isolation, self.folder = request, isolation, folder
+    def __init__(
+        self, request: ChaosRequest, isolation: Isolation, folder: Path, hosts: TwoHosts | None = None
+    ) -> None:
+        self._request, self._isolation, self.folder, self._hosts = request, isolation, folder, hosts
         self._unbroken = dict[Course, Unbroken]()
 
     def train_unbroken(self, course: Course, ranks: int) -> Unbroken | Ending:
@@ -111,13 +151,22 @@ class Bench:
         words += ["--batch", str(own.batch), "--seed", str(own.seed), "--save-every", str(own.save_every)]
         return [*words, "--keep", "3", "--json"]
 
-    def _run(self, course: Course, ranks: int, words: Sequence[str], place: Path, fault: Path | None) -> Ending:
+    def _run(
+        self,
+        course: Course,
+        ranks: int,
+        words: Sequence[str],
+        place: Path,
+        fault: Path | None,
+        tend: Tend = lambda said: None,
+    ) -> Ending:
         own = place / "tmp"
         own.mkdir(exist_ok=True)
         variables = {LOG_VARIABLE: str(place / "log"), "TMPDIR": str(own)}
         if fault is not None:
             variables[VARIABLE] = str(fault)
-        return run_command(course, ranks, words, place, variables, LIMIT_SECONDS)
+        hosts = self._hosts if course.hosts > 1 else None
+        return run_command(course, ranks, words, place, variables, LIMIT_SECONDS, hosts, tend)
 
     def try_fault(self, number: int, course: Course, unbroken: Unbroken, fault: Fault) -> FaultTrial:
         """Train with a fault, go on from where it has ended, and return all of it; its files are kept for the judge."""
@@ -129,7 +178,12 @@ class Bench:
             mount_disk(run, str(max(4 << 20, 4 * unbroken.bytes)))
         fault.write(place / "fault")
         words = self._words(str(unbroken.plan), run)
-        endings = [self._run(course, unbroken.ranks, [*words, *self._reaction(fault, course)], place, place / "fault")]
+        log, struck = FaultLog(place / "log"), place / "fault"
+        keeper = LinkKeeper(self._hosts, fault, log) if self._hosts and fault.kind is FaultKind.LINK else None
+        tend: Tend = keeper.tend if keeper else lambda said: None
+        endings = [self._run(course, unbroken.ranks, [*words, *self._reaction(fault, course)], place, struck, tend)]
+        if keeper and not log.read("link up"):
+            keeper.raise_link()
         left = [f"process {each}" for each in end_orphans()]
         if fault.whole_disk:  # what is said below of files is said of those on the disk
             kept = place / "kept"
@@ -137,18 +191,18 @@ class Bench:
             unmount_disk(run)
             run.rmdir()
             kept.rename(run)
-        log = FaultLog(place / "log")
         while endings[-1].code not in (0, None) and len(endings) < 3:
             if len(endings) == 2:  # as the sentence says: take another checkpoint
                 self._remove_damaged(log)
-            endings.append(self._run(course, unbroken.ranks, [*words, "--resume", "auto"], place, place / "fault"))
+            endings.append(self._run(course, unbroken.ranks, [*words, "--resume", "auto"], place, struck))
             left += [f"process {each}" for each in end_orphans()]
         left += [f"shared memory {path.name}" for path in set(SHARED_MEMORY.glob("*")) - known]
         left += _find_unfinished(run, place / "tmp")
         return FaultTrial(number, course, fault, endings, log, read_metrics(run), run / "model.safetensors", left)
 
     def _reaction(self, fault: Fault, course: Course) -> list[str]:
-        words = ["--hang-after", str(self._request.hang_after)] if fault.kind in HANGS else []
+        is_hang = fault.kind in HANGS and fault.recovery != "none"
+        words = ["--hang-after", str(self._request.hang_after)] if is_hang else []
         if fault.recovery == "restart":
             words += ["--max-restarts", "1"]
             words += ["--on-hang", "restart"] if fault.kind in HANGS and course.launcher == "own" else []

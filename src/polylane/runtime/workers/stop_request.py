@@ -136,7 +136,7 @@ class LauncherSignals:
     """
 
     def __init__(self, stop: StopRequest, grace: float, say: Callable[[str], None]) -> None:
-        self._stop, self._grace, self._say = stop, grace, say
+        self._stop, self._grace, self._say, self._process = stop, grace, say, os.getpid()
         self._requested_at: float | None = None
         self._is_over = False
         self._timer: threading.Timer | None = None
@@ -162,6 +162,10 @@ class LauncherSignals:
                 signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # forked from the launcher: the signal is this process's alone, and its end
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         now = time.monotonic()
         if not self._stop.waits_for_save:
             raise Stopped(number)
