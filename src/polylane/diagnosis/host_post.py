@@ -7,8 +7,8 @@ Every host has one post, which it writes anew about once a second; each is all t
     verdict      of the host that judges: who is to blame, and the sentence once there is one
     answer       to a verdict: what its workers were doing, with their stacks
 
-There are no times of clocks in it, which differ from host to host, but ages. What comes over a network may be anybody's:
-it is JSON, of which every part is checked, and with a secret the bytes begin with an HMAC of the rest.
+There are no times of clocks in it, which differ from host to host, but ages. What comes over a network may be of
+anybody: it is JSON, of which every part is checked, and with a secret the bytes begin with an HMAC of the rest.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _check_report(report: HangReport, own: frozenset[int]) -> HangReport:
 
 
 def abbreviate_lines(record: RankRecord) -> RankRecord:
-    """Return a record with a short digest for each line's name: of a group, that is as long as the list of its ranks."""
+    """Return a record with a digest for each line's name, which for a group is as long as the list of its ranks."""
     state = record.state
     wait = None if state.wait is None else replace(state.wait, line=_abbreviate(state.wait.line))
     begun = {_abbreviate(line): count for line, count in state.begun.items()}

@@ -105,16 +105,12 @@ def _waiting_for(finding: Finding, ranks: Iterable[int]) -> list[int]:
     return [rank for rank, on in finding.waits_for.items() if {*on} & {*ranks}]
 
 
-def _find_silent(
-    finding: Finding, known: Mapping[int, RankRecord], silences: Mapping[int, float]
-) -> tuple[int, ...]:
+def _find_silent(finding: Finding, known: Mapping[int, RankRecord], silences: Mapping[int, float]) -> tuple[int, ...]:
     """Return the ranks of silent hosts that somebody has waited for long enough."""
     found = []
     for rank in finding.elsewhere:
         silence = silences.get(rank, 0.0)
         waiting = [known[each] for each in _waiting_for(finding, (rank,))]
-        if any(
-            min(each.stalled, silence) >= each.patience > silence - each.stalled - LATE_SECONDS for each in waiting
-        ):
+        if any(min(each.stalled, silence) >= each.patience > silence - each.stalled - LATE_SECONDS for each in waiting):
             found.append(rank)
     return tuple(found)

@@ -31,7 +31,8 @@ LOOK_SECONDS = 0.25
 TELL_SECONDS = 1.0  # wait for the thread that is told of a hang, before the workers are killed
 
 
-def _print(text: str) -> None:
+def say_on_stderr(text: str) -> None:
+    """Say something to the user."""
     print(f"polylane: {text}", file=sys.stderr, flush=True)
 
 
@@ -53,7 +54,7 @@ class HangWatch:
         on_hang: OnHang,
         hang_after: float | None,
         keep: Callable[[HangReport], None],
-        say: Callable[[str], None] = _print,
+        say: Callable[[str], None] = say_on_stderr,
         host: str = "",
     ) -> None:
         self._observer = Observer(memories, hang_after, host)
