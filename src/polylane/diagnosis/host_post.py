@@ -34,17 +34,19 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 
 
 @dataclass(frozen=True)
-class Verdict:
+class HangVerdict:
     """What the host that judges has found.
 
     Attributes:
         number: which one of that host, from 1.
         victims: the ranks whose end ends the hang.
+        culprits: those of them that are to blame; empty where it is a link or another host.
         sentence: what is said of it, the same on every host; "" while answers are collected.
     """
 
     number: int
     victims: tuple[int, ...]
+    culprits: tuple[int, ...] = ()
     sentence: str = ""
 
 
@@ -78,7 +80,7 @@ class HostPost:
     number: int = 0
     has_ended: bool = False
     ranks: tuple[RankRecord, ...] = ()
-    verdict: Verdict | None = None
+    verdict: HangVerdict | None = None
     answer: Answer | None = None
 
     def to_bytes(self, place: str, secret: bytes = b"") -> bytes:
@@ -95,7 +97,7 @@ class HostPost:
         if self.ranks:
             plain["ranks"] = [_record_row(each) for each in self.ranks]
         if verdict is not None:
-            plain["verdict"] = [verdict.number, list(verdict.victims), verdict.sentence]
+            plain["verdict"] = [verdict.number, list(verdict.victims), list(verdict.culprits), verdict.sentence]
         if answer is not None:
             plain["answer"] = [answer.judge, answer.number, report_file.to_dict(answer.report)]
         text = json.dumps(plain, separators=(",", ":")).encode()
@@ -123,7 +125,7 @@ class HostPost:
                 raise ValueError("who wrote this does not know the secret")
         try:
             return _read_post(json.loads(data), frozenset(ranks))
-        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"a part of it is missing or wrong: {type(error).__name__}") from None
 
 
@@ -197,8 +199,8 @@ def _read_post(plain: Mapping[str, Any], own: frozenset[int]) -> HostPost:
         raise ValueError("it speaks for workers of another host")
     verdict, answer = plain.get("verdict"), plain.get("answer")
     if verdict is not None:
-        number, victims, sentence = verdict
-        verdict = Verdict(int(number), tuple(map(int, victims)), str(sentence))
+        number, victims, culprits, sentence = verdict
+        verdict = HangVerdict(int(number), tuple(map(int, victims)), tuple(map(int, culprits)), str(sentence))
     if answer is not None:
         judge, number, report = answer
         answer = Answer(int(judge), int(number), _check_report(report_file.from_dict(report), own))

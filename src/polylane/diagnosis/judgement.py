@@ -59,7 +59,7 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class StallJudgement:
     """What is to be said of ranks that stand still.
 
     Attributes:
@@ -81,7 +81,7 @@ class Judgement:
         return tuple(sorted(finding.link.ranks if finding.link else finding.circle))
 
 
-def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = None) -> Judgement:
+def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = None) -> StallJudgement:
     """Judge ranks that stand still.
 
     Args:
@@ -92,12 +92,14 @@ def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = 
     finding = find_culprits({rank: record.state for rank, record in known.items() if record.counts})
     if finding.elsewhere:
         silent = _find_silent(finding, known, silences or {})
-        return Judgement(replace(finding, elsewhere=silent) if silent else finding, bool(silent))
+        return StallJudgement(replace(finding, elsewhere=silent) if silent else finding, bool(silent))
     suspects = finding.culprits or (finding.link.ranks if finding.link else finding.circle)
     hung = tuple(rank for rank in suspects if rank in known and known[rank].is_hung)
     if finding.culprits and hung:
-        return Judgement(replace(finding, culprits=hung), True)
-    return Judgement(finding, bool(suspects) and len(hung) == len([rank for rank in suspects if rank in known]) > 0)
+        return StallJudgement(replace(finding, culprits=hung), True)
+    return StallJudgement(
+        finding, bool(suspects) and len(hung) == len([rank for rank in suspects if rank in known]) > 0
+    )
 
 
 def _waiting_for(finding: Finding, ranks: Iterable[int]) -> list[int]:

@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from polylane.diagnosis.culprit import Finding
-from polylane.diagnosis.host_post import Answer, HostPost, Verdict, abbreviate_lines, join_reports, shift_report
-from polylane.diagnosis.judgement import Judgement, RankRecord, judge
+from polylane.diagnosis.host_post import Answer, HangVerdict, HostPost, abbreviate_lines, join_reports, shift_report
+from polylane.diagnosis.judgement import RankRecord, StallJudgement, judge
 from polylane.diagnosis.report import Doing, HangReport, describe_finding, describe_silence, describe_unanswered
 from polylane.errors import clean_sentence
 from polylane.runtime.progress.host_board import Board, Heard, HostBoard
@@ -155,20 +155,21 @@ class JointWatch(HangWatch):
             if not each.is_hung and time.monotonic() - self._named.get(each.rank, 0.0) > ANSWER_SECONDS:
                 self._named.pop(each.rank, None)
 
-    def _lead(self, judgement: Judgement, heard: Heard, is_lost: bool, seen: Mapping[int, SeenWorker]) -> None:
+    def _lead(self, judgement: StallJudgement, heard: Heard, is_lost: bool, seen: Mapping[int, SeenWorker]) -> None:
         """Give a verdict, join the answers of all hosts, and say the sentence."""
         if all(rank in self._named for rank in judgement.victims):
             return
         self._named |= dict.fromkeys(judgement.victims, time.monotonic())
         self._count += 1
-        verdict = Verdict(self._count, judgement.victims)
+        verdict = HangVerdict(self._count, judgement.victims, judgement.finding.culprits)
         post = HostPost(ranks=self._records(seen), verdict=verdict)
         if not is_lost:
             self._board.post(post, hurries=True)
         report = self._report(seen)
         if not is_lost:
             report = join_reports([report, *self._await_answers(verdict.number)])
-        report = name_hang(report, self._describe(judgement, report, heard, is_lost), judgement.finding.culprits)
+        sentence = clean_sentence(self._describe(judgement, report, heard, is_lost))  # of others' words, too
+        report = name_hang(report, sentence, judgement.finding.culprits)
         self._keep(report)
         if not is_lost:
             self._board.post(replace(post, verdict=replace(verdict, sentence=report.sentence)), hurries=True)
@@ -190,7 +191,7 @@ class JointWatch(HangWatch):
             time.sleep(POLL_SECONDS)
         return [found[host] for host in sorted(found)]
 
-    def _describe(self, judgement: Judgement, report: HangReport, heard: Heard, is_lost: bool) -> str:
+    def _describe(self, judgement: StallJudgement, report: HangReport, heard: Heard, is_lost: bool) -> str:
         finding, ranks = judgement.finding, {each.rank: each for each in report.ranks}
         hosts = {rank: host.name for host in self._place.hosts for rank in host.ranks}
         if not finding.elsewhere:
@@ -203,7 +204,7 @@ class JointWatch(HangWatch):
 
     # ---- following ---------------------------------------------------------------------------------------------------
 
-    def _find_verdict(self, heard: Heard) -> Verdict | None:
+    def _find_verdict(self, heard: Heard) -> HangVerdict | None:
         """Return the verdict of the host that judges, if this host has not followed it yet."""
         if heard.judge == self._place.own or heard.judge not in heard.posts:
             return None
@@ -211,7 +212,9 @@ class JointWatch(HangWatch):
         is_new = verdict is not None and verdict.number > self._followed.get(heard.judge, 0)
         return verdict if is_new else None
 
-    def _follow(self, host: int, verdict: Verdict, seen: Mapping[int, SeenWorker], own: Sequence[RankRecord]) -> None:
+    def _follow(
+        self, host: int, verdict: HangVerdict, seen: Mapping[int, SeenWorker], own: Sequence[RankRecord]
+    ) -> None:
         """Answer a verdict, wait for its sentence, and do here what it says."""
         self._followed[host], self._alone_since = verdict.number, None
         report = self._report(seen)
@@ -229,7 +232,7 @@ class JointWatch(HangWatch):
                 return
             ranks = {each.rank: each for each in report.ranks}
             verdict = replace(verdict, sentence=describe_finding(Finding(tuple(named)), ranks, report.wall))
-        report = name_hang(report, clean_sentence(verdict.sentence), tuple(named))
+        report = name_hang(report, clean_sentence(verdict.sentence), verdict.culprits)
         self._say_or_end(verdict.victims, report, seen)
 
     def _say_or_end(self, victims: Sequence[int], report: HangReport, seen: Mapping[int, SeenWorker]) -> None:

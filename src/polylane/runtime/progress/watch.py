@@ -19,7 +19,7 @@ from contextlib import suppress
 from typing import Literal
 
 from polylane.diagnosis.culprit import Finding
-from polylane.diagnosis.judgement import Judgement, judge
+from polylane.diagnosis.judgement import StallJudgement, judge
 from polylane.diagnosis.report import HangReport, describe_finding, describe_rank, format_ranks
 from polylane.errors import WorkerHung
 from polylane.runtime.progress.observer import Observer, SeenWorker, main_stack, name_hang
@@ -145,7 +145,7 @@ class HangWatch:
         self._noted.add(key)
         return is_new
 
-    def _hang(self, judgement: Judgement, seen: Mapping[int, SeenWorker]) -> None:
+    def _hang(self, judgement: StallJudgement, seen: Mapping[int, SeenWorker]) -> None:
         victims = [rank for rank in judgement.victims if rank in seen]
         if all(rank in self._hung for rank in victims):
             return
@@ -171,7 +171,8 @@ class HangWatch:
                 self._hung.setdefault(rank, self._observer.since[rank])
             self._say(f"{report.sentence}; the training waits for it, as --on-hang wait says")
             return
-        raise WorkerHung(victims, report.sentence, main_stack(report, seen, victims[0]))
+        stack = main_stack(report, seen, victims[0]) if victims[0] in report.culprits else ""
+        raise WorkerHung(victims, report.sentence, stack)
 
     def report_failure(self, rank: int, sentence: str) -> HangReport:
         """Return the report of a worker that failed, from the pages that it and the others have left.
