@@ -66,18 +66,17 @@ def hosts() -> Iterator[list[str]]:
         subprocess.run(["ip", "netns", "del", name], check=False)
 
 
-def start(name: str, node: int, folder: Path) -> subprocess.Popen[str]:
+def start(name: str, node: int, folder: Path) -> subprocess.Popen[bytes]:
     launch = f"-m torch.distributed.run --nnodes 2 --node-rank {node} --nproc-per-node 1 --master-addr 10.91.7.1"
     train = "--master-port 29517 -m -- polylane train r.py --plan data=2 --batch 8 --run run --hang-after 4"
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "POLYLANE_SECRET": "secret" * 9}
-    return subprocess.Popen(
-        ["ip", "netns", "exec", name, sys.executable, *launch.split(), *train.split()],
-        cwd=folder,
-        env=environment,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
+    command = ["ip", "netns", "exec", name, sys.executable, *launch.split(), *train.split()]
+    with open(folder / "said", "wb") as said:
+        return subprocess.Popen(command, cwd=folder, env=environment, stderr=said, stdout=subprocess.DEVNULL)
+
+
+def read(folders: list[Path]) -> list[str]:
+    return [(folder / "said").read_text() for folder in folders]
 
 
 def test_a_link_that_carries_nothing_is_named_by_both_hosts(hosts: list[str], tmp_path: Path) -> None:
@@ -93,13 +92,8 @@ def test_a_link_that_carries_nothing_is_named_by_both_hosts(hosts: list[str], tm
             time.sleep(0.2)
         ip("-n", hosts[1], "link", "set", "eth0", "down")
         # Before the link is there again: torchrun's agents wait for each other.
-        said = ["", ""]
-        for agent in agents:
-            os.set_blocking(agent.stderr.fileno(), False)  # type: ignore[union-attr]
         deadline = time.monotonic() + 60
-        while not all("the training hangs: " in each for each in said) and time.monotonic() < deadline:
-            for node, agent in enumerate(agents):
-                said[node] += agent.stderr.read() or ""  # type: ignore[union-attr]
+        while not all("the training hangs: " in said for said in read(folders)) and time.monotonic() < deadline:
             time.sleep(0.2)
     finally:
         subprocess.run(["ip", "-n", hosts[1], "link", "set", "eth0", "up"], check=False)
@@ -110,6 +104,7 @@ def test_a_link_that_carries_nothing_is_named_by_both_hosts(hosts: list[str], tm
                 agent.wait(40)
             except subprocess.TimeoutExpired:
                 agent.kill()
+    said = read(folders)
     machine = os.uname().nodename
     assert f"{machine} (node 1), with rank 1, has not been heard of for " in said[0]
     assert f"rank 0 on {machine} (node 0) has waited for rank 1 for " in said[0]
