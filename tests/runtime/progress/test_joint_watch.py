@@ -162,6 +162,7 @@ def test_a_store_that_does_not_answer_is_named() -> None:
     assert "nor has torchrun's store at 127.0.0.1:1 answered" in found.hung.error_message
 
 
+@pytest.mark.slow
 def test_whoever_is_to_wait_waits(store: TCPStore) -> None:
     found = Watched()
     with worker(0, 2, True) as (_, memory):
