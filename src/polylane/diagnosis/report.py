@@ -184,26 +184,111 @@ def describe_rank(report: RankReport, waiting: Sequence[int], wall: float) -> st
     )
 
 
-def describe_finding(finding: Finding, ranks: Mapping[int, RankReport], wall: float) -> str:
+def describe_finding(
+    finding: Finding, ranks: Mapping[int, RankReport], wall: float, hosts: Mapping[int, str] | None = None
+) -> str:
     """Return one sentence about what the walk has found.
 
     Args:
         finding: where the walk ended.
         ranks: the report of every rank, by rank.
         wall: the moment of the report, in seconds since 1970.
+        hosts: by rank, the name of its host, where there are several.
     """
     if finding.culprits:
-        first, *more = finding.culprits
-        also = f"; so {'does' if len(more) == 1 else 'do'} {format_ranks(more)}" if more else ""
-        return describe_rank(ranks[first], finding.waiting_for(first), wall) + also
+        known = [rank for rank in finding.culprits if rank in ranks]
+        if not known:
+            return f"{_on_hosts(finding.culprits, hosts)} {_have(finding.culprits)} not gone on"
+        more = [rank for rank in finding.culprits if rank != known[0]]
+        also = f"; so {'does' if len(more) == 1 else 'do'} {_on_hosts(more, hosts)}" if more else ""
+        return describe_rank(ranks[known[0]], finding.waiting_for(known[0]), wall) + also
     stuck = finding.link.ranks if finding.link else finding.circle
     known = [rank for rank in stuck if rank in ranks]
     stalled = min((ranks[rank].stalled for rank in known), default=0.0)
     since = time.strftime("%H:%M:%S", time.localtime(wall - stalled))
     place = f", {ranks[known[0]].place}" if known else ""
     if finding.link is not None:
+        names = list(dict.fromkeys(hosts[rank] for rank in stuck)) if hosts else []
+        between = f"between {_join_words(names)}" if len(names) > 1 else "between them"
         return (
-            f"{format_ranks(stuck)} have all begun {format_plural(1, 'operation')} between them and have waited for it "
-            f"for {stalled:.1f} s, since {since}{place}: no worker is to blame, the link between them carries nothing"
+            f"{_on_hosts(stuck, hosts)} have all begun {format_plural(1, 'operation')} between them and have waited "
+            f"for it for {stalled:.1f} s, since {since}{place}: no worker is to blame, the link {between} carries "
+            f"nothing"
         )
-    return f"{format_ranks(stuck)} wait for each other since {since}{place}"
+    return f"{_on_hosts(stuck, hosts)} wait for each other since {since}{place}"
+
+
+def describe_silence(
+    finding: Finding, ranks: Mapping[int, RankReport], hosts: Mapping[int, str], silences: Mapping[str, float]
+) -> str:
+    """Return one sentence about hosts that nothing is heard of, and that others wait for.
+
+    Args:
+        finding: where the walk ended, with the ranks of these hosts.
+        ranks: the reports of the ranks of other hosts, by rank.
+        hosts: by rank, the name of its host.
+        silences: by name of a host, the seconds since it was heard of.
+    """
+    names = list(dict.fromkeys(hosts[rank] for rank in finding.elsewhere))
+    said = _join_words(
+        [
+            f"{name}, with {format_ranks([rank for rank in hosts if hosts[rank] == name])}, has not been heard of for "
+            f"{silences.get(name, 0.0):.1f} s"
+            for name in names
+        ]
+    )
+    it = "it is" if len(names) == 1 else "they are"
+    them = "it" if len(names) == 1 else "them"
+    return (
+        f"{said}: {it} down or stopped as a whole, or the link to {them} carries nothing; "
+        f"{_describe_waiting(finding, ranks, hosts)}"
+    )
+
+
+def describe_unanswered(
+    finding: Finding, ranks: Mapping[int, RankReport], hosts: Mapping[int, str], where: tuple[str, str, float]
+) -> str:
+    """Return one sentence about a host that hears nothing of the others, since the store does not answer.
+
+    Args:
+        finding: where the walk ended, with ranks of other hosts that somebody waits for.
+        ranks: the reports of the ranks of this host, by rank.
+        hosts: by rank, the name of its host.
+        where: name of this host, what the store is called, and the seconds since it has answered.
+    """
+    own, store, seconds = where
+    others = _join_words(list(dict.fromkeys(hosts[rank] for rank in finding.elsewhere)))
+    return (
+        f"{own} has not heard of {others} for {seconds:.1f} s, nor has {store} answered: the link from {own} to the "
+        f"others carries nothing, or they are down; {_describe_waiting(finding, ranks, hosts)}"
+    )
+
+
+def _describe_waiting(finding: Finding, ranks: Mapping[int, RankReport], hosts: Mapping[int, str]) -> str:
+    """Return who waits for ranks of other hosts, since when, and where."""
+    waiting = sorted(rank for rank, on in finding.waits_for.items() if {*on} & {*finding.elsewhere})
+    known = [ranks[rank] for rank in waiting if rank in ranks]
+    stalled = min((each.stalled for each in known), default=0.0)
+    place = f", in {known[0].place}" if known and known[0].place else ""
+    return (
+        f"{_on_hosts(waiting, hosts)} {_have(waiting)} waited for {format_ranks(finding.elsewhere)} for {stalled:.1f} s"
+        f"{place}"
+    )
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _on_hosts(ranks: Sequence[int], hosts: Mapping[int, str] | None) -> str:
+    """Return ``ranks 0 and 1 on a and ranks 2 and 3 on b``; the ranks alone where no hosts are given."""
+    if not hosts:
+        return format_ranks(ranks)
+    names = list(dict.fromkeys(hosts.get(rank, "?") for rank in sorted(ranks)))
+    of = {name: [rank for rank in ranks if hosts.get(rank, "?") == name] for name in names}
+    return _join_words([f"{format_ranks(of[name])} on {name}" for name in names])
+
+
+def _join_words(words: Sequence[str]) -> str:
+    """Return ``a``, ``a and b``, ``a, b and c``."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}" if words else ""

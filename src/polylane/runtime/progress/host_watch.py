@@ -3,31 +3,39 @@
 The first worker of a host forks it before it has threads or connections, and tells it over a pipe where the pages are:
 
     worker 0 of the host        fork ──▶ watch        waits at the pipe
-    all workers                 make pages, all-gather (host, rank, process, descriptors)
-    worker 0 of the host        cards ─▶ watch        opens /proc/PID/fd/N, looks
+    all workers                 make pages, all-gather a card each: its host, process, descriptors
+    worker 0 of the host        cards ─▶ watch        opens /proc/PID/fd/N, looks; of several hosts: joins their board
     worker 0 of the host        end ───▶ watch        exits; also where the pipe closes, since the worker died
 
-A worker that hangs is killed, whereupon torchrun ends the others, and starts all again if it was told to.
+A worker that hangs is killed, whereupon torchrun ends the others, and starts all again if it was told to. A host is
+what one agent of torchrun has started: two agents on one machine are two hosts, whatever the machine is called.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from polylane.diagnosis.report import HangReport
 from polylane.errors import WorkerHung
+from polylane.runtime.progress.host_board import Board, Host
+from polylane.runtime.progress.joint_watch import JointWatch
 from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.processes import read_state
 from polylane.runtime.progress.watch import LOOK_SECONDS, HangWatch, OnHang
-from polylane.runtime.workers.world import World
+from polylane.runtime.workers.world import SECRET, World
+
+END_SECONDS = 0.5  # wait for the store, before the watching process ends with the workers
 
 Keep = Callable[[HangReport], None]
 
@@ -73,22 +81,66 @@ class HostWatch:
         memory = ProgressMemory.allocate()
         self.memories.append(memory)
         progress = ProgressWriter(memory, world.rank)
-        host = socket.gethostname()
-        cards = world.all_gather_object([host, world.rank, os.getpid(), memory.file, memory.stacks])
-        self._tell([card[1:] for card in cards if card[0] == host])
+        name = secrets.token_hex(16)  # that of rank 0 names this start of the training
+        card = [*identify_host(), name, os.getpid(), memory.file, memory.stacks]
+        self._tell(make_orders(world.all_gather_object(card), world.rank))
         return replace(world, progress=progress)
 
     def end(self) -> None:
         """Tell the watching process that this worker has ended well."""
-        self._tell([])
+        self._tell({})
         if self.pipe is not None:
             os.close(self.pipe)
             self.pipe = None
 
-    def _tell(self, cards: list[list[int]]) -> None:
+    def _tell(self, orders: dict[str, Any]) -> None:
         if self.pipe is not None:
             with suppress(BrokenPipeError):
-                os.write(self.pipe, json.dumps(cards).encode() + b"\n")
+                os.write(self.pipe, json.dumps(orders).encode() + b"\n")
+
+
+def identify_host() -> tuple[str, str, str]:
+    """Return what tells this worker's host from others, its name, and its number; "" where nobody has given it one."""
+    number = os.environ.get("GROUP_RANK", "")
+    kernel = ["boot_id", "pid", "net"]  # two containers of one machine are two hosts
+    with suppress(OSError):
+        spaces = (os.readlink(f"/proc/self/ns/{space}") for space in ("pid", "net"))
+        kernel = [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces]
+    return " ".join((number, socket.gethostname(), *kernel)), socket.gethostname(), number
+
+
+def make_orders(cards: Sequence[Sequence[Any]], rank: int) -> dict[str, Any]:
+    """Return what the watching process of a host is told.
+
+    Args:
+        cards: by rank, identity, name and number of its host, a random name, its process and the descriptors there.
+        rank: rank of a worker of that host.
+    """
+    members: dict[str, list[int]] = {}
+    for other, card in enumerate(cards):
+        members.setdefault(card[0], []).append(other)
+    names = {identity: str(cards[ranks[0]][1]) for identity, ranks in members.items()}
+    alike = {name for name in names.values() if list(names.values()).count(name) > 1}
+    for place, (identity, ranks) in enumerate(members.items()):
+        if names[identity] in alike:
+            names[identity] += f" (node {cards[ranks[0]][2] or place})"
+    own = cards[rank][0]
+    return {
+        "pages": [[other, *cards[other][4:]] for other in members[own]],
+        "hosts": [[names[identity], ranks] for identity, ranks in members.items()],
+        "own": list(members).index(own),
+        "name": f"watch/{cards[0][3]}",
+    }
+
+
+def _find_board(orders: Mapping[str, Any]) -> Board | None:
+    """Return where hosts leave their posts; None where there is one host, or no store is known."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    hosts = tuple(Host(name, tuple(ranks)) for name, ranks in orders["hosts"])
+    if len(hosts) == 1 or not address or not port.isdecimal():
+        return None
+    secret = os.environ.get(SECRET, "").encode()
+    return Board(hosts, orders["own"], address, int(port), orders["name"], secret)
 
 
 def _watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Keep) -> None:
@@ -102,26 +154,42 @@ def _watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Ke
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with os.fdopen(reader, "rb", buffering=0) as pipe:
-        cards: list[list[int]] = json.loads(pipe.readline() or "[]")
-        if not cards:
+        orders = json.loads(pipe.readline() or "{}")
+        if not orders:
             return
-        memories = {rank: ProgressMemory.of_process(pid, file, stacks) for rank, pid, file, stacks in cards}
-        pids = {rank: pid for rank, pid, *_ in cards}
-        watch = HangWatch(memories, on_hang, hang_after, keep)
-        while not select.select([pipe], [], [], LOOK_SECONDS)[0]:
-            gone = [rank for rank, pid in pids.items() if read_state(pid) in ("", "Z", "X")]
-            if gone and len(gone) < len(pids):
-                keep(
-                    watch.report_failure(
-                        gone[0], f"rank {gone[0]} (process {pids[gone[0]]}) has ended before the others"
-                    )
-                )
-                return
-            try:
-                watch.look()
-            except WorkerHung as error:
-                print(f"polylane: {error}", file=sys.stderr, flush=True)
-                for rank in error.ranks:
-                    with suppress(ProcessLookupError):
-                        os.kill(pids[rank], signal.SIGKILL)
-                return
+        memories = {rank: ProgressMemory.of_process(pid, file, stacks) for rank, pid, file, stacks in orders["pages"]}
+        pids = {rank: pid for rank, pid, *_ in orders["pages"]}
+        if (board := _find_board(orders)) is None:
+            _watch_until_end(pipe, HangWatch(memories, on_hang, hang_after, keep), pids, keep)
+            return
+        _silence_store()
+        joint = JointWatch(board, memories, on_hang, hang_after, keep)
+        if _watch_until_end(pipe, joint, pids, keep):
+            joint.end(END_SECONDS)
+
+
+def _silence_store() -> None:
+    """Have torch's own warnings about its store, of which it writes many, go nowhere, but not what the watch says."""
+    sys.stderr.flush()
+    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
+
+
+def _watch_until_end(pipe: BinaryIO, watch: HangWatch, pids: Mapping[int, int], keep: Keep) -> bool:
+    """Look at the workers again and again; return whether they have ended well."""
+    while not select.select([pipe], [], [], LOOK_SECONDS)[0]:
+        gone = [rank for rank, pid in pids.items() if read_state(pid) in ("", "Z", "X")]
+        if gone and len(gone) < len(pids):
+            keep(watch.report_failure(gone[0], f"rank {gone[0]} (process {pids[gone[0]]}) has ended before the others"))
+            return False
+        try:
+            watch.look()
+        except WorkerHung as error:
+            print(f"polylane: {error}", file=sys.stderr, flush=True)
+            for rank in error.ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(pids[rank], signal.SIGKILL)
+            return False
+    return bool(pipe.readline())

@@ -13,6 +13,7 @@ from polylane.diagnosis.page_layout import (
     BEAT_WORD,
     COUNTERS_WORD,
     MOST_LINES,
+    NOTES_START,
     STATE_WORD,
     WAIT_WORD,
     PastAction,
@@ -49,6 +50,8 @@ class PageReader:
         self.rank, self._memory = rank, memory
         self._page = memoryview(memory.page)
         self._words = self._page.cast("Q")
+        self._notes: PageNotes | None = None
+        self._notes_end = 0
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -69,6 +72,11 @@ class PageReader:
 
     def notes(self) -> PageNotes | None:
         """Return what the worker has noted; None before it has said who it is."""
+        if (end := self._words[NOTES_START // 8]) != self._notes_end:
+            self._notes, self._notes_end = self._read_notes(), end
+        return self._notes
+
+    def _read_notes(self) -> PageNotes | None:
         worker: Mapping[str, Any] | None = None
         lines, programs, codes = {}, {}, {}
         for note in read_notes(self._page):

@@ -4,7 +4,7 @@ It runs in another process than the workers, so that one that is stopped, or tha
 and in a thread there, for whoever reads a message of a worker that stopped in the midst of it waits for the rest. It
 looks four times a second; only where nothing has changed for longer than steps take does it look closer:
 
-    the pages that stand still → the walk (diagnosis/culprit.py) → what that process does → its stacks → a sentence
+    the pages that stand still → the walk and its judgement (diagnosis/judgement.py) → stacks → a sentence
 """
 
 from __future__ import annotations
@@ -14,99 +14,25 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
-from polylane.diagnosis.culprit import Finding, RankState, Wait, find_culprits
-from polylane.diagnosis.page_layout import Phase, Record
-from polylane.diagnosis.patience import choose_bound, note_bound
-from polylane.diagnosis.report import (
-    FROZEN,
-    Doing,
-    HangReport,
-    RankReport,
-    classify,
-    describe_finding,
-    describe_rank,
-    format_ranks,
-)
-from polylane.diagnosis.stacks import CodePlace, find_place, parse_stacks
+from polylane.diagnosis.culprit import Finding
+from polylane.diagnosis.judgement import StallJudgement, judge
+from polylane.diagnosis.report import HangReport, describe_finding, describe_rank, format_ranks
 from polylane.errors import WorkerHung
-from polylane.observe.timeline import Span, Timeline
+from polylane.runtime.progress.observer import Observer, SeenWorker, main_stack, name_hang
 from polylane.runtime.progress.page import ProgressMemory
-from polylane.runtime.progress.page_reader import PageNotes, PageReader
-from polylane.runtime.progress.processes import read_state
-from polylane.schedule.action import Action
 
 OnHang = Literal["stop", "restart", "wait"]
 
 LOOK_SECONDS = 0.25
 TELL_SECONDS = 1.0  # wait for the thread that is told of a hang, before the workers are killed
-PAUSE_SECONDS = 5.0  # a longer time between two looks: this process itself did not run
-CALLS_SHOWN = 8  # innermost calls in the message; the report has all
-ROUNDS_SHOWN = 2  # steps that the picture shows before the moment of the report
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What is known of one worker at one moment, from its page and its process."""
-
-    reader: PageReader
-    notes: PageNotes
-    record: Record
-    state: RankState
-    doing: Doing
-    stalled: float
-
-    @cached_property
-    def pid(self) -> int:
-        return int(self.notes.worker["pid"])
-
-    @property
-    def action(self) -> Action | None:
-        program = self.notes.programs.get(self.record.program, ())
-        at = self.record.action
-        return (
-            program[at] if self.record.phase in (Phase.TRAINING, Phase.EVALUATING) and 0 <= at < len(program) else None
-        )
-
-    def report(self, stacks: str) -> RankReport:
-        """Return the worker's part of a report."""
-        frames = parse_stacks(stacks).get(int(self.notes.worker["thread"]), [])
-        place = find_place(frames, self.notes.codes) if frames else CodePlace()
-        doing = self.doing
-        if doing is Doing.COMPUTING and any(frame.is_users for frame in frames):
-            doing = Doing.IN_USER_CODE
-        return RankReport(
-            self.reader.rank,
-            str(self.notes.worker["host"]),
-            self.pid,
-            self.record.phase.name.lower(),
-            self.record.step,
-            self.action,
-            self.stalled,
-            doing,
-            place.operator,
-            place.source,
-            _describe_wait(self.state.wait),
-            stacks,
-        )
-
-
-def _describe_wait(wait: Wait | None) -> str:
-    """Return the operation that is waited for, in words; "" where there is none."""
-    if wait is None:
-        return ""
-    sender, arrow, receiver = wait.line.partition(": ")[2].partition(" > ")
-    if arrow:
-        return f"message {wait.number} from rank {sender} to rank {receiver}"
-    return f"collective {wait.number} of {format_ranks(wait.ranks)}"
-
-
-def _print(text: str) -> None:
+def say_on_stderr(text: str) -> None:
+    """Say something to the user."""
     print(f"polylane: {text}", file=sys.stderr, flush=True)
 
 
@@ -119,6 +45,7 @@ class HangWatch:
         hang_after: seconds without progress after which a worker hangs; None: from the run's own step times.
         keep: called with every report of a hang, to keep it.
         say: called with a sentence for the user.
+        host: name of this host, as others know it; "": as its workers do.
     """
 
     def __init__(
@@ -127,14 +54,12 @@ class HangWatch:
         on_hang: OnHang,
         hang_after: float | None,
         keep: Callable[[HangReport], None],
-        say: Callable[[str], None] = _print,
+        say: Callable[[str], None] = say_on_stderr,
+        host: str = "",
     ) -> None:
-        self._readers = [PageReader(rank, memory) for rank, memory in memories.items()]
+        self._observer = Observer(memories, hang_after, host)
         self._on_hang, self._hang_after, self._keep, self._say = on_hang, hang_after, keep, say
-        now = time.monotonic()
-        self._since = dict.fromkeys(memories, now)
-        self._signatures: dict[int, tuple[int, int, bytes]] = {}
-        self._looked, self._noted, self._hung = now, set[tuple[int, int]](), dict[int, float]()
+        self._noted, self._hung = set[tuple[int, int]](), dict[int, float]()
         self._thread: threading.Thread | None = None
         self._ends, self._is_told, self._found = threading.Event(), threading.Event(), list[BaseException]()
 
@@ -160,7 +85,7 @@ class HangWatch:
                 break
         if self._found and not self._is_told.wait(TELL_SECONDS) and not self._ends.is_set():
             # Whoever would be told waits for a worker: its end ends that.
-            for reader in self._readers:
+            for reader in self._observer.readers.values():
                 if (notes := reader.notes()) is not None:
                     with suppress(ProcessLookupError):
                         os.kill(int(notes.worker["pid"]), signal.SIGKILL)
@@ -170,8 +95,7 @@ class HangWatch:
         self._ends.set()
         if self._thread is not None:
             self._thread.join()
-        for reader in self._readers:
-            reader.close()
+        self._observer.close()
 
     def look(self) -> None:
         """Look at all workers.
@@ -179,122 +103,76 @@ class HangWatch:
         Raises:
             WorkerHung: a worker hangs, and the training is to end for that.
         """
-        now = time.monotonic()
-        pause, self._looked = now - self._looked, now
-        for reader in self._readers:
-            signature = reader.signature()
-            if signature != self._signatures.get(reader.rank):
-                self._signatures[reader.rank], self._since[reader.rank] = signature, now
-                if (since := self._hung.pop(reader.rank, None)) is not None:
-                    self._say(f"rank {reader.rank} goes on after {now - since:.1f} s")
-            elif pause > PAUSE_SECONDS:  # this process was stopped, and perhaps the workers with it
-                self._since[reader.rank] += pause
-        least = min(choose_bound(reader.record, Doing.STOPPED, self._hang_after) for reader in self._readers)
-        if now - min(self._since.values()) >= least:
-            self._look_closer()
+        self._look_at_pages()
+        if self._observer.longest_stall() >= self._observer.least_bound():
+            seen = self._observer.see()
+            judgement = judge(each.to_record(self._hang_after) for each in seen.values())
+            if judgement.is_hang:
+                self._hang(judgement, seen)
+            else:
+                self._note(judgement.finding, seen)
 
-    def _see(self, looks_at_processes: bool = True) -> dict[int, _Seen]:
-        """Return what is known of every worker that has said who it is.
+    def _look_at_pages(self) -> float:
+        """Look which workers have gone on; return the seconds for which this process itself did not run."""
+        changed, pause = self._observer.look()
+        for rank in changed:
+            if (since := self._hung.pop(rank, None)) is not None:
+                self._say(f"rank {rank} goes on after {time.monotonic() - since:.1f} s")
+        return pause
+
+    def _note(self, finding: Finding, seen: Mapping[int, SeenWorker]) -> None:
+        """Say once of each worker to blame what it is doing that takes long and is no hang."""
+        for rank in finding.culprits:
+            each = seen[rank]
+            if each.stalled >= self._observer.note_bound(each) and self._is_new([each]):
+                sentence = describe_rank(self._observer.report_rank(each), finding.waiting_for(rank), time.time())
+                self._say(f"{sentence} (this takes long, and is no hang yet)")
+        waiting = [seen[rank] for rank in finding.waits_for if rank in seen] if finding.elsewhere else []
+        if waiting and all(each.stalled >= self._observer.note_bound(each) for each in waiting):
+            self._note_elsewhere(finding.elsewhere, waiting)
+
+    def _note_elsewhere(self, elsewhere: Sequence[int], waiting: Sequence[SeenWorker]) -> None:
+        """Say once that workers of this host wait for those of another one, whose own watch says why."""
+        if self._is_new(waiting):
+            ranks = format_ranks([each.reader.rank for each in waiting])
+            stalled = min(each.stalled for each in waiting)
+            self._say(f"{ranks} of this host have waited for {format_ranks(elsewhere)} for {stalled:.1f} s")
+
+    def _is_new(self, seen: Sequence[SeenWorker]) -> bool:
+        """Return whether nothing was said yet of these workers where they are."""
+        key = min((each.reader.rank, each.record.version) for each in seen)
+        is_new = key not in self._noted
+        self._noted.add(key)
+        return is_new
+
+    def _hang(self, judgement: StallJudgement, seen: Mapping[int, SeenWorker]) -> None:
+        victims = [rank for rank in judgement.victims if rank in seen]
+        if all(rank in self._hung for rank in victims):
+            return
+        report = self._observer.report(seen, self._on_hang != "wait")
+        sentence = describe_finding(judgement.finding, {each.rank: each for each in report.ranks}, report.wall)
+        report = name_hang(report, sentence, judgement.finding.culprits)
+        self._keep(report)
+        self._end(victims, report, seen)
+
+    def _end(self, victims: Sequence[int], report: HangReport, seen: Mapping[int, SeenWorker]) -> None:
+        """Say of a hang what is said of it, and end those workers of this host whose end ends it.
 
         Args:
-            looks_at_processes: whether to look at their processes, too; else they are taken to have ended.
+            victims: those workers, of which there are some.
+            report: report of the hang, with its sentence.
+            seen: the workers of this host.
+
+        Raises:
+            WorkerHung: unless the training is to wait.
         """
-        found, now = {}, time.monotonic()
-        for reader in self._readers:
-            notes = reader.notes()
-            if notes is None:
-                continue
-            record = reader.record
-            state = read_state(int(notes.worker["pid"])) if looks_at_processes else ""
-            wait = reader.state(notes, False).wait
-            doing = classify(state, reader.beat_late(), record.phase, wait is not None)
-            found[reader.rank] = _Seen(
-                reader, notes, record, reader.state(notes, doing in FROZEN), doing, now - self._since[reader.rank]
-            )
-        return found
-
-    def _look_closer(self) -> None:
-        seen = self._see()
-        # A server waits for others all the time, and a worker that has ended is waited for by nobody.
-        idle = (Phase.SERVING, Phase.ENDING)
-        states = {
-            rank: each.state
-            for rank, each in seen.items()
-            if each.doing is not Doing.GONE and (each.record.phase not in idle or each.doing in FROZEN)
-        }
-        finding = find_culprits(states)
-        suspects = finding.culprits or (finding.link.ranks if finding.link else finding.circle)
-        suspects = tuple(rank for rank in suspects if rank in seen)
-        hung = [rank for rank in suspects if seen[rank].stalled >= self._bound(seen[rank])]
-        if finding.culprits and hung:
-            self._hang(replace(finding, culprits=tuple(hung)), seen)
-        elif suspects and len(hung) == len(suspects):
-            self._hang(finding, seen)
-        else:
-            for rank in finding.culprits:
-                self._note(finding, seen[rank])
-            if finding.elsewhere:
-                self._note_elsewhere(finding, seen)
-
-    def _bound(self, seen: _Seen) -> float:
-        return choose_bound(seen.record, seen.doing, self._hang_after)
-
-    def _note(self, finding: Finding, seen: _Seen) -> None:
-        """Say once what a worker is doing that takes long and is no hang."""
-        rank, key = seen.reader.rank, (seen.reader.rank, seen.record.version)
-        if seen.stalled < note_bound(seen.record, self._hang_after) or key in self._noted:
-            return
-        self._noted.add(key)
-        stacks = seen.reader.read_stacks(seen.pid, seen.reader.ask_stacks(seen.pid, False))
-        sentence = describe_rank(seen.report(stacks), finding.waiting_for(rank), time.time())
-        self._say(f"{sentence} (this takes long, and is no hang yet)")
-
-    def _note_elsewhere(self, finding: Finding, seen: Mapping[int, _Seen]) -> None:
-        """Say once that workers of this host wait for those of another one, whose own watch says why."""
-        waiting = [seen[rank] for rank in finding.waits_for if rank in seen]
-        stalled = min(each.stalled for each in waiting)
-        key = min((each.reader.rank, each.record.version) for each in waiting)
-        if stalled >= max(note_bound(each.record, self._hang_after) for each in waiting) and key not in self._noted:
-            self._noted.add(key)
-            ranks = format_ranks([each.reader.rank for each in waiting])
-            self._say(f"{ranks} of this host have waited for {format_ranks(finding.elsewhere)} for {stalled:.1f} s")
-
-    def _hang(self, finding: Finding, seen: Mapping[int, _Seen]) -> None:
-        named = finding.culprits or tuple(seen)
-        if all(rank in self._hung for rank in named):
-            return
-        report = self._report(seen, finding)
-        self._keep(report)
         if self._on_hang == "wait":
-            for rank in named:
-                self._hung.setdefault(rank, self._since[rank])
+            for rank in victims:
+                self._hung.setdefault(rank, self._observer.since[rank])
             self._say(f"{report.sentence}; the training waits for it, as --on-hang wait says")
             return
-        first = report.ranks[[each.rank for each in report.ranks].index(named[0])]
-        raise WorkerHung(named, report.sentence, _main_stack(first, seen[first.rank].notes))
-
-    def _report(self, seen: Mapping[int, _Seen], finding: Finding, sentence: str = "") -> HangReport:
-        """Return the report of this moment, with the stacks of all workers."""
-        wall, now = time.time(), time.monotonic()
-        timeline, unfinished = self._timeline(seen)  # before the stacks, for which a stopped worker goes on
-        alive = {rank: each for rank, each in seen.items() if each.doing is not Doing.GONE}
-        continues = self._on_hang != "wait"
-        begun = {rank: each.reader.ask_stacks(each.pid, continues) for rank, each in alive.items()}
-        stacks = {
-            rank: each.reader.read_stacks(each.pid, begun[rank]) if continues or each.doing is not Doing.STOPPED else ""
-            for rank, each in alive.items()
-        }
-        ranks = {rank: each.report(stacks.get(rank, "")) for rank, each in seen.items()}
-        sentence = sentence or describe_finding(finding, ranks, wall)
-        return HangReport(
-            sentence,
-            finding.culprits,
-            tuple(ranks[rank] for rank in sorted(ranks)),
-            timeline,
-            unfinished,
-            now,
-            wall,
-        )
+        stack = main_stack(report, seen, victims[0]) if victims[0] in report.culprits else ""
+        raise WorkerHung(victims, report.sentence, stack)
 
     def report_failure(self, rank: int, sentence: str) -> HangReport:
         """Return the report of a worker that failed, from the pages that it and the others have left.
@@ -305,25 +183,5 @@ class HangWatch:
             rank: rank of the worker that failed.
             sentence: what is known of the failure.
         """
-        return self._report(self._see(looks_at_processes=False), Finding((rank,)), sentence)
-
-    def _timeline(self, seen: Mapping[int, _Seen]) -> tuple[Timeline, dict[int, tuple[Action, float]]]:
-        """Return the last actions of all workers, and those that had not ended."""
-        spans, unfinished = [], {}
-        last = max((each.record.round for each in seen.values()), default=0)
-        for rank, each in seen.items():
-            end = self._since[rank]
-            for past in each.reader.past_actions():
-                program = each.notes.programs.get(past.program, ())
-                if past.round > last - ROUNDS_SHOWN and past.action < len(program):
-                    spans.append(Span(rank, program[past.action], past.start / 1e9, past.end / 1e9))
-                    end = past.end / 1e9
-            if each.action is not None:
-                unfinished[rank] = each.action, end
-        return Timeline(tuple(spans), max(self._since) + 1), unfinished
-
-
-def _main_stack(report: RankReport, notes: PageNotes) -> str:
-    """Return the innermost calls of a worker's main thread, the innermost one last, as Python prints them."""
-    frames = parse_stacks(report.stacks).get(int(notes.worker["thread"]), [])[:CALLS_SHOWN]
-    return "".join(f'  File "{frame.file}", line {frame.line}, in {frame.function}\n' for frame in reversed(frames))
+        seen = self._observer.see(looks_at_processes=False)
+        return name_hang(self._observer.report(seen, False), sentence, (rank,))

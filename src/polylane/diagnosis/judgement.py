@@ -1,0 +1,118 @@
+"""Judgement: whether ranks that stand still hang, and which of them; the same for the ranks of one host and of all.
+
+    what the walk (diagnosis/culprit.py) ends at      a hang once
+    ranks that wait for nothing                       one of them has not gone on for its bound
+    a link, or a circle                               none of its ranks has gone on for its bound
+    ranks of hosts that nothing is heard of           such a host is silent, and somebody waits for it, for longer than
+                                                      the patience of who waits
+
+A host is silent where its watching process says nothing. If training went on for long after that, then the process
+alone has ended, and what its workers do is not known: they are not blamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from polylane.diagnosis.culprit import Finding, RankState, find_culprits
+from polylane.diagnosis.page_layout import Phase
+from polylane.diagnosis.report import FROZEN, Doing
+
+# A host may have been silent for this much longer than somebody's patience, before training stood still.
+LATE_SECONDS = 5.0
+
+_IDLE = frozenset({Phase.SERVING, Phase.ENDING})
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """One rank at one moment, as far as a judgement needs it.
+
+    Attributes:
+        rank: rank of the worker.
+        state: what it waits for, and what it has begun.
+        doing: what its process does.
+        phase: what its page says that it is in.
+        stalled: seconds since its page changed.
+        bound: seconds without progress after which it hangs.
+        patience: seconds after which it need not wait any longer for a host that nothing is heard of.
+    """
+
+    rank: int
+    state: RankState = field(default_factory=RankState)
+    doing: Doing = Doing.COMPUTING
+    phase: Phase = Phase.TRAINING
+    stalled: float = 0.0
+    bound: float = float("inf")
+    patience: float = float("inf")
+
+    @property
+    def counts(self) -> bool:
+        """Whether it can be blamed: a server waits all the time, and nobody waits for a worker that has ended."""
+        return self.doing is not Doing.GONE and (self.phase not in _IDLE or self.doing in FROZEN)
+
+    @property
+    def is_hung(self) -> bool:
+        """Whether it has not gone on for its bound."""
+        return self.stalled >= self.bound
+
+
+@dataclass(frozen=True)
+class StallJudgement:
+    """What is to be said of ranks that stand still.
+
+    Attributes:
+        finding: where the walk ended; of a hang with those ranks alone that hang.
+        is_hang: whether that is a hang.
+    """
+
+    finding: Finding
+    is_hang: bool
+
+    @property
+    def victims(self) -> tuple[int, ...]:
+        """The ranks whose end ends the hang: the culprits, all ranks of a link, or all who wait for a silent host."""
+        finding = self.finding
+        if finding.culprits:
+            return finding.culprits
+        if finding.elsewhere:
+            return tuple(sorted(_waiting_for(finding, finding.elsewhere)))
+        return tuple(sorted(finding.link.ranks if finding.link else finding.circle))
+
+
+def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = None) -> StallJudgement:
+    """Judge ranks that stand still.
+
+    Args:
+        records: the ranks of which something is known: those of one host, or of all hosts that are heard.
+        silences: by rank of a host that is silent, the seconds since it was heard of.
+    """
+    known = {record.rank: record for record in records}
+    finding = find_culprits({rank: record.state for rank, record in known.items() if record.counts})
+    if finding.elsewhere:
+        silent = _find_silent(finding, known, silences or {})
+        return StallJudgement(replace(finding, elsewhere=silent) if silent else finding, bool(silent))
+    suspects = finding.culprits or (finding.link.ranks if finding.link else finding.circle)
+    hung = tuple(rank for rank in suspects if rank in known and known[rank].is_hung)
+    if finding.culprits and hung:
+        return StallJudgement(replace(finding, culprits=hung), True)
+    return StallJudgement(
+        finding, bool(suspects) and len(hung) == len([rank for rank in suspects if rank in known]) > 0
+    )
+
+
+def _waiting_for(finding: Finding, ranks: Iterable[int]) -> list[int]:
+    """Return the ranks that wait for some ranks directly."""
+    return [rank for rank, on in finding.waits_for.items() if {*on} & {*ranks}]
+
+
+def _find_silent(finding: Finding, known: Mapping[int, RankRecord], silences: Mapping[int, float]) -> tuple[int, ...]:
+    """Return the ranks of silent hosts that somebody has waited for long enough."""
+    found = []
+    for rank in finding.elsewhere:
+        silence = silences.get(rank, 0.0)
+        waiting = [known[each] for each in _waiting_for(finding, (rank,))]
+        if any(min(each.stalled, silence) >= each.patience > silence - each.stalled - LATE_SECONDS for each in waiting):
+            found.append(rank)
+    return tuple(found)

@@ -1,0 +1,264 @@
+"""Joint watch: the watch over the workers of one host that knows of those of other hosts, and says what all say.
+
+While a worker stands still, every host posts what its workers do (:mod:`.host_board`). One host judges all of them:
+
+    the host that judges     verdict ─▶             joins the answers, one sentence ─▶       ends its victims
+    every other host                   answer ─▶                                says it too, ends its victims
+
+Where no verdict comes, a host names its own workers by itself. One that the store does not answer says that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from polylane.diagnosis.culprit import Finding
+from polylane.diagnosis.host_post import Answer, HangVerdict, HostPost, abbreviate_lines, join_reports, shift_report
+from polylane.diagnosis.judgement import RankRecord, StallJudgement, judge
+from polylane.diagnosis.report import Doing, HangReport, describe_finding, describe_silence, describe_unanswered
+from polylane.errors import clean_sentence
+from polylane.runtime.progress.host_board import Board, Heard, HostBoard
+from polylane.runtime.progress.observer import SeenWorker, name_hang
+from polylane.runtime.progress.page import ProgressMemory
+from polylane.runtime.progress.watch import HangWatch, OnHang, say_on_stderr
+
+STALL_SECONDS = 2.0  # without progress after which a host says what its workers do
+FRESH_SECONDS = 3.0  # a post that is older says nothing of its host's workers
+LOST_SECONDS = 2.5  # a store that has not answered for longer is not waited for
+UNANSWERED_SECONDS = 1.5  # beyond the patience, before the store is blamed: others may have been told of a cause
+ALONE_SECONDS = 3.0  # wait for a verdict, before a host judges its own workers
+ANSWER_SECONDS = 2.5  # wait for the others' answers to a verdict, and then for its sentence
+SPREAD_SECONDS = 0.8  # for the others to read the sentence, before this host's workers end
+POLL_SECONDS = 0.05
+
+
+class JointWatch(HangWatch):
+    """The watch over the workers of one host of several.
+
+    Args:
+        board: the hosts, and the store.
+        memories, on_hang, hang_after, keep, say: the same arguments as of :class:`.watch.HangWatch`.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        memories: Mapping[int, ProgressMemory],
+        on_hang: OnHang,
+        hang_after: float | None,
+        keep: Callable[[HangReport], None],
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
+        super().__init__(memories, on_hang, hang_after, keep, say, board.hosts[board.own].name)
+        self._place, self._board = board, HostBoard(board, self._observer.least_bound())
+        self._is_started = False
+        self._followed = dict[int, int]()  # by judging host, its latest verdict that this host knows
+        self._count, self._named = 0, dict[int, float]()
+        self._alone_since: float | None = None
+        self._lost = set[int]()  # hosts of which it was said that they are not heard of
+
+    def look(self) -> None:
+        if not self._is_started:
+            self._is_started = True
+            self._board.start()
+        if pause := self._look_at_pages():
+            self._board.pass_over(pause)
+        self._board.patience = self._observer.least_bound()
+        heard = self._board.heard()
+        stands_still = self._observer.longest_stall() >= min(STALL_SECONDS, self._observer.least_bound() / 2)
+        if not stands_still:
+            self._alone_since = None
+            self._board.post(HostPost(), hurries=False)
+            self._note_lost(heard)
+        verdict = self._find_verdict(heard)
+        if not stands_still and verdict is None:
+            return
+        seen = self._observer.see()
+        own = self._records(seen)
+        if verdict is not None:
+            self._follow(heard.judge, verdict, seen, own)
+            return
+        self._board.post(HostPost(ranks=own), hurries=True)
+        self._decide(heard, seen, own)
+
+    def end(self, seconds: float) -> None:
+        """Tell the other hosts that the workers of this one have ended well.
+
+        Args:
+            seconds: longest wait for the store.
+        """
+        if self._is_started:
+            self._board.end(seconds)
+
+    def _records(self, seen: Mapping[int, SeenWorker]) -> tuple[RankRecord, ...]:
+        return tuple(abbreviate_lines(each.to_record(self._hang_after)) for each in seen.values())
+
+    def _report(self, seen: Mapping[int, SeenWorker]) -> HangReport:
+        """Return what the workers of this host were doing; who is continued for that is stopped again until its end."""
+        report = self._observer.report(seen, self._on_hang != "wait")
+        for each in seen.values():
+            if self._on_hang != "wait" and each.doing is Doing.STOPPED:
+                with suppress(ProcessLookupError):
+                    os.kill(each.pid, signal.SIGSTOP)
+        return report
+
+    # ---- judging -----------------------------------------------------------------------------------------------------
+
+    def _decide(self, heard: Heard, seen: Mapping[int, SeenWorker], own: Sequence[RankRecord]) -> None:
+        """Judge what is known, and say it if that is this host's part."""
+        is_lost = heard.unanswered > LOST_SECONDS
+        others, silences = self._know(heard, is_lost)
+        judgement = judge((*own, *others), silences)
+        self._forget_named((*own, *others))
+        if not judgement.is_hang:
+            self._alone_since = None
+            self._note_own(judgement.finding, seen)
+        elif is_lost or heard.judge == self._place.own or self._has_waited():
+            self._lead(judgement, heard, is_lost, seen)
+
+    def _know(self, heard: Heard, is_lost: bool) -> tuple[list[RankRecord], dict[int, float]]:
+        """Return what is known of the workers of other hosts, and by rank of a silent host since when it is silent."""
+        records, silences = list[RankRecord](), dict[int, float]()
+        for number, host in enumerate(self._place.hosts):
+            if number == self._place.own:
+                continue
+            post, silence = heard.posts.get(number), heard.silences.get(number, 0.0)
+            if is_lost:
+                silences |= dict.fromkeys(host.ranks, heard.unanswered - UNANSWERED_SECONDS)
+            elif post is not None and post.has_ended:
+                continue
+            elif silence > FRESH_SECONDS or post is None:
+                silences |= dict.fromkeys(host.ranks, silence)
+            elif number in heard.silences:  # what it says nothing of goes on
+                said = {each.rank: each for each in post.ranks}
+                records += [said.get(rank, RankRecord(rank)) for rank in host.ranks]
+        return records, silences
+
+    def _has_waited(self) -> bool:
+        """Return whether this host has waited long enough for a verdict on a hang that it sees itself."""
+        now = time.monotonic()
+        self._alone_since = now if self._alone_since is None else self._alone_since
+        return now - self._alone_since > ALONE_SECONDS
+
+    def _note_own(self, finding: Finding, seen: Mapping[int, SeenWorker]) -> None:
+        """Say once what workers of this host do that takes long; other hosts say it of theirs."""
+        own = tuple(rank for rank in finding.culprits if rank in seen)
+        self._note(replace(finding, culprits=own, elsewhere=()), seen)
+
+    def _forget_named(self, records: Sequence[RankRecord]) -> None:
+        for each in records:
+            if not each.is_hung and time.monotonic() - self._named.get(each.rank, 0.0) > ANSWER_SECONDS:
+                self._named.pop(each.rank, None)
+
+    def _lead(self, judgement: StallJudgement, heard: Heard, is_lost: bool, seen: Mapping[int, SeenWorker]) -> None:
+        """Give a verdict, join the answers of all hosts, and say the sentence."""
+        if all(rank in self._named for rank in judgement.victims):
+            return
+        self._named |= dict.fromkeys(judgement.victims, time.monotonic())
+        self._count += 1
+        verdict = HangVerdict(self._count, judgement.victims, judgement.finding.culprits)
+        post = HostPost(ranks=self._records(seen), verdict=verdict)
+        if not is_lost:
+            self._board.post(post, hurries=True)
+        report = self._report(seen)
+        if not is_lost:
+            report = join_reports([report, *self._await_answers(verdict.number)])
+        sentence = clean_sentence(self._describe(judgement, report, heard, is_lost))  # of others' words, too
+        report = name_hang(report, sentence, judgement.finding.culprits)
+        self._keep(report)
+        if not is_lost:
+            self._board.post(replace(post, verdict=replace(verdict, sentence=report.sentence)), hurries=True)
+            time.sleep(SPREAD_SECONDS)
+        self._say_or_end(judgement.victims, report, seen)
+
+    def _await_answers(self, number: int) -> list[HangReport]:
+        """Return the reports of the hosts that answer a verdict of this one."""
+        deadline, found = time.monotonic() + ANSWER_SECONDS, dict[int, HangReport]()
+        while time.monotonic() < deadline:
+            heard = self._board.heard()
+            wanted = {host for host, silence in heard.silences.items() if silence < FRESH_SECONDS}
+            for host in wanted - found.keys():
+                answer = heard.posts[host].answer if host in heard.posts else None
+                if answer is not None and (answer.judge, answer.number) == (self._place.own, number):
+                    found[host] = shift_report(answer.report, time.monotonic() - answer.report.now)
+            if wanted <= found.keys() | {host for host in wanted if _has_ended(heard, host)}:
+                break
+            time.sleep(POLL_SECONDS)
+        return [found[host] for host in sorted(found)]
+
+    def _describe(self, judgement: StallJudgement, report: HangReport, heard: Heard, is_lost: bool) -> str:
+        finding, ranks = judgement.finding, {each.rank: each for each in report.ranks}
+        hosts = {rank: host.name for host in self._place.hosts for rank in host.ranks}
+        if not finding.elsewhere:
+            return describe_finding(finding, ranks, report.wall, hosts)
+        if is_lost:
+            own = self._place.hosts[self._place.own].name
+            return describe_unanswered(finding, ranks, hosts, (own, self._place.store_name, heard.unanswered))
+        silences = {self._place.hosts[host].name: silence for host, silence in heard.silences.items()}
+        return describe_silence(finding, ranks, hosts, silences)
+
+    # ---- following ---------------------------------------------------------------------------------------------------
+
+    def _find_verdict(self, heard: Heard) -> HangVerdict | None:
+        """Return the verdict of the host that judges, if this host has not followed it yet."""
+        if heard.judge == self._place.own or heard.judge not in heard.posts:
+            return None
+        verdict = heard.posts[heard.judge].verdict
+        is_new = verdict is not None and verdict.number > self._followed.get(heard.judge, 0)
+        return verdict if is_new else None
+
+    def _follow(
+        self, host: int, verdict: HangVerdict, seen: Mapping[int, SeenWorker], own: Sequence[RankRecord]
+    ) -> None:
+        """Answer a verdict, wait for its sentence, and do here what it says."""
+        self._followed[host], self._alone_since = verdict.number, None
+        report = self._report(seen)
+        answer = Answer(host, verdict.number, shift_report(report, -report.now))
+        self._board.post(HostPost(ranks=tuple(own), answer=answer), hurries=True)
+        deadline = time.monotonic() + 2 * ANSWER_SECONDS
+        while not verdict.sentence and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            posts = self._board.heard().posts
+            if host in posts and (now := posts[host].verdict) is not None and now.number == verdict.number:
+                verdict = now
+        named = [rank for rank in verdict.victims if rank in seen]
+        if not verdict.sentence:  # the host that judged has ended before it could say it
+            if not named:
+                return
+            ranks = {each.rank: each for each in report.ranks}
+            verdict = replace(verdict, sentence=describe_finding(Finding(tuple(named)), ranks, report.wall))
+        report = name_hang(report, clean_sentence(verdict.sentence), verdict.culprits)
+        self._say_or_end(verdict.victims, report, seen)
+
+    def _say_or_end(self, victims: Sequence[int], report: HangReport, seen: Mapping[int, SeenWorker]) -> None:
+        own = [rank for rank in victims if rank in seen]
+        if own:
+            self._end(own, report, seen)
+        else:
+            self._say(f"the training hangs: {report.sentence}")
+
+    # ---- hosts that are not heard of while the training goes on ------------------------------------------------------
+
+    def _note_lost(self, heard: Heard) -> None:
+        """Say once of a host, on the one that judges, that its watching process is not heard of."""
+        if heard.judge != self._place.own or heard.unanswered > LOST_SECONDS:
+            return
+        for number, silence in heard.silences.items():
+            if silence < self._board.patience:
+                self._lost.discard(number)
+            elif number not in self._lost and not _has_ended(heard, number):
+                self._lost.add(number)
+                name = self._place.hosts[number].name
+                self._say(
+                    f"the process that watches {name} has not been heard of for {silence:.1f} s; the training goes on, "
+                    f"but a worker that hangs there would not be named"
+                )
+
+
+def _has_ended(heard: Heard, host: int) -> bool:
+    return host in heard.posts and heard.posts[host].has_ended
