@@ -1,22 +1,27 @@
-"""Patience: after how long without progress a worker is said to hang, from the run's own step times.
+"""Patience: after how long without progress a worker is said to hang, from its step times or the user's bound.
 
-what the worker is in                          bound
-stopped, held by a debugger or in the system   the margin, whatever the phase; more than steps usually take
-a step that ran before                         the margin, more than steps usually take
-its loader, a first step, a compilation,
-weights that are written, the start and end    LONG_SECONDS: named as what it is after the margin, and not a hang
+what the worker is in                          bound                            with a bound of the user's
+stopped                                        the margin, whatever the phase   that
+a step that ran before                         the margin                       that
+its loader, after the first step               LONG_SECONDS                     that
+held by a debugger, or with the interpreter's
+lock held, outside of such a step              LONG_SECONDS                     that
+a first step, a compilation, weights that are
+written, the start, the script's own code      LONG_SECONDS                     LONG_SECONDS, or that if it is longer
+
+The margin is added to what steps usually take. Who is in a phase with the long bound is named as what it is after the
+margin, or the user's bound.
 """
 
 from __future__ import annotations
 
 from polylane.diagnosis.page_layout import Phase, Record
-from polylane.diagnosis.report import Doing
+from polylane.diagnosis.report import FROZEN, Doing
 
 MARGIN_SECONDS = 8.0
 LONG_SECONDS = 570.0  # below the ten minutes after which a worker gives up waiting for another one
 START_SECONDS = 60.0  # a start that takes no longer is not worth a word
 _STEPS = frozenset({Phase.TRAINING, Phase.EVALUATING})
-_NOT_RUNNING = frozenset({Doing.STOPPED})
 
 
 def choose_bound(record: Record, doing: Doing, hang_after: float | None) -> float:
@@ -29,7 +34,11 @@ def choose_bound(record: Record, doing: Doing, hang_after: float | None) -> floa
     """
     bound = _usual_bound(record, hang_after)
     runs_again = record.phase in _STEPS and record.round > 0 and not record.is_new
-    return bound if doing in _NOT_RUNNING or runs_again else max(bound, LONG_SECONDS)
+    # Before the first step a loader may read again what an earlier run has seen.
+    is_bounded = doing in FROZEN or (record.phase is Phase.LOADING and record.round > 0)
+    if doing is Doing.STOPPED or runs_again or (hang_after is not None and is_bounded):
+        return bound
+    return max(bound, LONG_SECONDS)
 
 
 def note_bound(record: Record, hang_after: float | None) -> float:

@@ -32,9 +32,22 @@ def run_forked_worker(
     return train(job, training, prepared, context.send_message if rank == 0 else _tell_nobody, world.stop)
 
 
-def run_spawned_worker(request: TrainRequest, context: WorkerContext) -> TrainingOutcome:
-    """Train in a worker that is a new process, which builds everything itself."""
-    return run_torchrun_worker(request, context.world, context.send_message if context.rank == 0 else _tell_nobody)
+def run_spawned_worker(
+    request: TrainRequest, launcher: int, pages: Mapping[int, tuple[int, int]], context: WorkerContext
+) -> TrainingOutcome:
+    """Train in a worker that is a new process, which builds everything itself.
+
+    Args:
+        request: what is to be trained, and how.
+        launcher: the process that started this one, and that watches it.
+        pages: by rank, the descriptors of a worker's page and of the file for its stacks, in that process; or empty.
+        context: this worker.
+    """
+    world = context.world
+    if context.rank in pages:
+        memory = ProgressMemory.of_process(launcher, *pages[context.rank])
+        world = replace(world, progress=ProgressWriter(memory, context.rank))
+    return run_torchrun_worker(request, world, context.send_message if context.rank == 0 else _tell_nobody)
 
 
 def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> TrainingOutcome:

@@ -21,13 +21,16 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from polylane.diagnosis.report import HangReport
 from polylane.errors import WorkerHung
 from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.processes import read_state
 from polylane.runtime.progress.watch import LOOK_SECONDS, HangWatch, OnHang
-from polylane.runtime.workers.world import World
+
+if TYPE_CHECKING:  # the watch of a script starts anew, without torch
+    from polylane.runtime.workers.world import World
 
 Keep = Callable[[HangReport], None]
 
@@ -60,19 +63,24 @@ class HostWatch:
         if os.fork() == 0:
             os.close(writer)
             try:
-                _watch_host(reader, on_hang, hang_after, keep)
+                watch_host(reader, on_hang, hang_after, keep)
             finally:
                 os._exit(0)
         os.close(reader)
         return cls(writer)
 
-    def attach(self, world: World) -> World:
-        """Return the world in which this worker writes where it is; a collective of all workers."""
+    def attach(self, world: World, raises_hangs: bool = False) -> World:
+        """Return the world in which this worker writes where it is; a collective of all workers.
+
+        Args:
+            world: this worker among all workers.
+            raises_hangs: see :class:`.page.ProgressWriter`.
+        """
         if not os.path.isdir("/proc/self/fd"):
             return world
         memory = ProgressMemory.allocate()
         self.memories.append(memory)
-        progress = ProgressWriter(memory, world.rank)
+        progress = ProgressWriter(memory, world.rank, raises_hangs=raises_hangs)
         host = socket.gethostname()
         cards = world.all_gather_object([host, world.rank, os.getpid(), memory.file, memory.stacks])
         self._tell([card[1:] for card in cards if card[0] == host])
@@ -91,7 +99,7 @@ class HostWatch:
                 os.write(self.pipe, json.dumps(cards).encode() + b"\n")
 
 
-def _watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Keep) -> None:
+def watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Keep) -> None:
     """Watch the workers of this host, in a process of its own, until they have ended or one hangs.
 
     Args:
@@ -110,12 +118,10 @@ def _watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Ke
         watch = HangWatch(memories, on_hang, hang_after, keep)
         while not select.select([pipe], [], [], LOOK_SECONDS)[0]:
             gone = [rank for rank, pid in pids.items() if read_state(pid) in ("", "Z", "X")]
-            if gone and len(gone) < len(pids):
-                keep(
-                    watch.report_failure(
-                        gone[0], f"rank {gone[0]} (process {pids[gone[0]]}) has ended before the others"
-                    )
-                )
+            if gone:
+                if len(gone) < len(pids):
+                    sentence = f"rank {gone[0]} (process {pids[gone[0]]}) has ended before the others"
+                    keep(watch.report_failure(gone[0], sentence))
                 return
             try:
                 watch.look()

@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Literal
 
 from polylane.diagnosis.culprit import Finding, RankState, Wait, find_culprits
+from polylane.diagnosis.onlookers import without_onlookers
 from polylane.diagnosis.page_layout import Phase, Record
 from polylane.diagnosis.patience import choose_bound, note_bound
 from polylane.diagnosis.report import (
@@ -33,7 +34,7 @@ from polylane.diagnosis.report import (
     describe_rank,
     format_ranks,
 )
-from polylane.diagnosis.stacks import CodePlace, find_place, parse_stacks
+from polylane.diagnosis.stacks import called_by_polylane, find_place, parse_stacks
 from polylane.errors import WorkerHung
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.progress.page import ProgressMemory
@@ -76,9 +77,9 @@ class _Seen:
     def report(self, stacks: str) -> RankReport:
         """Return the worker's part of a report."""
         frames = parse_stacks(stacks).get(int(self.notes.worker["thread"]), [])
-        place = find_place(frames, self.notes.codes) if frames else CodePlace()
-        doing = self.doing
-        if doing is Doing.COMPUTING and any(frame.is_users for frame in frames):
+        place, doing = find_place(frames, self.notes.codes), self.doing
+        # That a script of the user's has called the job says nothing of what the job does.
+        if doing is Doing.COMPUTING and any(frame.is_users for frame in called_by_polylane(frames)):
             doing = Doing.IN_USER_CODE
         return RankReport(
             self.reader.rank,
@@ -215,14 +216,8 @@ class HangWatch:
 
     def _look_closer(self) -> None:
         seen = self._see()
-        # A server waits for others all the time, and a worker that has ended is waited for by nobody.
-        idle = (Phase.SERVING, Phase.ENDING)
-        states = {
-            rank: each.state
-            for rank, each in seen.items()
-            if each.doing is not Doing.GONE and (each.record.phase not in idle or each.doing in FROZEN)
-        }
-        finding = find_culprits(states)
+        states = {rank: each.state for rank, each in seen.items() if each.doing is not Doing.GONE}
+        finding = find_culprits(without_onlookers(states, {rank: each.record.phase for rank, each in seen.items()}))
         suspects = finding.culprits or (finding.link.ranks if finding.link else finding.circle)
         suspects = tuple(rank for rank in suspects if rank in seen)
         hung = [rank for rank in suspects if seen[rank].stalled >= self._bound(seen[rank])]
@@ -268,10 +263,13 @@ class HangWatch:
         if self._on_hang == "wait":
             for rank in named:
                 self._hung.setdefault(rank, self._since[rank])
-            self._say(f"{report.sentence}; the training waits for it, as --on-hang wait says")
+            self._say(f"{report.sentence}; the training waits for it, as it is to (on hang: wait)")
             return
         first = report.ranks[[each.rank for each in report.ranks].index(named[0])]
-        raise WorkerHung(named, report.sentence, _main_stack(first, seen[first.rank].notes))
+        hung = WorkerHung(named, report.sentence, _main_stack(first, seen[first.rank].notes))
+        for reader in self._readers:
+            reader.tell(hung)
+        raise hung
 
     def _report(self, seen: Mapping[int, _Seen], finding: Finding, sentence: str = "") -> HangReport:
         """Return the report of this moment, with the stacks of all workers."""
