@@ -158,7 +158,7 @@ def append_note(page: memoryview, note: Any) -> bool:
     (length,) = struct.unpack_from("<Q", page, NOTES_START)
     text = json.dumps(note, separators=(",", ":")).encode() + b"\n"
     start = NOTES_START + 8 + length
-    if start + len(text) > VERDICT_START:
+    if start + len(text) > min(len(page), VERDICT_START):
         return False
     page[start : start + len(text)] = text
     struct.pack_into("<Q", page, NOTES_START, length + len(text))  # last: readers see whole notes only
