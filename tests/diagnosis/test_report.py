@@ -16,7 +16,7 @@ from polylane.diagnosis.culprit import Finding, Wait
 from polylane.diagnosis.page_layout import Phase
 from polylane.diagnosis.report import Doing, HangReport, RankReport, classify, describe_finding, format_ranks
 from polylane.diagnosis.report_file import draw_timeline, from_dict, to_dict
-from polylane.diagnosis.stacks import CodePlace, Frame, called_by_polylane, find_place, parse_stacks
+from polylane.diagnosis.stacks import CodePlace, Frame, called_by_polylane, find_place, is_at_breakpoint, parse_stacks
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
@@ -90,6 +90,13 @@ def test_a_scripts_own_calls_are_not_those_that_polylane_makes() -> None:
     assert called_by_polylane(frames) == frames[:3]
     assert called_by_polylane(frames[3:]) == []
     assert not Frame(str(Path(sysconfig.get_path("scripts")) / "polylane"), 8, "<module>").is_users
+
+
+def test_a_breakpoint_is_where_a_debugger_was_called_from_the_users_line() -> None:
+    users, library = Frame("/home/me/train.py", 30, "main"), sysconfig.get_path("stdlib")
+    debugger = Frame(f"{library}/bdb.py", 90, "trace_dispatch")
+    assert is_at_breakpoint([Frame(f"{library}/cmd.py", 126, "cmdloop"), debugger, users])
+    assert not is_at_breakpoint([users, debugger])  # python -m pdb train.py
 
 
 def test_between_steps_of_a_script_is_after_a_step() -> None:

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from torch import Tensor, nn
 
 from commands_run import run
 from hanging import RECIPE
-from polylane.commands.running.worker import watched_by
-from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
 from polylane.diagnosis import patience, report
 from polylane.diagnosis.page_layout import Phase
@@ -31,7 +28,6 @@ from polylane.runtime.job import Job
 from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.watch import HangWatch, OnHang
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
-from polylane.runtime.workers.spawn import spawn_workers
 from processes import children
 from training import batch_of, classify, compiled, mlp, sgd
 
@@ -260,29 +256,6 @@ def test_a_long_first_step_is_no_hang() -> None:
     kept, error = watched(work, model, "data=2", said=said)
     assert (kept, error) == ([], None)
     assert len(said) == 1 and "no hang yet" in said[0]
-
-
-@pytest.mark.slow
-def test_workers_that_are_new_processes_are_watched() -> None:
-    kept, pages = list[HangReport](), {rank: ProgressMemory.allocate() for rank in range(2)}
-    watch = HangWatch(pages, "stop", BOUND, kept.append)
-    descriptors = {rank: (page.file, page.stacks) for rank, page in pages.items()}
-    try:
-        with pytest.raises(WorkerHung, match=r"rank 1 .* it is stopped .*; rank 0 waits for it"):
-            spawn_workers(partial(stop_in_a_new_process, os.getpid(), descriptors), 2, watch=watch.check)
-    finally:
-        watch.close()
-    assert kept[0].culprits == (1,) and kept[0].ranks[1].stacks
-
-
-def stop_in_a_new_process(launcher: int, pages: dict[int, tuple[int, int]], context: WorkerContext) -> None:
-    world = watched_by(launcher, pages, context.world)
-    with Job(compiled_for_all(), world, example=batch_of(8)) as job:
-        stop_later(100_000, 1)(job, context.rank)
-
-
-def compiled_for_all() -> CompiledTraining:
-    return compiled(mlp(6, 8, 4), build_objectives(classify, sgd, None), batch_of(8), "data=2")
 
 
 @pytest.mark.slow

@@ -69,11 +69,9 @@ def parallelize(
         alone: where this process is the only worker (``python script.py``), train the plan's microbatches on it, as the
             reference of what the plan computes; with several workers it changes nothing. What has no meaning on one
             worker (stale weights of an asynchronous schedule, replicas that agree now and then) is left out.
-        on_hang: a process of each host watches its workers. One that does not go on while others wait for it is named
-            on stderr, and with ``"stop"`` killed, whereupon the others raise :class:`polylane.errors.WorkerHung`;
-            ``"wait"`` only names it, None watches nobody. What the script does between the job's methods is no hang.
-        hang_after: seconds without progress in a step, or in the job's loader, after which a worker hangs; default:
-            8 s longer than steps usually take.
+        on_hang: who does not go on while others wait in a step is named on stderr, and with ``"stop"`` killed; the others
+            raise :class:`polylane.errors.WorkerHung`. ``"wait"`` only names it, with None nobody watches.
+        hang_after: seconds without progress after which a worker hangs; default: 8 s longer than steps usually take.
 
     Raises:
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.

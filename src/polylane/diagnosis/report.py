@@ -29,6 +29,7 @@ class Doing(StrEnum):
     SAVING = "writes weights"
     STARTING = "starts"
     IN_USER_CODE = "is in the user's code"
+    AT_BREAKPOINT = "is at a breakpoint of Python's debugger"
     IN_SCRIPT = "is between steps, in your code"
     COMPUTING = "computes"
     WAITING = "waits for others"

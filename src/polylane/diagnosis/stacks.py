@@ -40,6 +40,16 @@ def called_by_polylane(frames: list[Frame]) -> list[Frame]:
     return frames[: own[-1] + 1] if own else []
 
 
+def is_at_breakpoint(frames: list[Frame]) -> bool:
+    """Return whether a thread is inside of a debugger for Python, at a line that somebody looks at."""
+    for frame in frames:
+        if frame.file.endswith("/bdb.py") or "/debugpy/" in frame.file:
+            return True
+        if frame.is_users:  # `python -m pdb` has called all of this
+            return False
+    return False
+
+
 @dataclass(frozen=True)
 class CodePlace:
     """Where a worker is in the model, as far as it is known.

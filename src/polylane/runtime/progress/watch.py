@@ -34,7 +34,7 @@ from polylane.diagnosis.report import (
     describe_rank,
     format_ranks,
 )
-from polylane.diagnosis.stacks import called_by_polylane, find_place, parse_stacks
+from polylane.diagnosis.stacks import called_by_polylane, find_place, is_at_breakpoint, parse_stacks
 from polylane.errors import WorkerHung
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.progress.page import ProgressMemory
@@ -81,6 +81,8 @@ class _Seen:
         # That a script of the user's has called the job says nothing of what the job does.
         if doing is Doing.COMPUTING and any(frame.is_users for frame in called_by_polylane(frames)):
             doing = Doing.IN_USER_CODE
+        if doing not in FROZEN and is_at_breakpoint(frames):
+            doing = Doing.AT_BREAKPOINT
         return RankReport(
             self.reader.rank,
             str(self.notes.worker["host"]),
@@ -260,12 +262,13 @@ class HangWatch:
             return
         report = self._report(seen, finding)
         self._keep(report)
-        if self._on_hang == "wait":
+        first = report.ranks[[each.rank for each in report.ranks].index(named[0])]
+        if self._on_hang == "wait" or first.doing is Doing.AT_BREAKPOINT:
             for rank in named:
                 self._hung.setdefault(rank, self._since[rank])
-            self._say(f"{report.sentence}; the training waits for it, as it is to (on hang: wait)")
+            told = ", as it is to (on hang: wait)" if self._on_hang == "wait" else ""
+            self._say(f"{report.sentence}; the training waits for it{told}")
             return
-        first = report.ranks[[each.rank for each in report.ranks].index(named[0])]
         hung = WorkerHung(named, report.sentence, _main_stack(first, seen[first.rank].notes))
         for reader in self._readers:
             reader.tell(hung)
