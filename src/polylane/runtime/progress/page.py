@@ -254,8 +254,12 @@ class ProgressWriter(Progress):
 
     def loading(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
-            with self.during(Phase.LOADING):
+            before = self._phase
+            self.enter(Phase.LOADING)
+            try:
                 batch = next(batches, self)
+            finally:
+                self.enter(before)
             if batch is self:
                 return
             yield batch  # type: ignore[misc]
