@@ -49,7 +49,8 @@ def test_lines_of_two_jobs_of_a_script_are_two(memory: ProgressMemory) -> None:
     for line in (first, second, second):
         number = progress.begin_operation(line)
     progress.begin_wait(second, number)
-    assert (notes := reader.notes()) is not None
+    notes = reader.notes()
+    assert notes is not None
     state = reader.state(notes, False)
     assert sorted(state.begun.values()) == [1, 2] and state.wait is not None
     assert state.begun[state.wait.line] == state.wait.number == 2

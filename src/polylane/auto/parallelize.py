@@ -69,7 +69,7 @@ def parallelize(
         alone: where this process is the only worker (``python script.py``), train the plan's microbatches on it, as the
             reference of what the plan computes; with several workers it changes nothing. What has no meaning on one
             worker (stale weights of an asynchronous schedule, replicas that agree now and then) is left out.
-        on_hang: who does not go on while others wait in a step is named on stderr, and with ``"stop"`` killed; the others
+        on_hang: who does not go on while others wait for it is named on stderr, and with ``"stop"`` killed; the others
             raise :class:`polylane.errors.WorkerHung`. ``"wait"`` only names it, with None nobody watches.
         hang_after: seconds without progress after which a worker hangs; default: 8 s longer than steps usually take.
 
