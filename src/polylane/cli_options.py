@@ -100,7 +100,8 @@ HangAfter = Annotated[
     typer.Option(
         "--hang-after",
         metavar="SECONDS",
-        help="After how long without progress a worker hangs. Default: 8 s longer than steps usually take.",
+        help="No progress for this long is a hang: in a step or the loader, and of a worker that cannot run (stopped, "
+        "or its interpreter locked) anywhere. Default: 8 s longer than steps usually take; 9.5 min outside of steps.",
     ),
 ]
 # Hidden: accepted for command lines from before --on-nan.

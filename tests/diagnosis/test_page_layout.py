@@ -27,7 +27,9 @@ from polylane.diagnosis.page_layout import (
     read_notes,
     read_record,
     read_ring,
+    read_verdict,
     unpack_wait,
+    write_verdict,
 )
 
 RECORDS = st.builds(
@@ -99,3 +101,15 @@ def test_notes_that_have_no_room_are_left_out_whole() -> None:
     assert not append_note(page, {"kind": "b" * 100})
     assert append_note(page, {"kind": "c"})
     assert [note["kind"] for note in read_notes(page)] == ["a", "c"]
+
+
+def test_a_verdict_is_read_whole_beside_a_page_full_of_notes() -> None:
+    page = memoryview(bytearray(PAGE_BYTES))
+    assert read_verdict(page) is None
+    write_verdict(page, "x" * PAGE_BYTES)  # no room: as if there were none
+    assert read_verdict(page) is None
+    write_verdict(page, [[1], "rank 1 hangs", "stack"])
+    while append_note(page, {"kind": "x" * 5000}):
+        pass
+    assert read_verdict(page) == [[1], "rank 1 hangs", "stack"]
+    assert all(note["kind"].startswith("x") for note in read_notes(page))

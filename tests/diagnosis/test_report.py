@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import polylane
 from polylane.cli import app
 from polylane.diagnosis.culprit import Finding, Wait
-from polylane.diagnosis.page_layout import Phase, Record
-from polylane.diagnosis.patience import LONG_SECONDS, MARGIN_SECONDS, choose_bound
+from polylane.diagnosis.page_layout import Phase
 from polylane.diagnosis.report import Doing, HangReport, RankReport, classify, describe_finding, format_ranks
 from polylane.diagnosis.report_file import draw_timeline, from_dict, to_dict
-from polylane.diagnosis.stacks import CodePlace, find_place, parse_stacks
+from polylane.diagnosis.stacks import CodePlace, Frame, called_by_polylane, find_place, is_at_breakpoint, parse_stacks
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
@@ -57,20 +57,13 @@ def test_a_link_is_to_blame_where_all_have_arrived() -> None:
         ("S", 0.1, Phase.TRAINING, True, Doing.WAITING),
         ("R", 0.1, Phase.LOADING, False, Doing.LOADING),
         ("R", 0.1, Phase.TRAINING, False, Doing.COMPUTING),
+        ("S", 0.1, Phase.SCRIPT, False, Doing.IN_SCRIPT),
+        ("S", 0.1, Phase.SCRIPT, True, Doing.WAITING),
         ("Z", 9, Phase.TRAINING, True, Doing.GONE),
     ],
 )
 def test_what_a_process_does(state: str, late: float, phase: Phase, waits: bool, doing: Doing) -> None:
     assert classify(state, late, phase, waits) is doing
-
-
-def test_the_bound_follows_the_step_times_and_long_phases_are_no_hangs() -> None:
-    step = Record(1, phase=Phase.TRAINING, round=7, usual=3_000_000_000)
-    assert choose_bound(step, Doing.COMPUTING, None) == 3 + MARGIN_SECONDS
-    assert choose_bound(step, Doing.COMPUTING, 2.0) == 2.0
-    for long in (replace(step, is_new=True), replace(step, phase=Phase.LOADING), replace(step, phase=Phase.COMPILING)):
-        assert choose_bound(long, Doing.COMPUTING, 2.0) == LONG_SECONDS
-        assert choose_bound(long, Doing.STOPPED, 2.0) == 2.0
 
 
 def test_the_users_line_is_the_innermost_of_no_library() -> None:
@@ -85,6 +78,33 @@ Current thread 0x0000000000000020 (most recent call first):
     assert find_place(frames, {"<stage 0 (3)>": {"8": ["fc/linear", "m.py:4"]}}) == CodePlace("fc/linear", "m.py:4")
     assert find_place(frames, {}) == CodePlace("main", "train.py:30")
     assert find_place([], {}) == CodePlace()
+
+
+def test_a_scripts_own_calls_are_not_those_that_polylane_makes() -> None:
+    frames = [
+        Frame("/v/lib/python3/site-packages/torch/_ops.py", 5, "__call__"),
+        Frame("/home/me/model.py", 7, "forward"),
+        Frame(str(Path(polylane.__file__).parent / "runtime" / "job.py"), 140, "step"),
+        Frame("/home/me/train.py", 30, "main"),
+    ]
+    assert called_by_polylane(frames) == frames[:3]
+    assert called_by_polylane(frames[3:]) == []
+    assert not Frame(str(Path(sysconfig.get_path("scripts")) / "polylane"), 8, "<module>").is_users
+
+
+def test_a_breakpoint_is_where_a_debugger_was_called_from_the_users_line() -> None:
+    users, library = Frame("/home/me/train.py", 30, "main"), sysconfig.get_path("stdlib")
+    debugger = Frame(f"{library}/bdb.py", 90, "trace_dispatch")
+    assert is_at_breakpoint([Frame(f"{library}/cmd.py", 126, "cmdloop"), debugger, users])
+    assert not is_at_breakpoint([users, debugger])  # python -m pdb train.py
+
+
+def test_between_steps_of_a_script_is_after_a_step() -> None:
+    ranks = {**RANKS, 1: RankReport(1, "a", 41, "script", 3, None, 9.1, Doing.IN_SCRIPT, "main", "train.py:31")}
+    assert describe_finding(Finding((1,), waits_for={0: (1,)}), ranks, WALL) == (
+        "rank 1 (process 41 on a) has not gone on for 9.1 s, since 14:03:12, after step 3, at main (train.py:31): it "
+        "is between steps, in your code; rank 0 waits for it"
+    )
 
 
 def test_ranks_in_words() -> None:

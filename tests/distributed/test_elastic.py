@@ -5,15 +5,24 @@ from __future__ import annotations
 import multiprocessing.util
 import os
 import signal
+import threading
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import commands_run
-from polylane.errors import PolylaneError, WorkerFailed
+from polylane.commands.running.worker import watched_by
+from polylane.compile.objectives import build_objectives
+from polylane.diagnosis.report import HangReport
+from polylane.errors import PolylaneError, WorkerFailed, WorkerHung
+from polylane.runtime.job import Job
+from polylane.runtime.progress.page import ProgressMemory
+from polylane.runtime.progress.watch import HangWatch
 from polylane.runtime.workers.fork import WorkerContext
 from polylane.runtime.workers.spawn import spawn_workers
+from training import batch_of, classify, compiled, mlp, sgd
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +75,24 @@ def test_one_is_killed():
 def test_what_cannot_be_pickled_is_refused():
     with pytest.raises(PolylaneError, match="define it in a module"):
         spawn_workers(lambda context: None, 2)
+
+
+def stop_one(launcher: int, pages: dict[int, tuple[int, int]], context: WorkerContext) -> None:
+    prepared = compiled(mlp(6, 8, 4), build_objectives(classify, sgd, None), batch_of(8), "data=2")
+    job = Job(prepared, watched_by(launcher, pages, context.world), example=batch_of(8))
+    for step in range(100_000):
+        if context.rank == 1 and step == 5:
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        job.step(batch_of(8))
+
+
+def test_a_stopped_worker_is_named():
+    kept, pages = list[HangReport](), {rank: ProgressMemory.allocate() for rank in range(2)}
+    watch = HangWatch(pages, "stop", 0.6, kept.append)
+    descriptors = {rank: (page.file, page.stacks) for rank, page in pages.items()}
+    try:
+        with pytest.raises(WorkerHung, match=r"rank 1 .* it is stopped .*; rank 0 waits for it"):
+            spawn_workers(partial(stop_one, os.getpid(), descriptors), 2, watch=watch.check)
+    finally:
+        watch.close()
+    assert kept[0].culprits == (1,) and kept[0].ranks[1].stacks

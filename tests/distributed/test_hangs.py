@@ -18,9 +18,9 @@ import pytest
 from torch import Tensor, nn
 
 from commands_run import run
-from polylane.compile.compiled_training import CompiledTraining
+from hanging import RECIPE
 from polylane.compile.objectives import build_objectives
-from polylane.diagnosis import report
+from polylane.diagnosis import patience, report
 from polylane.diagnosis.page_layout import Phase
 from polylane.diagnosis.report import Doing, HangReport
 from polylane.errors import WorkerHung
@@ -30,36 +30,6 @@ from polylane.runtime.progress.watch import HangWatch, OnHang
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from processes import children
 from training import batch_of, classify, compiled, mlp, sgd
-
-RECIPE = """
-import os, signal, torch
-from torch import nn
-
-def model():
-    return nn.Linear(4, 2)
-
-def loss(model, batch):
-    return model(batch).square().mean()
-
-def optimizer(parameters):
-    return torch.optim.SGD(parameters, 0.1)
-
-class Data:
-    def __init__(self, fault):
-        self.fault, self.count = fault, 0
-
-    def __len__(self):
-        return 100_000
-
-    def __getitem__(self, index):
-        self.count += 1
-        if self.count == 300 and os.environ.get("RANK") == "1":
-            os.kill(os.getpid(), getattr(signal, self.fault))
-        return torch.full((4,), index / 1e5)
-
-def data(split, fault="SIGSTOP"):
-    return Data(fault) if split == "train" else None
-"""
 
 BOUND = 0.6  # seconds without progress; the steps of these models take some milliseconds
 
@@ -78,11 +48,11 @@ def watched(
     model: nn.Module,
     plan: str,
     on_hang: OnHang = "stop",
-    bound: float = BOUND,
+    bound: float | None = BOUND,
     said: list[str] | None = None,
 ) -> tuple[list[HangReport], Exception | None]:
     """Reports of a training in which every worker does ``work(job, rank)``, and what ended it."""
-    prepared: CompiledTraining = compiled(model, build_objectives(classify, sgd, None), batch_of(8), plan)
+    prepared = compiled(model, build_objectives(classify, sgd, None), batch_of(8), plan)
     kept, said = list[HangReport](), [] if said is None else said
     pages = {rank: ProgressMemory.allocate() for rank in range(prepared.plan.processes)}
     watch = HangWatch(pages, on_hang, bound, kept.append, said.append)
@@ -188,16 +158,27 @@ def test_a_loop_in_the_users_forward_is_named_by_its_line() -> None:
     assert told.ranks[1].action is not None and told.ranks[1].action.microbatch == 0
 
 
-def test_who_holds_the_interpreters_lock_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("phase", ["saving", pytest.param("training", marks=pytest.mark.slow)])
+def test_who_holds_the_interpreters_lock_is_named_in_every_phase(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "BEATS_LATE_SECONDS", 0.8)
+
+    def work(job: Job, rank: int) -> None:
+        for step in range(1000):
+            if phase == "saving" and rank == 1 and step == 5:
+                with job.world.progress.during(Phase.SAVING):
+                    hold_the_interpreter()
+            job.step(batch_of(8))
+
     model = nn.Sequential(nn.Linear(6, 8), Own(hold_the_interpreter), nn.Linear(8, 4)).double()
-    (told,), error = watched(run_own, model, "data=2", bound=1.0)
+    (told,), error = watched(run_own if phase == "training" else work, model, "data=2", bound=1.0)
     assert isinstance(error, WorkerHung) and error.rank == 1
-    assert told.ranks[1].doing is Doing.HOLDS_INTERPRETER
+    assert told.ranks[1].doing is Doing.HOLDS_INTERPRETER and told.ranks[1].phase == phase
     assert "hold_the_interpreter (test_hangs.py" in str(error)
 
 
-def test_a_slow_loader_is_no_hang_and_is_said_to_be_the_loader() -> None:
+def test_a_slow_loader_is_no_hang_and_is_said_to_be_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "MARGIN_SECONDS", BOUND)
+
     def work(job: Job, rank: int) -> None:
         def batches() -> Any:
             for number in range(6):
@@ -209,11 +190,38 @@ def test_a_slow_loader_is_no_hang_and_is_said_to_be_the_loader() -> None:
             job.step(batch)
 
     said: list[str] = []
-    kept, error = watched(work, mlp(6, 8, 4), "data=2", said=said)
+    kept, error = watched(work, mlp(6, 8, 4), "data=2", bound=None, said=said)
     assert (kept, error) == ([], None)
     (sentence,) = said
     assert sentence.startswith("rank 1 ") and "it is in its loader; rank 0 waits for it" in sentence
     assert "at batches (test_hangs.py" in sentence
+
+
+def test_a_users_bound_holds_in_the_loader() -> None:
+    def work(job: Job, rank: int) -> None:
+        for batch in job.batches(_Samples(rank == 1), 8):
+            job.step(batch)
+
+    (told,), error = watched(work, mlp(6, 8, 4), "data=2")
+    assert isinstance(error, WorkerHung) and error.rank == 1
+    assert told.ranks[1].doing is Doing.LOADING and told.ranks[1].operator == "loop_for_ever"
+
+
+class _Samples:
+    """Samples, of which the hundredth never comes."""
+
+    def __init__(self, ends: bool) -> None:
+        self.ends, self.count = ends, 0
+
+    def __len__(self) -> int:
+        return 100_000
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        if self.ends and self.count == 100:
+            loop_for_ever()
+        inputs, targets = batch_of(8)
+        return inputs[0], targets[0]
 
 
 @pytest.mark.slow

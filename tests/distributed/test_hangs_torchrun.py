@@ -1,51 +1,59 @@
-"""Under torchrun a process of each host watches its workers: who does not go on is named and killed, and all end."""
+"""Workers of torchrun, or of a launcher of the user's own: who hangs is named and ended, also where a script trains."""
 
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from commands_run import run
+from commands_run import run, start
+from hanging import RECIPE, SCRIPT
 
-RECIPE = """
-import os, signal, torch
-from torch import nn
-
-def model():
-    return nn.Linear(4, 2)
-
-def loss(model, batch):
-    return model(batch).square().mean()
-
-def optimizer(parameters):
-    return torch.optim.SGD(parameters, 0.1)
-
-class Data:
-    def __len__(self):
-        return 100_000
-
-    def __getitem__(self, index):
-        self.count = getattr(self, "count", 0) + 1
-        if self.count == 300 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return torch.full((4,), index / 1e5)
-
-def data(split):
-    return Data() if split == "train" else None
-"""
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_named(tmp_path: Path) -> None:
+def test_a_stopped_worker_of_the_command_is_named(tmp_path: Path) -> None:
     (tmp_path / "stops.py").write_text(RECIPE)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
     train = ["polylane", "train", "stops.py", "--plan", "data=2", "--batch", "8", "--run", "run", "--hang-after", "1.5"]
-    done = run([*launch, *train], cwd=tmp_path)
+    done = run([*LAUNCH, "-m", "--", *train], cwd=tmp_path)
     assert done.returncode == 1
     assert "the training hangs: rank 1 (process " in done.stderr
     assert "it is stopped (SIGSTOP, or Ctrl-Z)" in done.stderr and "rank 0 waits for it" in done.stderr
     kept = json.loads((tmp_path / "run" / "why.json").read_text())
     assert kept["culprits"] == [1] and kept["ranks"][1]["phase"] == "loading"
+
+
+def test_a_script_is_told_who_takes_long_and_raises_who_hangs(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    world = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "script.py", "data=2"]
+    ranks = [start(command, cwd=tmp_path, env={**world, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in (0, 1)]
+    try:
+        out, err = ranks[0].communicate(timeout=60)
+        assert ranks[0].returncode == 3 and ranks[1].wait(10) == -9, err
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    line = next(number for number, text in enumerate(SCRIPT.splitlines(), 1) if "the line" in text)
+    between, hangs = [each for each in err.splitlines() if each.startswith("polylane: ")]
+    assert between.startswith("polylane: rank 1 ") and f"after step 5, at <module> (script.py:{line}): " in between
+    assert "it is between steps, in your code; rank 0 waits for it (this takes long, and is no hang yet)" in between
+    assert hangs.startswith("polylane: the training hangs: rank 1 ") and "it is stopped" in hangs
+    assert out == f"raised: (1,) {hangs.removeprefix('polylane: the training hangs: ')}\n"
+
+
+@pytest.mark.slow
+def test_a_stopped_worker_of_a_script_is_named_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run([*LAUNCH, "script.py", "pipeline=2"], cwd=tmp_path)
+    assert done.returncode == 1
+    assert "polylane: the training hangs: rank 1 " in done.stderr and "rank 0 waits for it" in done.stderr

@@ -18,12 +18,14 @@ from polylane.auto.plan_broadcast import compile_on_all_ranks
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import Init, OptimizerFactory, SchedulerFactory, build_objectives
 from polylane.compile.training_problem import TrainingProblem
+from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import without_budgets
 from polylane.plan.spec import Spec, default_microbatches
 from polylane.runtime.job import Job
+from polylane.runtime.progress.script_watch import ScriptOnHang, watch_script
 from polylane.runtime.workers.world import World
 
 
@@ -40,6 +42,8 @@ def parallelize(
     seed: int = 0,
     init: Init | None = None,
     alone: bool = False,
+    on_hang: ScriptOnHang | None = "stop",
+    hang_after: float | None = None,
 ) -> Job:
     """Split the training of a plain model over the workers that torchrun started.
 
@@ -65,11 +69,14 @@ def parallelize(
         alone: where this process is the only worker (``python script.py``), train the plan's microbatches on it, as the
             reference of what the plan computes; with several workers it changes nothing. What has no meaning on one
             worker (stale weights of an asynchronous schedule, replicas that agree now and then) is left out.
+        on_hang: who does not go on while others wait for it is named on stderr, and with ``"stop"`` killed; the others
+            raise :class:`polylane.errors.WorkerHung`. ``"wait"`` only names it, with None nobody watches.
+        hang_after: seconds without progress after which a worker hangs; default: 8 s longer than steps usually take.
 
     Raises:
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
     """
-    world = World.join()
+    world = watch_script(World.join(), on_hang, hang_after)
     problem = TrainingProblem(model, build_objectives(loss, optimizer, scheduler), example, batch_size, init)
     spec = resolve_plan(world, problem, plan)
     if world.size == 1:
@@ -79,7 +86,9 @@ def parallelize(
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
     together = compile_on_all_ranks(world, problem, spec)
-    return Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
+    job = Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
+    world.progress.enter(Phase.SCRIPT)
+    return job
 
 
 def _refuse_single_process(spec: Spec | Plan) -> None:

@@ -16,13 +16,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from polylane.diagnosis.culprit import Finding, RankState, find_culprits
+from polylane.diagnosis.onlookers import without_onlookers
 from polylane.diagnosis.page_layout import Phase
-from polylane.diagnosis.report import FROZEN, Doing
+from polylane.diagnosis.report import Doing
 
 # A host may have been silent for this much longer than somebody's patience, before training stood still.
 LATE_SECONDS = 5.0
-
-_IDLE = frozenset({Phase.SERVING, Phase.ENDING})
 
 
 @dataclass(frozen=True)
@@ -46,11 +45,6 @@ class RankRecord:
     stalled: float = 0.0
     bound: float = float("inf")
     patience: float = float("inf")
-
-    @property
-    def counts(self) -> bool:
-        """Whether it can be blamed: a server waits all the time, and nobody waits for a worker that has ended."""
-        return self.doing is not Doing.GONE and (self.phase not in _IDLE or self.doing in FROZEN)
 
     @property
     def is_hung(self) -> bool:
@@ -89,7 +83,8 @@ def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = 
         silences: by rank of a host that is silent, the seconds since it was heard of.
     """
     known = {record.rank: record for record in records}
-    finding = find_culprits({rank: record.state for rank, record in known.items() if record.counts})
+    states = {rank: record.state for rank, record in known.items() if record.doing is not Doing.GONE}
+    finding = find_culprits(without_onlookers(states, {rank: record.phase for rank, record in known.items()}))
     if finding.elsewhere:
         silent = _find_silent(finding, known, silences or {})
         return StallJudgement(replace(finding, elsewhere=silent) if silent else finding, bool(silent))

@@ -8,6 +8,7 @@
     512         for each line, how many of its operations were begun
     8192        a ring of the last actions
     65536       notes: length, then JSON lines of what does not change (lines, programs, code)
+    1032192     the verdict of the watch, written by that: length, then JSON
 
 A record that was torn, since its writer was at it or stopped there, has another checksum; the copy before it is read
 then. Words of 8 bytes are written in one go and cannot be torn. All times are of the monotonic clock in nanoseconds.
@@ -28,6 +29,7 @@ BEAT_WORD, WAIT_WORD, STATE_WORD, COUNTERS_WORD = 32, 33, 34, 64  # positions of
 MOST_LINES = 900
 RING_START, RING_ENTRIES = 8192, 1024
 NOTES_START = 1 << 16
+VERDICT_START = PAGE_BYTES - (1 << 14)
 _NUMBER_BITS = 48
 
 
@@ -42,6 +44,7 @@ class Phase(IntEnum):
     SAVING = 6
     ENDING = 7
     SERVING = 8  # a dedicated parameter server
+    SCRIPT = 9  # the user's own code, in a script that calls the job's methods itself
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def append_note(page: memoryview, note: Any) -> bool:
     (length,) = struct.unpack_from("<Q", page, NOTES_START)
     text = json.dumps(note, separators=(",", ":")).encode() + b"\n"
     start = NOTES_START + 8 + length
-    if start + len(text) > len(page):
+    if start + len(text) > min(len(page), VERDICT_START):
         return False
     page[start : start + len(text)] = text
     struct.pack_into("<Q", page, NOTES_START, length + len(text))  # last: readers see whole notes only
@@ -168,3 +171,19 @@ def read_notes(page: memoryview) -> Iterator[Any]:
     start = NOTES_START + 8
     for line in bytes(page[start : min(start + length, len(page))]).splitlines():
         yield json.loads(line)
+
+
+def write_verdict(page: memoryview, verdict: Any) -> None:
+    """Write what the watch has found into the page of a worker, which may want to raise it."""
+    text = json.dumps(verdict).encode()
+    if len(text) <= len(page) - VERDICT_START - _WORD.size:
+        start = VERDICT_START + _WORD.size
+        page[start : start + len(text)] = text
+        _WORD.pack_into(page, VERDICT_START, len(text))  # last, as of notes
+
+
+def read_verdict(page: memoryview) -> Any:
+    """Return what the watch has found; None where it has found nothing."""
+    (length,) = _WORD.unpack_from(page, VERDICT_START)
+    start = VERDICT_START + _WORD.size
+    return json.loads(bytes(page[start : start + length])) if length else None

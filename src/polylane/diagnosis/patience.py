@@ -1,17 +1,26 @@
-"""Patience: after how long without progress a worker is said to hang, from the run's own step times.
+"""Patience: after how long without progress a worker is said to hang, from its step times or the user's bound.
 
-what the worker is in                          bound
-stopped, held by a debugger or in the system   the margin, whatever the phase; more than steps usually take
-a step that ran before                         the margin, more than steps usually take
-its loader, a first step, a compilation,
-weights that are written, the start and end    LONG_SECONDS: named as what it is after the margin, and not a hang
-waiting for a host that nothing is heard of    as in a step that ran before (SILENT_LEAST or more); else SILENT_SECONDS
+what the worker is in                          bound                            with a bound of the user's
+stopped                                        the margin, whatever the phase   that
+a step that ran before                         the margin                       that
+its loader, after the first step               LONG_SECONDS                     that
+held by a debugger, or with the interpreter's
+lock held, outside of such a step              LONG_SECONDS                     that
+a first step, a compilation, weights that are
+written, the start, the script's own code      LONG_SECONDS                     LONG_SECONDS, or that if it is longer
+
+waiting for a host that nothing is heard of, in
+a step that ran before                         the margin                       that, or SILENT_LEAST if it is longer
+elsewhere                                      SILENT_SECONDS                   SILENT_SECONDS, or that if it is longer
+
+The margin is added to what steps usually take. Who is in a phase with the long bound is named as what it is after the
+margin, or the user's bound.
 """
 
 from __future__ import annotations
 
 from polylane.diagnosis.page_layout import Phase, Record
-from polylane.diagnosis.report import Doing
+from polylane.diagnosis.report import FROZEN, Doing
 
 MARGIN_SECONDS = 8.0
 LONG_SECONDS = 570.0  # below the ten minutes after which a worker gives up waiting for another one
@@ -19,7 +28,6 @@ SILENT_LEAST = 5.0  # a busy machine may keep a process waiting for a second or 
 SILENT_SECONDS = 30.0  # the process that speaks for a host does not compile or load, whatever its workers do
 START_SECONDS = 60.0  # a start that takes no longer is not worth a word
 _STEPS = frozenset({Phase.TRAINING, Phase.EVALUATING})
-_NOT_RUNNING = frozenset({Doing.STOPPED})
 
 
 def choose_bound(record: Record, doing: Doing, hang_after: float | None) -> float:
@@ -31,7 +39,11 @@ def choose_bound(record: Record, doing: Doing, hang_after: float | None) -> floa
         hang_after: the user's bound; None: from the step times.
     """
     bound = _usual_bound(record, hang_after)
-    return bound if doing in _NOT_RUNNING or _runs_again(record) else max(bound, LONG_SECONDS)
+    # Before the first step a loader may read again what an earlier run has seen.
+    is_bounded = doing in FROZEN or (record.phase is Phase.LOADING and record.round > 0)
+    if doing is Doing.STOPPED or _runs_again(record) or (hang_after is not None and is_bounded):
+        return bound
+    return max(bound, LONG_SECONDS)
 
 
 def silence_bound(record: Record, hang_after: float | None) -> float:

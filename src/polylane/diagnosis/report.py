@@ -29,6 +29,8 @@ class Doing(StrEnum):
     SAVING = "writes weights"
     STARTING = "starts"
     IN_USER_CODE = "is in the user's code"
+    AT_BREAKPOINT = "is at a breakpoint of Python's debugger"
+    IN_SCRIPT = "is between steps, in your code"
     COMPUTING = "computes"
     WAITING = "waits for others"
     GONE = "has ended"
@@ -40,6 +42,7 @@ _BY_PHASE = {
     Phase.COMPILING: Doing.COMPILING,
     Phase.SAVING: Doing.SAVING,
     Phase.STARTING: Doing.STARTING,
+    Phase.SCRIPT: Doing.IN_SCRIPT,
 }
 
 
@@ -97,9 +100,13 @@ class RankReport:
 
     @property
     def place(self) -> str:
-        """Where in the training it is, in words."""
-        parts = [f"step {self.step}"] if self.step else []
-        parts += [describe_action(self.action)] if self.action else ([] if self.step else [self.phase])
+        """Where in the training it is, in words, as they follow a comma."""
+        is_between = self.phase == Phase.SCRIPT.name.lower()
+        parts = [f"{'after' if is_between else 'in'} step {self.step}"] if self.step else []
+        if self.action is not None:
+            parts.append(describe_action(self.action))
+        elif not (self.step or is_between):
+            parts.append(f"in {self.phase}")
         if self.operator or self.source:
             parts.append(f"at {self.operator or 'a line'}{f' ({self.source})' if self.source else ''}")
         return ", ".join(parts)
@@ -174,7 +181,7 @@ def describe_rank(report: RankReport, waiting: Sequence[int], wall: float) -> st
         wall: the moment of the report, in seconds since 1970.
     """
     since = time.strftime("%H:%M:%S", time.localtime(wall - report.stalled))
-    place = f" in {report.place}" if report.place else ""
+    place = f" {report.place}" if report.place else ""
     remedy = f"; kill -CONT {report.pid} lets it go on" if report.doing is Doing.STOPPED else ""
     verb = "waits" if len(waiting) == 1 else "wait"
     others = f"; {format_ranks(waiting)} {verb} for it" if waiting else ""

@@ -10,9 +10,8 @@ from pathlib import Path
 
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
-_LIBRARIES = tuple(
-    str(Path(place)) + "/" for place in (sysconfig.get_path("stdlib"), Path(__file__).resolve().parent.parent) if place
-)
+_OWN = str(Path(__file__).resolve().parent.parent) + "/"
+_LIBRARIES = (_OWN, *(f"{place}/" for name in ("stdlib", "scripts") if (place := sysconfig.get_path(name))))
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,22 @@ class Frame:
     def is_users(self) -> bool:
         """Whether the code is the user's own: of no library, and of a file."""
         return not (self.file.startswith("<") or "-packages/" in self.file or self.file.startswith(_LIBRARIES))
+
+
+def called_by_polylane(frames: list[Frame]) -> list[Frame]:
+    """Return the calls that polylane makes, its own among them, without those that led to it; the innermost first."""
+    own = [index for index, frame in enumerate(frames) if frame.file.startswith(_OWN)]
+    return frames[: own[-1] + 1] if own else []
+
+
+def is_at_breakpoint(frames: list[Frame]) -> bool:
+    """Return whether a thread is inside of a debugger for Python, at a line that somebody looks at."""
+    for frame in frames:
+        if frame.file.endswith("/bdb.py") or "/debugpy/" in frame.file:
+            return True
+        if frame.is_users:  # `python -m pdb` has called all of this
+            return False
+    return False
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from polylane.compile.sample_shares import SampleShare, compute_shares
+from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError
 from polylane.graph.batch import to_device
 from polylane.graph.operators.python_context import running_as_slice
@@ -18,6 +19,8 @@ from polylane.graph.python_state.gradient_hooks import GradientHooks, OwnHook, h
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters import broadcast as weights
+from polylane.runtime.progress.script_watch import ScriptOnHang, watch_script
+from polylane.runtime.progress.watched_transport import watch_transports
 from polylane.runtime.sync.all_reduce import match_strides
 from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.workers.world import World
@@ -35,14 +38,20 @@ class DataParallel:
         models: the user's modules, the same objects as were given.
     """
 
-    def __init__(self, models: tuple[nn.Module, ...], seed: int) -> None:
-        self.world = World.join()
+    def __init__(
+        self,
+        models: tuple[nn.Module, ...],
+        seed: int,
+        on_hang: ScriptOnHang | None = "stop",
+        hang_after: float | None = None,
+    ) -> None:
+        self.world = watch_script(World.join(), on_hang, hang_after)
         self.models = models
         self._seed = seed
         everyone = tuple(range(self.world.size))
         # Batch statistics have a group of their own: their collectives come inside passes, and would get in between
         # those of the gradients in another order on each worker.
-        connect = choose_transport(self.world)
+        connect = watch_transports(choose_transport(self.world), self.world.progress)
         self._transport = connect(self.world, [], [everyone])
         self._statistics = connect(self.world, [], [everyone], tag=1, own_groups=True)
         self._parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
@@ -67,6 +76,7 @@ class DataParallel:
             for parameter in self._parameters:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(OwnHook(self._refuse_unseeded))
+        self.world.progress.enter(Phase.SCRIPT)
 
     def batches(
         self,
@@ -92,10 +102,11 @@ class DataParallel:
         """
         step = 0
         for epoch in range(epochs):
-            for batch in data.load_batches(
+            batches = data.load_batches(
                 dataset, batch_size, shares=self._local_shares, epoch=epoch, seed=self._seed, shuffle=shuffle,
                 drop_last=drop_last, collate=collate, workers=workers,
-            ):  # fmt: skip
+            )  # fmt: skip
+            for batch in self.world.progress.loading(batches):
                 (share,) = self._local_shares(batch.samples)
                 assert batch.form is not None
                 self._part = SampleSlice(
@@ -251,7 +262,9 @@ class _ScaledBackward(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def data_parallel(*models: nn.Module, seed: int = 0) -> DataParallel:
+def data_parallel(
+    *models: nn.Module, seed: int = 0, on_hang: ScriptOnHang | None = "stop", hang_after: float | None = None
+) -> DataParallel:
     """Replicate models over the workers that torchrun started, for the user's own training loop.
 
     Without torchrun the same loop runs on one worker.
@@ -259,10 +272,12 @@ def data_parallel(*models: nn.Module, seed: int = 0) -> DataParallel:
     Args:
         models: ordinary modules, only changed by hooks on their parameters; rank 0's weights are broadcast.
         seed: seed for the order of samples and for all random numbers.
+        on_hang, hang_after: as of :func:`polylane.parallelize`. The loop is the script's own code, so that a worker
+            which others wait for in a backward pass is named, but hangs only after 9 min 30 s, unless it is stopped.
 
     Raises:
-        PolylaneError: no model is given, or one is not an ``nn.Module``.
+        PolylaneError: no model is given, or one is not an ``nn.Module``; or an option is wrong.
     """
     if not models or not all(isinstance(model, nn.Module) for model in models):
         raise PolylaneError("data_parallel takes one nn.Module or several")
-    return DataParallel(models, seed)
+    return DataParallel(models, seed, on_hang, hang_after)

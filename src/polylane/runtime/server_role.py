@@ -61,6 +61,7 @@ class ServingRole:
 
     def __init__(self, prepared: CompiledTraining, world: World, clip_norm: float | None) -> None:
         self.world, self._plan, self._step, self._closed = world, prepared.plan, 0, False
+        world.progress.serve()
         # A collective over the whole world, in which the training role is too.
         world.first_workers(prepared.plan.workers)
         self._host = open_server_host(world, prepared, clip_norm)

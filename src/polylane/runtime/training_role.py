@@ -147,9 +147,10 @@ class TrainingRole:
             self._checks.refuse_short(own)
         if own.is_collated:
             self._checks.refuse_unequal_sizes(own)
-        with allow_own_calls(), self._rule.blame_local_server(), self._hooks.taken_off():
+        progress, rule = self.world.progress, self._rule
+        with progress.during(Phase.TRAINING), allow_own_calls(), rule.blame_local_server(), self._hooks.taken_off():
             draws = StepDraws(self._seed, self._step)
-            with self.world.progress.during(Phase.COMPILING):
+            with progress.during(Phase.COMPILING):
                 lane = self._cache.compiled_for(name, own, True, self._rule.is_replica_local(name), draws)
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
             self._limit_in_flight(self._rule.max_steps_in_flight)
@@ -226,6 +227,7 @@ class TrainingRole:
             lane = self._cache.compiled_for(name, own, training=False)
         self._holding.buffers.receive_updates(lane.buffers)
         with (
+            self.world.progress.during(Phase.EVALUATING),
             torch.no_grad(),
             allow_own_calls(),
             self._rule.averaged_weights(),
@@ -299,7 +301,7 @@ class TrainingRole:
     def save(self, path: Path) -> None:
         self.empty_pipeline()
         try:
-            with self._rule.averaged_weights():
+            with self.world.progress.during(Phase.SAVING), self._rule.averaged_weights():
                 self._full_tensors.save(path)
         finally:
             # Also where the file could not be written: the servers wait for the end of the call, not for the file.
@@ -309,7 +311,8 @@ class TrainingRole:
 
     def collect_state(self) -> WorkerState:
         self.empty_pipeline()
-        return self._state.collect()
+        with self.world.progress.during(Phase.SAVING):
+            return self._state.collect()
 
     def restore_state(self, step: int, reader: CheckpointReader, plain: Mapping[str, Any]) -> None:
         self.empty_pipeline()

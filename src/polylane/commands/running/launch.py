@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from polylane.diagnosis.report import HangReport
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
+    from polylane.runtime.progress.page import ProgressMemory
 
 
 def warn(message: str) -> None:
@@ -91,6 +93,30 @@ def start_workers(request: TrainRequest, reporter: Reporter, stop: StopRequest) 
         raise with_predicted_memory(error, forked.prepared, forked.training.problem.samples) from None
 
 
+@contextmanager
+def _watching(
+    pages: Mapping[int, ProgressMemory], request: TrainRequest, reporter: Reporter
+) -> Iterator[Callable[[], None]]:
+    """Context manager: the watch over workers with these pages, to be called while they run; none without pages.
+
+    A failure that it has not found itself is reported to the run's folder, from what the workers have left.
+    """
+    from polylane.runtime.progress.watch import HangWatch
+
+    if not pages:
+        yield lambda: None
+        return
+    watch = HangWatch(pages, request.trouble.on_hang, request.trouble.hang_after, reporter.keep_report)
+    try:
+        yield watch.check
+    except WorkerFailed as error:
+        if not isinstance(error, WorkerHung):
+            reporter.keep_report(watch.report_failure(error.rank, str(error).partition("\n")[0]))
+        raise
+    finally:
+        watch.close()
+
+
 class _ForkedWorkers:
     """Starts workers by forking this process, in which the training is compiled."""
 
@@ -115,21 +141,13 @@ class _ForkedWorkers:
         """Fork the workers, watch them, and return their outcome."""
         from polylane.commands.running.worker import run_forked_worker
         from polylane.runtime.progress.page import ProgressMemory
-        from polylane.runtime.progress.watch import HangWatch
         from polylane.runtime.workers.fork import fork_workers
 
         processes = self.prepared.plan.processes
         pages = {rank: ProgressMemory.allocate_for_fork() for rank in range(processes)}
-        watch = HangWatch(pages, request.trouble.on_hang, request.trouble.hang_after, self._reporter.keep_report)
         work = partial(run_forked_worker, replace(self.training, request=request), self.prepared, pages)
-        try:
-            return fork_workers(work, processes, self._reporter, self._stop, watch.check)[0]
-        except WorkerFailed as error:
-            if not isinstance(error, WorkerHung):
-                self._reporter.keep_report(watch.report_failure(error.rank, str(error).partition("\n")[0]))
-            raise
-        finally:
-            watch.close()
+        with _watching(pages, request, self._reporter) as watch:
+            return fork_workers(work, processes, self._reporter, self._stop, watch)[0]
 
     def take_fewer(self) -> str:
         """Compile the training for fewer workers; a plan that the model refuses is passed over."""
@@ -154,10 +172,15 @@ class _SpawnedWorkers:
     def run(self, request: TrainRequest) -> TrainingOutcome:
         """Start the workers, and return their outcome."""
         from polylane.commands.running.worker import run_spawned_worker
+        from polylane.runtime.progress.page import ProgressMemory
         from polylane.runtime.workers.spawn import spawn_workers
 
-        work = partial(run_spawned_worker, replace(request, plan=self._plan))
-        return spawn_workers(work, self._plan.processes, self._reporter, self._stop)[0]
+        processes, is_seen = self._plan.processes, os.path.isdir("/proc/self/fd")
+        pages = {rank: ProgressMemory.allocate() for rank in range(processes)} if is_seen else {}
+        descriptors = {rank: (page.file, page.stacks) for rank, page in pages.items()}
+        work = partial(run_spawned_worker, replace(request, plan=self._plan), os.getpid(), descriptors)
+        with _watching(pages, request, self._reporter) as watch:
+            return spawn_workers(work, processes, self._reporter, self._stop, watch)[0]
 
     def take_fewer(self) -> str:
         """Take fewer replicas: this process has no model to search other plans for."""

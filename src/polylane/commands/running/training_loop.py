@@ -57,9 +57,10 @@ def train(
     job.anomalies = AnomalyDetector() if stops else None
     test_loss, start, progress = None, job.position, job.world.progress
     numbers = itertools.count(start.epoch + 1) if epochs is None else range(start.epoch + 1, epochs + 1)
+    progress.enter(Phase.TRAINING)
     for epoch in numbers:
         log.begin_epoch()
-        for batch in progress.loading(_epoch(job, training, epoch, start)):
+        for batch in _epoch(job, training, epoch, start):
             rate = _learning_rate(job)
             log.add(job.step(batch), epoch, rate, job.staleness if job.apart else None)
             # Asynchronous replicas stop at the end of the epoch: a replica that left within it would keep the others

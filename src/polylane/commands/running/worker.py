@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +33,33 @@ def run_forked_worker(
     return train(job, training, prepared, context.send_message if rank == 0 else _tell_nobody, world.stop)
 
 
-def run_spawned_worker(request: TrainRequest, context: WorkerContext) -> TrainingOutcome:
-    """Train in a worker that is a new process, which builds everything itself."""
-    return run_torchrun_worker(request, context.world, context.send_message if context.rank == 0 else _tell_nobody)
+def run_spawned_worker(
+    request: TrainRequest, launcher: int, pages: Mapping[int, tuple[int, int]], context: WorkerContext
+) -> TrainingOutcome:
+    """Train in a worker that is a new process, which builds everything itself.
+
+    Args:
+        request: what is to be trained, and how.
+        launcher: the process that started this one, and that watches it.
+        pages: by rank, the descriptors of a worker's page and of the file for its stacks, in that process; or empty.
+        context: this worker.
+    """
+    world = watched_by(launcher, pages, context.world)
+    return run_torchrun_worker(request, world, context.send_message if context.rank == 0 else _tell_nobody)
+
+
+def watched_by(launcher: int, pages: Mapping[int, tuple[int, int]], world: World) -> World:
+    """Return the world of a new process that writes where it is into the page that its launcher made.
+
+    Args:
+        launcher, pages: as of :func:`run_spawned_worker`.
+        world: this worker among all workers.
+    """
+    if world.rank in pages:
+        with suppress(OSError):  # a /proc that shows nobody else's files: nobody watches
+            memory = ProgressMemory.of_process(launcher, *pages[world.rank])
+            return replace(world, progress=ProgressWriter(memory, world.rank))
+    return world
 
 
 def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> TrainingOutcome:

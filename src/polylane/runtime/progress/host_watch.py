@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from polylane.diagnosis.report import HangReport
 from polylane.errors import WorkerHung
@@ -33,7 +33,9 @@ from polylane.runtime.progress.joint_watch import JointWatch
 from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.processes import read_state
 from polylane.runtime.progress.watch import LOOK_SECONDS, HangWatch, OnHang
-from polylane.runtime.workers.world import SECRET, World
+
+if TYPE_CHECKING:  # the watch of a script starts anew, without torch
+    from polylane.runtime.workers.world import World
 
 END_SECONDS = 0.5  # wait for the store, before the watching process ends with the workers
 
@@ -68,19 +70,24 @@ class HostWatch:
         if os.fork() == 0:
             os.close(writer)
             try:
-                _watch_host(reader, on_hang, hang_after, keep)
+                watch_host(reader, on_hang, hang_after, keep)
             finally:
                 os._exit(0)
         os.close(reader)
         return cls(writer)
 
-    def attach(self, world: World) -> World:
-        """Return the world in which this worker writes where it is; a collective of all workers."""
+    def attach(self, world: World, raises_hangs: bool = False) -> World:
+        """Return the world in which this worker writes where it is; a collective of all workers.
+
+        Args:
+            world: this worker among all workers.
+            raises_hangs: see :class:`.page.ProgressWriter`.
+        """
         if not os.path.isdir("/proc/self/fd"):
             return world
         memory = ProgressMemory.allocate()
         self.memories.append(memory)
-        progress = ProgressWriter(memory, world.rank)
+        progress = ProgressWriter(memory, world.rank, raises_hangs=raises_hangs)
         name = secrets.token_hex(16)  # that of rank 0 names this start of the training
         card = [*identify_host(), name, os.getpid(), memory.file, memory.stacks]
         self._tell(make_orders(world.all_gather_object(card), world.rank))
@@ -139,11 +146,13 @@ def _find_board(orders: Mapping[str, Any]) -> Board | None:
     hosts = tuple(Host(name, tuple(ranks)) for name, ranks in orders["hosts"])
     if len(hosts) == 1 or not address or not port.isdecimal():
         return None
+    from polylane.runtime.workers.world import SECRET
+
     secret = os.environ.get(SECRET, "").encode()
     return Board(hosts, orders["own"], address, int(port), orders["name"], secret)
 
 
-def _watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Keep) -> None:
+def watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Keep) -> None:
     """Watch the workers of this host, in a process of its own, until they have ended or one hangs.
 
     Args:
@@ -181,8 +190,10 @@ def _watch_until_end(pipe: BinaryIO, watch: HangWatch, pids: Mapping[int, int], 
     """Look at the workers again and again; return whether they have ended well."""
     while not select.select([pipe], [], [], LOOK_SECONDS)[0]:
         gone = [rank for rank, pid in pids.items() if read_state(pid) in ("", "Z", "X")]
-        if gone and len(gone) < len(pids):
-            keep(watch.report_failure(gone[0], f"rank {gone[0]} (process {pids[gone[0]]}) has ended before the others"))
+        if gone:
+            if len(gone) < len(pids):
+                sentence = f"rank {gone[0]} (process {pids[gone[0]]}) has ended before the others"
+                keep(watch.report_failure(gone[0], sentence))
             return False
         try:
             watch.look()

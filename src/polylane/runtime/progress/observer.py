@@ -12,7 +12,7 @@ from polylane.diagnosis.judgement import RankRecord
 from polylane.diagnosis.page_layout import Phase, Record
 from polylane.diagnosis.patience import choose_bound, note_bound, silence_bound
 from polylane.diagnosis.report import FROZEN, Doing, HangReport, RankReport, classify, format_ranks
-from polylane.diagnosis.stacks import CodePlace, find_place, parse_stacks
+from polylane.diagnosis.stacks import called_by_polylane, find_place, is_at_breakpoint, parse_stacks
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.progress.page import ProgressMemory
 from polylane.runtime.progress.page_reader import PageNotes, PageReader
@@ -82,10 +82,12 @@ class SeenWorker:
             host: name of its host.
         """
         frames = parse_stacks(stacks).get(int(self.notes.worker["thread"]), [])
-        place = find_place(frames, self.notes.codes) if frames else CodePlace()
-        doing = self.doing
-        if doing is Doing.COMPUTING and any(frame.is_users for frame in frames):
+        place, doing = find_place(frames, self.notes.codes), self.doing
+        # That a script of the user's has called the job says nothing of what the job does.
+        if doing is Doing.COMPUTING and any(frame.is_users for frame in called_by_polylane(frames)):
             doing = Doing.IN_USER_CODE
+        if doing not in FROZEN and is_at_breakpoint(frames):
+            doing = Doing.AT_BREAKPOINT
         return RankReport(
             self.reader.rank,
             host,

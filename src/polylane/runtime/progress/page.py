@@ -20,6 +20,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -42,7 +43,9 @@ from polylane.diagnosis.page_layout import (
     pack_record,
     pack_state,
     pack_wait,
+    read_verdict,
 )
+from polylane.errors import PeerLost, WorkerHung
 from polylane.graph.graph import Node
 from polylane.program.program import Program
 
@@ -130,12 +133,15 @@ class Progress:
     def enter(self, phase: Phase) -> None:
         """Begin a phase, outside of any program."""
 
+    def serve(self) -> None:
+        """Become a dedicated parameter server, which is in that phase all the time."""
+
     def during(self, phase: Phase) -> AbstractContextManager[None]:
         """Return a context manager around a phase; then the one before goes on."""
         return nullcontext()
 
     def loading(self, batches: Iterator[T]) -> Iterator[T]:
-        """Return an iterator over batches, which are loaded in a phase of their own."""
+        """Return an iterator over batches, which are loaded in a phase of their own; then the one before goes on."""
         return batches
 
     def begin_round(self, program: int, step: int, is_new: bool) -> None:
@@ -174,6 +180,10 @@ class Progress:
     def end_wait(self) -> None:
         """End the wait that was begun last."""
 
+    def explain(self, lost: PeerLost) -> Exception:
+        """Return why a peer was lost: that it was hung, where the watch has ended it for that; else the same error."""
+        return lost
+
 
 class ProgressWriter(Progress):
     """Where a worker is, written into its page.
@@ -182,15 +192,17 @@ class ProgressWriter(Progress):
         memory: the page, and the file for stacks.
         rank: rank of this worker.
         serves: whether it is a dedicated parameter server, which is in that phase all the time.
+        raises_hangs: whether this worker raises what the watch has found, since no other process does so.
     """
 
     is_watched = True
 
-    def __init__(self, memory: ProgressMemory, rank: int, serves: bool = False) -> None:
+    def __init__(self, memory: ProgressMemory, rank: int, serves: bool = False, raises_hangs: bool = False) -> None:
         self._page = memoryview(memory.page)
         self.words = self._page.cast("Q")
         self._version, self._step, self._round, self._program = 0, 0, 0, 0
         self._phase, self._serves = Phase.SERVING if serves else Phase.STARTING, serves
+        self._raises_hangs, self._names = raises_hangs, Counter[str]()
         self._action, self._is_new, self._usual, self._state_of_round = -1, False, 0, 0
         self._lines, self._programs, self._files = 0, dict[str, int](), set[str]()
         self._finished, self._action_began, self._round_began = 0, 0, 0
@@ -227,6 +239,10 @@ class ProgressWriter(Progress):
         self._phase, self._action = Phase.SERVING if self._serves else phase, -1
         self.words[STATE_WORD] = pack_state(self._round, self._phase, -1)
 
+    def serve(self) -> None:
+        self._serves = True
+        self.enter(Phase.SERVING)
+
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         before = self._phase
@@ -238,9 +254,12 @@ class ProgressWriter(Progress):
 
     def loading(self, batches: Iterator[T]) -> Iterator[T]:
         while True:
+            before = self._phase
             self.enter(Phase.LOADING)
-            batch = next(batches, self)
-            self.enter(Phase.TRAINING)
+            try:
+                batch = next(batches, self)
+            finally:
+                self.enter(before)
             if batch is self:
                 return
             yield batch  # type: ignore[misc]
@@ -287,6 +306,9 @@ class ProgressWriter(Progress):
         if self._lines == MOST_LINES:
             return None
         self._lines += 1  # from 1: the word 0 is no wait
+        # A script may have several jobs, with connections of their own between the same ranks, in the same order.
+        earlier, self._names[name] = self._names[name], self._names[name] + 1
+        name = f"{earlier}/{name}" if earlier else name
         append_note(self._page, {"kind": "line", "number": self._lines, "name": name, "ranks": list(ranks)})
         return self._lines
 
@@ -300,6 +322,10 @@ class ProgressWriter(Progress):
 
     def end_wait(self) -> None:
         self.words[WAIT_WORD] = 0
+
+    def explain(self, lost: PeerLost) -> Exception:
+        verdict = read_verdict(self._page) if self._raises_hangs else None
+        return lost if verdict is None else WorkerHung(*verdict)
 
 
 UNWATCHED = Progress()

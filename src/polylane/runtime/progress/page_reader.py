@@ -22,7 +22,9 @@ from polylane.diagnosis.page_layout import (
     read_record,
     read_ring,
     unpack_wait,
+    write_verdict,
 )
+from polylane.errors import WorkerHung
 from polylane.runtime.progress.page import ProgressMemory
 from polylane.runtime.progress.processes import read_stacks, request_stacks
 from polylane.schedule.action import Action, ActionKind
@@ -107,6 +109,10 @@ class PageReader:
     def past_actions(self) -> list[PastAction]:
         """Return the last actions that the worker has finished."""
         return read_ring(self._page)
+
+    def tell(self, hung: WorkerHung) -> None:
+        """Tell the worker why the others are ended, see :meth:`.page.Progress.explain`."""
+        write_verdict(self._page, [hung.ranks, hung.error_message, hung.traceback])
 
     def ask_stacks(self, pid: int, continues: bool) -> int:
         """Ask the worker for its stacks; return where they will begin in its file."""

@@ -20,7 +20,7 @@ from typing import Literal
 
 from polylane.diagnosis.culprit import Finding
 from polylane.diagnosis.judgement import StallJudgement, judge
-from polylane.diagnosis.report import HangReport, describe_finding, describe_rank, format_ranks
+from polylane.diagnosis.report import Doing, HangReport, describe_finding, describe_rank, format_ranks
 from polylane.errors import WorkerHung
 from polylane.runtime.progress.observer import Observer, SeenWorker, main_stack, name_hang
 from polylane.runtime.progress.page import ProgressMemory
@@ -166,13 +166,20 @@ class HangWatch:
         Raises:
             WorkerHung: unless the training is to wait.
         """
-        if self._on_hang == "wait":
+        first = next(each for each in report.ranks if each.rank == victims[0])
+        # Who is at a breakpoint is waited for: somebody is looking at it.
+        if self._on_hang == "wait" or first.doing is Doing.AT_BREAKPOINT:
             for rank in victims:
                 self._hung.setdefault(rank, self._observer.since[rank])
-            self._say(f"{report.sentence}; the training waits for it, as --on-hang wait says")
+            told = ", as it is to (on hang: wait)" if self._on_hang == "wait" else ""
+            self._say(f"{report.sentence}; the training waits for it{told}")
             return
-        stack = main_stack(report, seen, victims[0]) if victims[0] in report.culprits else ""
-        raise WorkerHung(victims, report.sentence, stack)
+        hung = WorkerHung(
+            victims, report.sentence, main_stack(report, seen, first.rank) if first.rank in report.culprits else ""
+        )
+        for reader in self._observer.readers.values():
+            reader.tell(hung)
+        raise hung
 
     def report_failure(self, rank: int, sentence: str) -> HangReport:
         """Return the report of a worker that failed, from the pages that it and the others have left.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polylane.diagnosis.page_layout import COUNTERS_WORD, WAIT_WORD, pack_wait
+from polylane.errors import PeerLost
 from polylane.runtime.progress.page import Progress, channel_name, group_name, open_lines
 from polylane.runtime.transport.protocol import PendingResult, PendingTransfer, Transport
 from polylane.runtime.workers.world import World
@@ -78,9 +79,12 @@ class WatchedTransport:
         words[counter] = number = words[counter] + 1
         # Also until it is under way: a sender waits there for others to read what it sent before.
         words[WAIT_WORD] = word = pack_wait(line, number)
-        pending = begin(*arguments)
+        try:
+            pending = begin(*arguments)
+        except PeerLost as lost:
+            raise self._progress.explain(lost) from lost
         words[WAIT_WORD] = 0
-        return _WatchedTransfer(pending, words, word)
+        return _WatchedTransfer(pending, self._progress, words, word)
 
     def send(self, tensor: Tensor, peer: int) -> PendingTransfer:
         return self._watch(self._sends.get(peer), self._transport.send, tensor, peer)
@@ -120,7 +124,10 @@ class WatchedTransport:
         if self._everyone is None:
             return call()
         self._progress.begin_wait(self._everyone, self._progress.begin_operation(self._everyone))
-        result = call()
+        try:
+            result = call()
+        except PeerLost as lost:
+            raise self._progress.explain(lost) from lost
         self._progress.end_wait()
         return result
 
@@ -131,13 +138,16 @@ class WatchedTransport:
 class _WatchedTransfer(Generic[T]):
     """A pending operation whose wait is seen."""
 
-    __slots__ = ("_pending", "_word", "_words")
+    __slots__ = ("_pending", "_progress", "_word", "_words")
 
-    def __init__(self, pending: PendingResult[T], words: memoryview, word: int) -> None:
-        self._pending, self._words, self._word = pending, words, word
+    def __init__(self, pending: PendingResult[T], progress: Progress, words: memoryview, word: int) -> None:
+        self._pending, self._progress, self._words, self._word = pending, progress, words, word
 
     def wait(self) -> T:
         self._words[WAIT_WORD] = self._word
-        result = self._pending.wait()
+        try:
+            result = self._pending.wait()
+        except PeerLost as lost:
+            raise self._progress.explain(lost) from lost
         self._words[WAIT_WORD] = 0
         return result

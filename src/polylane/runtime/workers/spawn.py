@@ -36,6 +36,7 @@ from polylane.runtime.workers.file_store import MeetingPlace
 from polylane.runtime.workers.fork import (
     ECHO_GRACE_SECONDS,
     Listener,
+    Watch,
     WorkerContext,
     WorkerPipe,
     run_worker,
@@ -57,6 +58,7 @@ def spawn_workers(
     workers: int,
     on_message: Listener | None = None,
     stop: StopRequest | None = None,
+    watch: Watch = lambda: None,
 ) -> list[T]:
     """Run ``worker(context)`` in new processes of this host under torchrun's agent; return their results by rank.
 
@@ -68,6 +70,8 @@ def spawn_workers(
         on_message: called in a thread of its own with (rank, content) for each ``context.send_message(content)``; an
             exception of it is raised here at the end of the job.
         stop: the request that the workers poll as ``context.world.stop``; None: one that nobody sets.
+        watch: called before the workers start, and once one has failed, in case that it was killed for what this has
+            found; what it raises is raised here.
 
     Raises:
         PolylaneError: the function cannot be pickled; or a worker raised one, which is raised again here.
@@ -96,9 +100,11 @@ def spawn_workers(
     stop.move_to_file(place.folder / STOP_FILE)
     arguments = (worker, office.address, place, os.getpid(), threads_per_worker(workers), stop.waits_for_save)
     try:
+        watch()
         with _restoring_handlers():
             elastic_launch(config, _run_process)(*arguments)
     except ChildFailedError as error:
+        watch()
         deaths = {rank: failure.exitcode for rank, failure in error.failures.items()}
         raise office.find_cause(deaths).to_exception() from None
     finally:

@@ -1,0 +1,85 @@
+"""What a worker writes of where it is, as a watch reads it; and who of a script's workers are watched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from polylane.diagnosis.page_layout import Phase
+from polylane.errors import PeerLost, PolylaneError, WorkerHung
+from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
+from polylane.runtime.progress.page_reader import PageReader
+from polylane.runtime.progress.script_watch import watch_script
+from polylane.runtime.workers.world import World
+
+ALONE = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"), backend=None)
+
+
+@pytest.fixture
+def memory() -> ProgressMemory:
+    return ProgressMemory.allocate()
+
+
+def test_batches_are_loaded_in_a_phase_of_their_own_and_then_the_one_before_goes_on(memory: ProgressMemory) -> None:
+    progress, reader, seen = ProgressWriter(memory, 0), PageReader(0, memory), list[Phase]()
+
+    def load() -> Iterator[int]:
+        seen.append(reader.record.phase)
+        yield 1
+        raise ValueError
+
+    progress.enter(Phase.SCRIPT)
+    batches = progress.loading(load())
+    next(batches)
+    seen.append(reader.record.phase)
+    with pytest.raises(ValueError):
+        next(batches)
+    assert [*seen, reader.record.phase] == [Phase.LOADING, Phase.SCRIPT, Phase.SCRIPT]
+    progress.serve()
+    progress.enter(Phase.SCRIPT)
+    assert reader.record.phase is Phase.SERVING
+
+
+def test_lines_of_two_jobs_of_a_script_are_two(memory: ProgressMemory) -> None:
+    progress, reader = ProgressWriter(memory, 0), PageReader(0, memory)
+    first, second = progress.add_line("0: 0, 1", (0, 1)), progress.add_line("0: 0, 1", (0, 1))
+    assert first is not None and second is not None
+    for line in (first, second, second):
+        number = progress.begin_operation(line)
+    progress.begin_wait(second, number)
+    notes = reader.notes()
+    assert notes is not None
+    state = reader.state(notes, False)
+    assert sorted(state.begun.values()) == [1, 2] and state.wait is not None
+    assert state.begun[state.wait.line] == state.wait.number == 2
+
+
+def test_who_loses_a_worker_that_was_hung_says_so_where_nobody_else_does() -> None:
+    lost, hung = PeerLost(1, "receiving from", "closed"), WorkerHung((1,), "rank 1 stands still", "the stack")
+    for raises_hangs in (False, True):
+        memory = ProgressMemory.allocate()
+        progress = ProgressWriter(memory, 0, raises_hangs=raises_hangs)
+        assert progress.explain(lost) is lost
+        PageReader(0, memory).tell(hung)
+        explained = progress.explain(lost)
+        assert str(explained) == str(hung if raises_hangs else lost)
+
+
+@pytest.mark.parametrize(
+    ("on_hang", "hang_after", "said"),
+    [
+        ("restart", None, "on_hang: expected 'stop', 'wait' or None, not 'restart'"),
+        ("stop", 0, "hang_after: expected a number of seconds above 0, not 0"),
+        ("stop", "10", "hang_after: expected a number of seconds above 0, not '10'"),
+        (None, float("nan"), "hang_after: expected a number of seconds above 0, not nan"),
+    ],
+)
+def test_wrong_options_are_refused(on_hang: object, hang_after: object, said: str) -> None:
+    with pytest.raises(PolylaneError, match=said):
+        watch_script(ALONE, on_hang, hang_after)  # type: ignore[arg-type]
+
+
+def test_a_single_worker_is_not_watched() -> None:
+    assert watch_script(ALONE, "stop", None) is ALONE
