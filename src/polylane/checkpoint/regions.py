@@ -65,8 +65,8 @@ def cover_once(shape: Sequence[int], rectangles: Iterable[Rectangle]) -> bool:
     if they are at a random point (Schwartz and Zippel), but for a chance of 64 dimensions in 2^127.
 
     Args:
-        shape: of the tensor.
-        rectangles: within the tensor.
+        shape: number of elements of the tensor in each dimension.
+        rectangles: parts of the tensor, which may overlap and leave gaps.
     """
     points: defaultdict[tuple[int, int], int] = defaultdict(lambda: secrets.randbelow(_PRIME))
 

@@ -276,7 +276,7 @@ def _describe_waiting(finding: Finding, ranks: Mapping[int, RankReport], hosts: 
     waiting = sorted(rank for rank, on in finding.waits_for.items() if {*on} & {*finding.elsewhere})
     known = [ranks[rank] for rank in waiting if rank in ranks]
     stalled = min((each.stalled for each in known), default=0.0)
-    place = f", in {known[0].place}" if known and known[0].place else ""
+    place = f", {known[0].place}" if known and known[0].place else ""
     return (
         f"{_on_hosts(waiting, hosts)} {_have(waiting)} waited for {format_ranks(finding.elsewhere)} for {stalled:.1f} s"
         f"{place}"

@@ -58,9 +58,9 @@ class Board:
     """Which hosts a training runs on, and where they leave their posts.
 
     Attributes:
-        hosts: all hosts.
+        hosts: all hosts of the training, by their numbers.
         own: number of this host among them.
-        address, port: of the store.
+        address, port: where the store listens, as workers of all hosts reach it.
         name: name of the training and of this start of it, which keys of others do not begin with.
         secret: secret that the hosts share; empty: nothing is proved.
     """

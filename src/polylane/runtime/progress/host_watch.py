@@ -81,7 +81,7 @@ class HostWatch:
 
         Args:
             world: this worker among all workers.
-            raises_hangs: see :class:`.page.ProgressWriter`.
+            raises_hangs: whether this worker raises what the watch has found, since no other process does so.
         """
         if not os.path.isdir("/proc/self/fd"):
             return world

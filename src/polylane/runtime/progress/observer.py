@@ -31,7 +31,7 @@ class SeenWorker:
     Attributes:
         reader: reader of its page.
         notes: what its page says of it that does not change.
-        record: where it is.
+        record: its phase, step and action, and what it waits for.
         state: what the walk needs of it.
         doing: what its process does.
         stalled: seconds since its page changed.
