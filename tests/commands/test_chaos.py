@@ -8,6 +8,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,10 @@ class Story:
         self.again, self.code, self.said, self.left = 7, 0, (self.now + 0.1, SAID), list[str]()
         self.fault = Fault(FaultKind.KILL, 1, 8, 0.5, "restart", 6, False, str(self.log.path))
         self.metrics, self.weights = dict(LINES), torch.ones(3)
-        self.folder = folder
+        self.folder, self.damaged = folder, ""
 
     def judge(self) -> list[str]:
-        self.log.write("struck", rank=1, step=8, kind="kill", folders=self.folders)
+        self.log.write("struck", rank=1, step=8, kind="kill", folders=self.folders, damaged=self.damaged)
         self.log.write("first step", rank=0, step=self.again)
         save_file({"weight": torch.ones(3)}, self.folder / "unbroken")
         save_file({"weight": self.weights}, self.folder / "weights")
@@ -162,7 +163,20 @@ def leave_process(story: Story) -> None:
     story.left.append("process 12: python")
 
 
+def flip_byte(story: Story) -> None:
+    story.fault = replace(story.fault, kind=FaultKind.FLIPPED)
+    story.damaged, story.again = "checkpoints/step-00000006/rank-00000.safetensors", 4
+
+
+def commit_next_after_flip(story: Story) -> None:
+    """The checkpoint of step 3 is damaged, that of step 6 is under way when the fault strikes, and is complete then."""
+    story.fault = replace(story.fault, kind=FaultKind.FLIPPED)
+    story.damaged = "checkpoints/step-00000003/rank-00000.safetensors"
+    story.folders = ["step-00000003", ".step-00000006.ab12"]
+
+
 BROKEN = {
+    flip_byte: "no sentence named the damaged file",
     lose_step: "the metrics of 1 steps are lost, the first is step 9",
     change_loss: "step 9 is ",
     change_weight: "the weights differ from those of the unbroken training",
@@ -193,7 +207,7 @@ def commit_next(story: Story) -> None:
     story.folders = ["step-00000003", ".step-00000006.ab12"]
 
 
-@pytest.mark.parametrize("change", [lambda story: None, write_next, commit_next])
+@pytest.mark.parametrize("change", [lambda story: None, write_next, commit_next, commit_next_after_flip])
 def test_the_judge_finds_nothing_where_all_is_well(change: Callable[[Story], None], tmp_path: Path) -> None:
     story = Story(tmp_path)
     change(story)

@@ -122,13 +122,24 @@ def _judge_endings(trial: FaultTrial) -> None:
         trial.broken.append(f"--resume auto ended with code {last.code}: {_last_line(last)}")
     if any("Traceback" in ending.text and "polylane.commands.cli" in ending.text for ending in trial.endings):
         trial.broken.append("a traceback of polylane's own")
-    if kind is FaultKind.FLIPPED and not any(_names_damaged(trial, ending) for ending in trial.endings):
+    if kind is FaultKind.FLIPPED and not (_is_named_damaged(trial) or _is_passed_over(trial)):
         trial.broken.append("no sentence named the damaged file")
 
 
-def _names_damaged(trial: FaultTrial, ending: Ending) -> bool:
-    struck = trial.struck or {}
-    return "/".join(str(struck.get("damaged", "")).split("/")[-2:]) in ending.text
+def _damaged_file(trial: FaultTrial) -> Path:
+    return Path((trial.struck or {}).get("damaged", ""))
+
+
+def _is_named_damaged(trial: FaultTrial) -> bool:
+    """Return whether a sentence names the damaged file by its folder and name."""
+    name = "/".join(_damaged_file(trial).parts[-2:])
+    return any(name in ending.text for ending in trial.endings)
+
+
+def _is_passed_over(trial: FaultTrial) -> bool:
+    """Return whether nobody read the damaged checkpoint: the next one was under way then, and became complete."""
+    redone, damaged = find_redone(trial), re.fullmatch(r"step-(\d+)", _damaged_file(trial).parent.name)
+    return redone is not None and damaged is not None and (trial.struck or {})["step"] - 1 - redone > int(damaged[1])
 
 
 def _judge_redone(trial: FaultTrial, struck: Mapping[str, Any], save_every: int) -> None:
