@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,6 +27,7 @@ from checkpoint.saved_runs import (
 from polylane.checkpoint.manifest import NAME
 from polylane.checkpoint.store import CheckpointStore
 from polylane.errors import PolylaneError
+from polylane.runtime.checkpoint.saved_state import numpy_state
 from polylane.runtime.job import Job
 
 PLAN = "data=2,shard=optimizer"
@@ -106,6 +108,14 @@ DAMAGES: dict[str, tuple[Change, tuple[str, ...]]] = {
         lambda f: edit(f / NAME, lambda c: overlap(c["tensors"]["model/0.weight"]), digest=True),
         (NAME, "model/0.weight", "its element [2, 0] is in", "expected each element in one chunk"),
     ),
+    "the same bytes twice, with a digest": (
+        lambda f: edit(f / NAME, lambda c: repeat(c["tensors"]["model/0.weight"]), digest=True),
+        (NAME, "model/0.weight", "bytes in", "of other tensors or chunks"),
+    ),
+    "a manifest without an end": (
+        lambda f: ((f / NAME).unlink(), (f / NAME).symlink_to("/dev/zero")),
+        (NAME, "this is no file"),
+    ),
     "replicas of other shapes, with a digest": (
         lambda f: edit(f / NAME, disagree, digest=True),
         (NAME, "weights.0.weight", "2 forms, expected one"),
@@ -145,6 +155,14 @@ def overlap(tensor: Any) -> None:
     """Let two chunks have as many elements as the tensor, with two rows in both, and two in none."""
     (chunk,) = tensor["chunks"]
     tensor["chunks"] = [{**chunk, "offsets": [first, 0], "shape": [4, 6]} for first in (0, 2)]
+
+
+def repeat(tensor: Any) -> None:
+    """Let a tensor be a thousand times as large, of chunks that all are the same bytes of the file."""
+    (chunk,) = tensor["chunks"]
+    rows, columns = tensor["shape"]
+    tensor["shape"] = [rows * 1000, columns]
+    tensor["chunks"] = [{**chunk, "offsets": [rows * turn, 0]} for turn in range(1000)]
 
 
 def disagree(content: Any) -> None:
@@ -268,3 +286,20 @@ def test_another_training_is_refused(name: str, saved: Path) -> None:
 def test_the_same_training_loads(saved: Path) -> None:
     prepared = compile_once(PLAN, small_model, momentum, halving)
     assert on_workers(prepared, lambda job: try_to_load(job, saved)) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        ("MT19937", [0] * 624, 10**9, 0, 0.0),
+        ("MT19937", [0] * 624, -1, 0, 0.0),
+        ("MT19937", [0] * 600, 610, 0, 0.0),
+        ("PCG64", [0] * 624, 0, 0, 0.0),
+    ],
+)
+def test_numpys_generator_takes_no_place_outside_of_its_numbers(state: tuple[Any, ...]) -> None:
+    """It would read other memory there, or end the process."""
+    with pytest.raises(PolylaneError, match="NumPy's random generator"):
+        numpy_state(state)
+    kind, keys, place, *rest = np.random.RandomState(7).get_state()
+    np.random.RandomState().set_state(numpy_state((kind, keys.tolist(), place, *rest)))

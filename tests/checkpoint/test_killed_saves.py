@@ -17,12 +17,14 @@ import pytest
 import torch
 
 from checkpoint.saved_runs import compile_once, on_workers, save_steps, train
+from polylane.checkpoint import commit
 from polylane.checkpoint.manifest import Manifest, read_manifest
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.checkpoint.store import CheckpointStore, check_files
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint import save as save_module
-from polylane.runtime.checkpoint.save import CheckpointSaver
+from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
+from polylane.runtime.checkpoint.save import CheckpointSaver, Position
 from polylane.runtime.checkpoint.snapshot import SnapshotWriter
 from polylane.runtime.checkpoint.training_state import WorkerTrainingState
 from polylane.runtime.job import Job
@@ -72,7 +74,7 @@ WRITER_POINTS: dict[str, tuple[str, str, int]] = {
     "parent synced": ("commit._sync_folder", "after", 2),
     "old one renamed": ("commit.os.rename", "after", 2),
     "old one being removed": ("commit.os.unlink", "after", 2),
-    "old one removed": ("commit.remove_folders", "after", 1),
+    "old one removed": ("commit._remove_put_aside", "after", 1),
 }
 COMPLETE = ("renamed", "parent synced", "old one renamed", "old one being removed", "old one removed")
 PATCH = """
@@ -253,6 +255,35 @@ def wait_until_gone(pid: int) -> None:
             return
         time.sleep(0.01)
     raise AssertionError("the writer goes on without its worker")
+
+
+def test_a_writer_that_dies_between_saves_is_replaced(tmp_path: Path) -> None:
+    saver, state = CheckpointSaver(tmp_path, None, 0, lambda value: [value]), WorkerState()
+    state.add("model/weight", whole_region((4,)), torch.ones(4))
+    state.plain["weights"] = {"weight": "model/weight"}
+    for step in (1, 2):
+        saver.begin(Position(step), lambda: state, {"plan": "", "run": {}})
+        saver.finish()
+        process = saver._writer._process
+        assert process is not None and saver.newest is not None and saver.newest.name == f"step-{step:08d}"
+        process.kill()
+        process.wait()
+    saver.close()
+
+
+def test_what_is_removed_is_put_aside_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A writer that outlived its worker gives a folder its name, or fails; it never names one without its files."""
+    store = CheckpointStore(tmp_path)
+    folder = store.begin(1)
+    (folder / "rank-00000.safetensors").write_text("")
+
+    def name_it(path: str, **how: Any) -> None:
+        with pytest.raises(FileNotFoundError):
+            commit.commit_folder(str(tmp_path), str(folder), 1, "{}", None)
+
+    monkeypatch.setattr(commit.shutil, "rmtree", name_it)
+    store.remove_leftovers()
+    assert not store.list_steps() and not folder.exists()
 
 
 def test_the_same_step_again_is_never_without_a_checkpoint(begun: Any, tmp_path: Path) -> None:

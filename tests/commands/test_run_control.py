@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from polylane.commands.running.run_control import (
     SaveInterval,
     parse_interval,
 )
+from polylane.commands.running.step_log import StepLog
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.progress.page import UNWATCHED
@@ -143,3 +145,24 @@ def test_a_save_waits_for_the_one_before(writing: int, most: int) -> None:
         control.agree()
         saver.look(step)
     assert lost == most
+
+
+def test_nobody_saves_what_one_would_not_go_on_from() -> None:
+    """A worker knows that a loss is not finite; a dedicated server, which has none, does not."""
+    saver, job = SlowSaver(0), SimpleNamespace(position=Position(5), apart=False, world=WORLD)
+    job.plan, job.open_saver = SimpleNamespace(processes=2), lambda folder, keep: saver
+    control = RunControl(job, Path(), SaveInterval(steps=5), 3, lambda: False, None, dict)  # type: ignore[arg-type]
+    control._saved_step, saver.advance = 0, lambda own: [own, False]  # type: ignore[method-assign]
+    control.save(wait=True)
+    assert saver.newest_step == 0
+
+
+def test_a_log_goes_on_with_losses_that_are_no_numbers() -> None:
+    log = StepLog(lambda message: None, lambda: 1)
+    for value in (math.nan, math.inf, 0.1):
+        log.loss, log._sum = value, value
+        state = json.loads(json.dumps(log.state(), allow_nan=False))
+        again = StepLog(lambda message: None, lambda: 1)
+        again.resume(state)
+        again.begin_epoch()
+        assert repr([again.loss, again._sum]) == repr([value, value])

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import commands_run
-from polylane.commands.running.run_folder import MODEL, NAMES, UNFINISHED, RunFolder
+from polylane.commands.running.run_folder import MODEL, NAMES, UNFINISHED, WHY, RunFolder
 from polylane.errors import NotFinite, PolylaneError
 from polylane.observe.timeline import Timeline
 from polylane.runtime.parameters import broadcast as weights
@@ -403,3 +403,46 @@ def test_sys_exit_of_a_recipe_is_a_mistake(folder: Path) -> None:
     )
     _, err = train(folder, "--steps 1", code=2)
     assert "logs.py:24: data('train') raised SystemExit: None" in err
+
+
+def write_all(place: RunFolder, text: str, weights: bool = True) -> None:
+    place.begin()
+    for name in NAMES:
+        if weights or name != MODEL:
+            (place.model.parent / name).write_text(text)
+
+
+def test_a_run_that_ends_well_says_nothing_of_an_attempt_that_failed(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        place = RunFolder(tmp_path / "run")
+        with place.claimed(True):
+            write_all(place, text)
+            (place.model.parent / WHY).write_text("a worker died")
+            place.finish()
+        assert {each.name for each in place.path.iterdir()} == set(NAMES)
+        assert (place.path / MODEL).read_text() == text
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_weights_of_a_run_that_died_before_they_were_written(tmp_path: Path, earlier: bool) -> None:
+    def step(number: int) -> str:
+        return json.dumps({"step": number}) + "\n"
+
+    def save(path: Path) -> None:
+        path.write_text("weights of step 9")
+
+    if earlier:
+        place = RunFolder(tmp_path / "run")
+        with place.claimed(True):
+            write_all(place, step(4))
+            place.finish()
+    place = RunFolder(tmp_path / "run")
+    with place.claimed(True):
+        write_all(place, step(9), weights=False)
+    for again in (False, True):
+        place = RunFolder(tmp_path / "run")
+        with place.claimed(True):
+            assert place.add_weights(9, save) == (None if again else tmp_path / "run" / MODEL)
+        assert {each.name for each in place.path.iterdir()} == set(NAMES)
+        assert (place.path / MODEL).read_text() == "weights of step 9"
+        assert (place.path / "metrics.jsonl").read_text() == step(9)

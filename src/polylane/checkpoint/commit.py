@@ -63,18 +63,34 @@ def commit_folder(root: str, unfinished: str, step: int, manifest: str, keep: in
     _sync_folder(root)
     others = [each for _, each in list_steps(root) if each != folder]
     for old in others[: len(others) - (keep - 1)] if keep is not None else []:
-        # Renamed first: a folder without some of its files must not look like a checkpoint.
-        with contextlib.suppress(OSError):
-            os.rename(old, _removed_name(root))
-    remove_folders(root, REMOVED)
+        _put_aside(root, old)
+    _remove_put_aside(root)
     return folder
 
 
-def remove_folders(root: str, *patterns: re.Pattern[str]) -> None:
-    """Remove the folders whose names match one of the patterns, as far as that is possible."""
+def remove_unfinished(root: str) -> None:
+    """Remove folders without a name yet, and what is left of removed ones, as far as that is possible.
+
+    A writer that outlived its worker may be about to give such a folder its name. It fails then, since the folder is
+    put aside before its first file is removed: no checkpoint lacks files.
+    """
     with contextlib.suppress(OSError):
         for name in os.listdir(root):
-            if any(pattern.match(name) for pattern in patterns):
+            if UNFINISHED.match(name):
+                _put_aside(root, os.path.join(root, name))
+    _remove_put_aside(root)
+
+
+def _put_aside(root: str, folder: str) -> None:
+    """Rename a folder that is to be removed: without some of its files it must not look like a checkpoint."""
+    with contextlib.suppress(OSError):
+        os.rename(folder, _removed_name(root))
+
+
+def _remove_put_aside(root: str) -> None:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(root):
+            if REMOVED.match(name):
                 shutil.rmtree(os.path.join(root, name), ignore_errors=True)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import math
+import stat
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -37,6 +38,9 @@ ITEM_BYTES = {
 }
 
 
+FileName = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+
+
 class Chunk(StrictMapping):
     """A rectangle of a tensor in a file.
 
@@ -48,7 +52,7 @@ class Chunk(StrictMapping):
         checksum: CRC-32 of the rectangle's bytes.
     """
 
-    file: str = pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+    file: FileName
     key: str
     offsets: tuple[Length, ...]
     shape: tuple[Length, ...]
@@ -109,22 +113,29 @@ class Manifest(StrictMapping):
     run: dict[str, Any]
     weights: dict[str, str]
     plain: Any
-    files: dict[str, Length]
+    files: dict[FileName, Length]
     tensors: dict[str, SavedTensor]
 
     @pydantic.model_validator(mode="after")
     def _check_files(self) -> Manifest:
+        sizes = dict.fromkeys(self.files, 0)
         for name, tensor in self.tensors.items():
             for chunk in tensor.chunks:
                 if chunk.file not in self.files:
                     raise ValueError(f"tensors.{name} is in {chunk.file}, which is not among its files")
-                # Nobody makes room for more than there is.
-                if (size := math.prod(chunk.shape) * ITEM_BYTES[tensor.dtype]) > self.files[chunk.file]:
+                # Nobody makes room for more than there is: no two chunks have the same bytes.
+                size = math.prod(chunk.shape) * ITEM_BYTES[tensor.dtype]
+                sizes[chunk.file] += size
+                if sizes[chunk.file] > self.files[chunk.file]:
                     raise ValueError(
-                        f"tensors.{name} has {size} bytes in {chunk.file}, which has {self.files[chunk.file]} bytes"
+                        f"tensors.{name} has {size} bytes in {chunk.file}, which has {self.files[chunk.file]} bytes "
+                        f"and {sizes[chunk.file] - size} of other tensors or chunks"
                     )
+        known = dict[str, set[tuple[str, tuple[int, ...]]]]()
         for name, held in self.weights.items():
-            forms = {(self.tensors[each].dtype, self.tensors[each].shape) for each in self.variants_of(held)}
+            if held not in known:  # many names may have one tensor
+                known[held] = {(self.tensors[each].dtype, self.tensors[each].shape) for each in self.variants_of(held)}
+            forms = known[held]
             if not forms:
                 raise ValueError(f"weights.{name} is held by {held}, which is not among its tensors")
             if len(forms) > 1:
@@ -154,7 +165,10 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        if path.stat().st_size > MOST_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a device may have no end, and a pipe no beginning
+            raise PolylaneError(f"checkpoint {path}: this is no file")
+        if status.st_size > MOST_BYTES:
             raise PolylaneError(f"checkpoint {path}: its size is over {MOST_BYTES} bytes: this is no manifest")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -5,7 +5,7 @@
             rank-00000.safetensors
             rank-00001.safetensors
             manifest.json
-        .step-00001000.9c41/        being written, or left by a writer that died
+        .step-00001000.9c41e07a/    being written, or left by a writer that died
 
 Files are on the disk before their folder gets its name, and the newest is found by looking: no pointer can be torn.
 """
@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from polylane.checkpoint.commit import REMOVED, UNFINISHED, commit_folder, list_steps, remove_folders
+from polylane.checkpoint.commit import UNFINISHED, commit_folder, list_steps, remove_unfinished
 from polylane.checkpoint.manifest import NAME, Manifest, format_manifest, read_manifest
 from polylane.errors import PolylaneError
 
@@ -87,7 +88,7 @@ class CheckpointStore:
                     check_files(Path(folder), read_manifest(Path(folder)))
                     if not named.exists():
                         Path(folder).rename(named)
-        remove_folders(str(self.root), UNFINISHED, REMOVED)
+        remove_unfinished(str(self.root))
 
 
 def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
@@ -118,8 +119,9 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     """
     for name, size in manifest.files.items():
         try:
-            found = (folder / name).stat().st_size
-            said = f"has {found} bytes"
+            status = (folder / name).stat()
+            is_file = stat.S_ISREG(status.st_mode)
+            found, said = (status.st_size, f"has {status.st_size} bytes") if is_file else (-1, "is no file")
         except OSError as error:
             found, said = -1, f"cannot be read ({error.strerror or error})"
         if found != size:

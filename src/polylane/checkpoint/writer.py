@@ -33,8 +33,11 @@ def main(descriptor: int) -> None:
         with_priority(NICENESS)
     for line in iter(sys.stdin.buffer.readline, b""):
         answer = _carry_out(json.loads(line), descriptor)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.flush()
+        except BrokenPipeError:
+            os._exit(1)  # the worker is gone; an exit in order would try to write the answer again
 
 
 def _carry_out(order: dict[str, object], descriptor: int) -> dict[str, object]:

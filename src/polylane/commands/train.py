@@ -110,7 +110,7 @@ def _train(request: TrainRequest, place: RunFolder, stop: StopRequest) -> None:
             outcome = start_workers(request, reporter, stop)
         _finish(request, place, outcome)
     except NothingLeft as done:
-        warn(str(done))
+        _end_without_steps(place, done)
     except Stopped as stopped:
         raise Stopped(stopped.number, stopped.reason or _describe_kept(request, place)) from None
     except KeyboardInterrupt:
@@ -177,7 +177,7 @@ def _under_torchrun(request: TrainRequest, place: RunFolder, stop: StopRequest, 
     except NothingLeft as done:
         own.mark_reported()
         if int(os.environ["RANK"]) == 0:
-            warn(str(done))
+            _end_without_steps(place, done)
     except PolylaneError:
         own.mark_reported()
         raise
@@ -277,6 +277,19 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -
     if outcome.staleness:
         print(_describe_staleness(outcome.staleness))
     print_line(f"{place.path}/: {', '.join(Path(file).name for file in files.values())}")
+
+
+def _end_without_steps(place: RunFolder, done: NothingLeft) -> None:
+    """Say that all steps are made; write the weights where the run died after its last step, before they were."""
+    from polylane.checkpoint.manifest import read_manifest
+    from polylane.checkpoint.read_tensors import read_weights
+    from polylane.runtime.parameters.broadcast import save_safetensors
+
+    def write(path: Path) -> None:
+        save_safetensors(read_weights(done.folder, read_manifest(done.folder)), path)
+
+    written = place.add_weights(done.step, write)
+    warn(f"{done}{'' if written is None else f'; {written} was missing, and has its weights now'}")
 
 
 def _tell_early_end(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -> None:

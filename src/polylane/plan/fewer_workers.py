@@ -3,10 +3,10 @@
 Replicas are alike, so that one of them can be left out. Where that does not give the number of workers, a search finds
 the best plan that computes the same numbers: as many microbatches, and the same synchronization.
 
-    plan                          for three workers
-    data=4                        data=3
-    data=4,servers=1,dedicated    data=2, and the server
-    pipeline=2,tensor=2           the best one with as many microbatches
+    plan                              for three workers
+    data=4                            data=3
+    data=4,servers=1,dedicated=yes    data=2, and the server
+    pipeline=2,tensor=2               the best one with as many microbatches
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from polylane.errors import PolylaneError, format_plural
+from polylane.errors import PolylaneError, clean_sentence, format_plural
 
 if TYPE_CHECKING:
     from polylane.checkpoint.manifest import Manifest
+    from polylane.checkpoint.store import CheckpointStore
     from polylane.commands.requests import TrainRequest
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
@@ -19,7 +20,22 @@ FOLDER = "checkpoints"  # in a run's folder
 
 
 class NothingLeft(PolylaneError):
-    """A run that is asked to go on has made all of its steps already."""
+    """A run that is asked to go on has made all of its steps already.
+
+    Args:
+        folder: folder of the checkpoint of its last step.
+        step: that step.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self.folder, self.step = folder, step
+        super().__init__(folder, step)
+
+    def __str__(self) -> str:
+        return clean_sentence(
+            f"checkpoint {self.folder}: is that of the last step, {self.step}: there is nothing left to train; give "
+            "more --epochs or --steps"
+        )
 
 
 def prepare_checkpoints(request: TrainRequest, run_folder: Path, continues: bool = False) -> TrainRequest:
@@ -53,7 +69,25 @@ def prepare_checkpoints(request: TrainRequest, run_folder: Path, continues: bool
     if request.saving.resume == "auto":
         newest = own.find_newest()
         return request if newest is None else resume_from(request, newest)
-    return resume_from(request, open_checkpoint(Path(request.saving.resume))[0])
+    named = open_checkpoint(Path(request.saving.resume))[0]
+    if request.saves_checkpoints:
+        _refuse_another_course(own, named)
+    return resume_from(request, named)
+
+
+def _refuse_another_course(own: CheckpointStore, named: Path) -> None:
+    """Refuse to go on from an older checkpoint beside newer ones, which every restart would take for this run's.
+
+    Raises:
+        PolylaneError: the run's folder has checkpoints that the named one does not go on from.
+    """
+    known = own.list_steps()
+    newest = next((place for place, (_, folder) in enumerate(known) if folder.resolve() == named.resolve()), -1)
+    if later := known[newest + 1 :]:
+        raise PolylaneError(
+            f"--resume {named}: {own.root} has other checkpoints, up to step {later[-1][0]}, which a restart would "
+            "take for newer ones: go on from them with --resume auto, remove them, or choose another folder with --run"
+        )
 
 
 def resume_from(request: TrainRequest, folder: Path) -> TrainRequest:

@@ -96,7 +96,7 @@ class RunControl:
         is_asked_to_stop: returns whether a signal asks this worker to end the training.
         warn: called with a sentence when a checkpoint could not be saved, and the training goes on; None: that is an
             error.
-        run: returns facts about the run that a resumed one needs.
+        run: returns facts about the run that a resumed one needs; None where nobody should go on from this step.
 
     Attributes:
         is_over: whether all have agreed to end.
@@ -110,7 +110,7 @@ class RunControl:
         keep: int,
         is_asked_to_stop: Callable[[], bool],
         warn: Callable[[str], None] | None,
-        run: Callable[[], Mapping[str, Any]],
+        run: Callable[[], Mapping[str, Any] | None],
     ) -> None:
         self._job, self._interval, self._is_asked_to_stop = job, interval, is_asked_to_stop
         self._warn, self._run = warn, run
@@ -178,11 +178,13 @@ class RunControl:
         """
 
         def write() -> None:
-            if self._saved_step != self._job.position.step:
+            facts = None if self._saved_step == self._job.position.step else self._run()
+            # Not every worker knows all losses.
+            if all(self._saver.advance(facts is not None)) and facts is not None:
                 self._saved_step = self._job.position.step
                 self._saved_at = time.monotonic()
                 self._saves += 1
-                self._job.begin_checkpoint(self._saver, self._run())
+                self._job.begin_checkpoint(self._saver, facts)
             if wait:
                 self._saver.finish()
 
@@ -191,6 +193,15 @@ class RunControl:
             # pipeline without a flush is emptied at every step that checkpoints are due at, whatever the disk does.
             self._attempt(self._saver.finish)
             self._attempt(write)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that is being written is complete; collective.
+
+        Raises:
+            PolylaneError: on all workers, if it could not be written and that is to be an error.
+        """
+        with self._job.world.progress.during(Phase.SAVING):
+            self._attempt(self._saver.finish)
 
     def _attempt(self, act: Callable[[], Any]) -> Any:
         """Return what an action of all workers returns; None where it failed, and the training goes on."""

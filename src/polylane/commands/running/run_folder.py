@@ -9,10 +9,8 @@ attempts before it wrote by a note of who started them, and appends its metrics.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from polylane.commands.printing import dump_json
+from polylane.commands.running.metrics_file import MetricsFile, find_last_step, lines_until
 from polylane.diagnosis import report_file
 from polylane.diagnosis.report import HangReport
 from polylane.errors import PolylaneError
@@ -27,10 +26,11 @@ from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Timeline
 
 MODEL = "model.safetensors"
+METRICS = "metrics.jsonl"
 WHY = "why.json"
 
 # All files of a run, in the order in which they are renamed: the weights first, since they are worth the most.
-NAMES = (MODEL, "plan.yaml", "metrics.jsonl", "timeline.json", "trace.json", "swimlane.html")
+NAMES = (MODEL, "plan.yaml", METRICS, "timeline.json", "trace.json", "swimlane.html")
 ALL_NAMES = (*NAMES, WHY)  # with that of a run that did not end well
 
 UNFINISHED = "unfinished"  # name of the folder in which a run writes while an earlier run's files are there
@@ -78,7 +78,7 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         """The path of the metrics during the run; they stay there where it does not end well."""
-        return self._at / "metrics.jsonl"
+        return self._at / METRICS
 
     def check(self) -> None:
         """Refuse a place where nothing can be written, without making anything yet.
@@ -175,8 +175,8 @@ class RunFolder:
         """
         with self._writing():
             self._at.mkdir(exist_ok=True)
-            earlier = self.metrics if self.metrics.exists() else self.path / self.metrics.name
-            kept = "" if resumed_at is None else _lines_until(earlier, resumed_at)
+            earlier = self.metrics if self.metrics.exists() else self.path / METRICS
+            kept = "" if resumed_at is None else lines_until(earlier, resumed_at)
             if self._at != self.path and not self.continues:
                 for name in ALL_NAMES:
                     (self._at / name).unlink(missing_ok=True)
@@ -214,9 +214,11 @@ class RunFolder:
         """Replace an earlier run's files by this run's, which has ended well and written all of them."""
         with self._writing():
             (self.path / ATTEMPT).unlink(missing_ok=True)
+            for place in {self._at, self.path}:  # of an attempt that failed, or of an earlier run
+                (place / WHY).unlink(missing_ok=True)
             if self._at == self.path:
                 return
-            for name in ALL_NAMES:
+            for name in NAMES:
                 file = self._at / name
                 if file.exists():
                     os.replace(file, self.path / name)
@@ -225,6 +227,34 @@ class RunFolder:
             with suppress(OSError):  # not empty: somebody else's files stay
                 self._at.rmdir()
         self._at = self.path
+
+    def add_weights(self, step: int, write: Callable[[Path], None]) -> Path | None:
+        """Add the weights of a run that has made all of its steps, and died before they were written.
+
+        Args:
+            step: number of the run's last step.
+            write: writes the weights to a path.
+
+        Returns:
+            The file; None where the weights of that step were there.
+        """
+        if self._at != self.path and (not self.metrics.exists() or find_last_step(self.path / METRICS) >= step):
+            self._remove_files()  # the earlier run's files are those of that step, or nothing else is there
+            self._at = self.path
+        is_missing = not self.model.exists()
+        if is_missing:
+            write(self.model)
+        if is_missing or self._at != self.path:
+            self.finish()
+        return self.model if is_missing else None
+
+    def _remove_files(self) -> None:
+        """Remove what this run, or one that did not end well, has written into UNFINISHED."""
+        with self._writing():
+            for name in ALL_NAMES:
+                (self._at / name).unlink(missing_ok=True)
+            with suppress(OSError):  # not there, or somebody else's files are in it
+                self._at.rmdir()
 
     def close(self) -> None:
         """Close the metrics; no more lines come."""
@@ -284,63 +314,6 @@ class RunFolder:
                 self._has_lost = True
                 reason = f"{error.filename or self.path} cannot be written: {error.strerror or error}"
                 self._warn(f"--run {self.path}: {reason}; the training goes on, and {loss}")
-
-
-class MetricsFile:
-    """File of metrics: each line is written whole, at once, so that it can be read during the run and survives its end.
-
-    Args:
-        path: path of the file.
-        append: whether to keep the lines that are there, but for a last one that is torn.
-    """
-
-    def __init__(self, path: Path, append: bool = False) -> None:
-        self._path = path
-        kept = path.read_bytes() if append and path.exists() else b""
-        self._file = path.open("ab" if append else "wb", buffering=0)
-        self._size = kept.rfind(b"\n") + 1
-        self._file.truncate(self._size)
-
-    def append(self, line: str) -> None:
-        """Append a line.
-
-        Raises:
-            OSError: it could not be written; the file ends with the line before it.
-        """
-        content = line.encode() + b"\n"
-        try:
-            if os.fstat(self._file.fileno()).st_nlink == 0:
-                raise OSError(errno.ENOENT, "it was removed", str(self._path))
-            while content:
-                content = content[self._file.write(content) :]
-            self._size = self._file.tell()
-        except OSError as error:
-            with suppress(OSError):  # a full disk still lets files become shorter
-                self._file.truncate(self._size)
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-    def close(self) -> None:
-        """Close the file."""
-        with suppress(OSError):
-            self._file.close()
-
-
-def _lines_until(metrics: Path, step: int) -> str:
-    """Return the metrics of the steps up to one, and of the epochs that ended before it."""
-    try:
-        lines = metrics.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return ""
-    kept = []
-    for line in lines:
-        try:
-            content = json.loads(line)
-            # The test after an epoch's last step is made again: the checkpoint is from before it.
-            if content["step"] <= step - ("train_loss" in content):
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # torn, or not ours
-    return "".join(kept)
 
 
 def _replace_text(path: Path, text: str) -> None:

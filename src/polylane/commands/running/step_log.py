@@ -120,14 +120,19 @@ class StepLog:
         self._resumed_at, self._resumed_epoch = 0, (0.0, 0.0, 0.0)
         self.begin_epoch()
 
+    @property
+    def has_made_steps(self) -> bool:
+        """Whether this run itself has made a step."""
+        return self.launched > self._resumed_at
+
     def state(self) -> dict[str, Any]:
         """Return what a run that goes on after these steps needs, as plain data; all losses have been read."""
         return {
             "steps": self.launched,
             "samples": self.samples,
             "seconds": self.seconds,
-            "loss": self.loss if math.isfinite(self.loss) else None,
-            "epoch": [self._sum, self._count, self._epoch_seconds],
+            "loss": _to_json(self.loss),
+            "epoch": [_to_json(each) for each in (self._sum, self._count, self._epoch_seconds)],
         }
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -138,7 +143,7 @@ class StepLog:
         """
         self.launched = self._resumed_at = int(state["steps"])
         self.samples, self.seconds = int(state["samples"]), float(state["seconds"])
-        self.loss = math.nan if state["loss"] is None else float(state["loss"])
+        self.loss = float(state["loss"])
         total, count, seconds = map(float, state["epoch"])
         self._resumed_epoch = (total, count, seconds)
 
@@ -249,6 +254,11 @@ class StepLog:
             not_finite=self.stopped,
             bad_loss=self.bad_loss,
         )
+
+
+def _to_json(number: float) -> float | str:
+    """Return a number as JSON has it, which has no NaN or infinity: these are texts that ``float`` reads."""
+    return number if math.isfinite(number) else str(number)
 
 
 def _representative(late: Sequence[tuple[float, StepResult]]) -> Timeline:

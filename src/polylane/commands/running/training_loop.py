@@ -55,6 +55,9 @@ def train(
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None
+    # Who has not all losses does not know that the others stop, and would wait for them: asynchronous replicas, and
+    # dedicated servers where checkpoints are agreed on. All stop at the end of the epoch then.
+    all_know = not job.apart and (control is None or job.plan.processes == job.plan.workers)
     test_loss, start, progress = None, job.position, job.world.progress
     numbers = itertools.count(start.epoch + 1) if epochs is None else range(start.epoch + 1, epochs + 1)
     progress.enter(Phase.TRAINING)
@@ -63,9 +66,7 @@ def train(
         for batch in _epoch(job, training, epoch, start):
             rate = _learning_rate(job)
             log.add(job.step(batch), epoch, rate, job.staleness if job.apart else None)
-            # Asynchronous replicas stop at the end of the epoch: a replica that left within it would keep the others
-            # waiting.
-            if (stops and log.stopped and not job.apart) or log.launched == request.steps:
+            if (stops and log.stopped and all_know) or log.launched == request.steps:
                 break
             if control is not None and control.agree():
                 break
@@ -82,6 +83,9 @@ def train(
         tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), "test_loss": test_loss})
         if log.launched == request.steps:
             break
+    if not log.has_made_steps:  # a stream, of whose end the checkpoint says nothing
+        assert request.resume_from is not None
+        raise NothingLeft(request.resume_from, job.position.step)
     outcome = log.outcome(prepared.plan.spec, test_loss, stopped=stops)
     if control is not None:
         outcome = _save_last(control, outcome)
@@ -92,9 +96,14 @@ def train(
 
 
 def _save_last(control: RunControl, outcome: TrainingOutcome) -> TrainingOutcome:
-    """Save the last checkpoint, and return the outcome with what there is of checkpoints; a collective."""
+    """Return the outcome with what there is of checkpoints; a collective.
+
+    The last one is saved first, unless a loss was not finite.
+    """
     if outcome.stopped is None:
         control.save(wait=True)
+    else:
+        control.finish()
     newest, stall = str(control.newest or ""), control.stall_seconds
     return replace(outcome, ended_early=control.is_over, checkpoint=newest, stall_seconds=stall)
 
@@ -141,10 +150,7 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> None:
     trained = sum(sizes)
     over = position.epoch + (bool(sizes) and position.samples >= trained)
     if position.step == request.steps or (training.epochs is not None and over >= training.epochs):
-        raise NothingLeft(
-            f"checkpoint {loaded.folder}: is that of the last step, {position.step}: there is nothing left to train; "
-            "give more --epochs or --steps"
-        )
+        raise NothingLeft(loaded.folder, position.step)
 
 
 def _open_control(job: Job, training: RecipeTraining, log: StepLog, stop: StopRequest, tell: Tell) -> RunControl | None:
@@ -153,8 +159,10 @@ def _open_control(job: Job, training: RecipeTraining, log: StepLog, stop: StopRe
     if request.saving.save_every is None or request.checkpoints is None:
         return None
 
-    def describe() -> dict[str, Any]:
+    def describe() -> dict[str, Any] | None:
         log.complete()
+        if request.on_nan == "stop" and log.stopped:
+            return None  # the weights have had an update by gradients that are not finite
         return {**describe_run(request, sum(training.batch_sizes) or None), "log": log.state()}
 
     def warn(sentence: str) -> None:

@@ -118,10 +118,14 @@ class SnapshotWriter:
         except KeyError as error:
             raise PolylaneError(f"a tensor of {error.args[0]} has no place in a checkpoint") from None
         except OSError as error:
+            self.close()  # the next snapshot starts another one
             raise PolylaneError(f"no writer of checkpoints can be had: {error.strerror or error}") from None
         self._order = file, list(shards)
 
     def _open(self, size: int) -> None:
+        """Start the writer, also where the one before was killed, and share memory of some size with it."""
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
         if self._process is None:
             self._memory = _open_memory()
             self._process = subprocess.Popen(
@@ -165,6 +169,7 @@ class SnapshotWriter:
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
             self._process.stdin.flush()
         except OSError as error:
+            self.close()  # the next snapshot starts another one
             raise PolylaneError(f"the writer of checkpoints is gone: {error.strerror or error}") from None
         self._is_committing = True
 

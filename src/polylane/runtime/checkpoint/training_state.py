@@ -18,7 +18,7 @@ from polylane.runtime.checkpoint.optimizer_state import (
     restore_options,
 )
 from polylane.runtime.checkpoint.python_state import collect_python_state, restore_python_state
-from polylane.runtime.checkpoint.saved_state import SavedState
+from polylane.runtime.checkpoint.saved_state import SavedState, numpy_state
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.sync.gradient_sync import GradientSync
@@ -141,5 +141,4 @@ def _restore_random(rank: int, saved: SavedState) -> None:
         random.setstate(state)
     numpy = sys.modules.get("numpy")
     if numpy is not None and (state := saved.plain.get(f"random/numpy/{rank}")) is not None:
-        kind, keys, *rest = state
-        numpy.random.set_state((kind, numpy.array(keys, dtype="uint32"), *rest))
+        numpy.random.set_state(numpy_state(state))

@@ -13,6 +13,7 @@ import torch
 from polylane.graph.python_state.random_generators import States
 from polylane.runtime.checkpoint.held_tensors import WorkerState
 from polylane.runtime.checkpoint.optimizer_state import from_plain, to_plain
+from polylane.runtime.checkpoint.saved_state import numpy_state
 from polylane.runtime.data.seeded_draws import SeededStream
 
 
@@ -86,7 +87,4 @@ def _from_lists(torchs: bytes, others: list[Any]) -> States:
     first = torch.frombuffer(bytearray(torchs), dtype=torch.uint8)
     if not arrays:
         return first, python
-    import numpy
-
-    kind, keys, *rest = arrays[0]
-    return first, python, (kind, numpy.array(keys, dtype="uint32"), *rest)
+    return first, python, numpy_state(arrays[0])

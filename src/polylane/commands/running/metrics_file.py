@@ -1,0 +1,75 @@
+"""Metrics file: a run's losses and times as a line of JSON for each step and epoch, whole lines at any time."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+class MetricsFile:
+    """File of metrics: each line is written whole, at once, so that it can be read during the run and survives its end.
+
+    Args:
+        path: path of the file.
+        append: whether to keep the lines that are there, but for a last one that is torn.
+    """
+
+    def __init__(self, path: Path, append: bool = False) -> None:
+        self._path = path
+        kept = path.read_bytes() if append and path.exists() else b""
+        self._file = path.open("ab" if append else "wb", buffering=0)
+        self._size = kept.rfind(b"\n") + 1
+        self._file.truncate(self._size)
+
+    def append(self, line: str) -> None:
+        """Append a line.
+
+        Raises:
+            OSError: it could not be written; the file ends with the line before it.
+        """
+        content = line.encode() + b"\n"
+        try:
+            if os.fstat(self._file.fileno()).st_nlink == 0:
+                raise OSError(errno.ENOENT, "it was removed", str(self._path))
+            while content:
+                content = content[self._file.write(content) :]
+            self._size = self._file.tell()
+        except OSError as error:
+            with suppress(OSError):  # a full disk still lets files become shorter
+                self._file.truncate(self._size)
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            self._file.close()
+
+
+def lines_until(metrics: Path, step: int) -> str:
+    """Return the metrics of the steps up to one, and of the epochs that ended before it."""
+    try:
+        lines = metrics.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    kept = []
+    for line in lines:
+        try:
+            content = json.loads(line)
+            # The test after an epoch's last step is made again: the checkpoint is from before it.
+            if content["step"] <= step - ("train_loss" in content):
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue  # torn, or not ours
+    return "".join(kept)
+
+
+def find_last_step(metrics: Path) -> int:
+    """Return the number of the last step in a file of metrics; 0 where it says none."""
+    with suppress(OSError, UnicodeDecodeError):
+        for line in reversed(metrics.read_text(encoding="utf-8").splitlines()):
+            with suppress(ValueError, KeyError, TypeError):
+                return int(json.loads(line)["step"])
+    return 0
