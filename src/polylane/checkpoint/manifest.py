@@ -35,6 +35,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("F64", "I64", "U64"), 8),
 }
+PARTS = ("F16", "F32", "F64")  # element types of the parts of complex numbers
 
 
 class Chunk(StrictMapping):
@@ -62,14 +63,22 @@ class SavedTensor(StrictMapping):
         dtype: the element type, as safetensors names it.
         shape: length of the whole tensor in each dimension.
         chunks: rectangles that together hold every element once.
+        is_complex: whether its elements are the real and imaginary parts, side by side in the last dimension, of
+            complex numbers; without that dimension it has the shape of the training's own tensor.
     """
 
     dtype: Dtype
     shape: tuple[Length, ...] = pydantic.Field(max_length=MOST_DIMS)
     chunks: tuple[Chunk, ...]
+    is_complex: bool = False
 
     @pydantic.model_validator(mode="after")
     def _check_chunks(self) -> SavedTensor:
+        if self.is_complex and (self.dtype not in PARTS or self.shape[-1:] != (2,)):
+            raise ValueError(
+                f"it has the shape {list(self.shape)} of {self.dtype}, expected pairs of {', '.join(PARTS)} in the last "
+                "dimension: it is said to be complex"
+            )
         volume = 0
         for chunk in self.chunks:
             if not len(chunk.offsets) == len(chunk.shape) == len(self.shape):
