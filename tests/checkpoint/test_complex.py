@@ -122,7 +122,7 @@ def test_what_is_written_loads_into_the_plain_model(
             assert not told
         else:
             (sentence,) = [str(each.message) for each in told]
-            assert re.match(r"factors and 2 others are complex128", sentence)
+            assert re.match(r"factors and 2 others are torch.complex128, ", sentence)
             # Nothing of it is loaded by mistake: torch would take the first of a pair for a single number.
             with pytest.raises(RuntimeError, match=r"Missing key.*common"):
                 make().load_state_dict(found, strict=True)
@@ -138,6 +138,31 @@ def test_the_manifest_says_which_tensors_are_complex(saved: Run) -> None:
     names = {name.partition("/")[2] for name, each in tensors.items() if each.is_complex and name[:6] == "model/"}
     assert names == {"factors", "common", "fixed"}
     assert {each.shape[-1] for each in tensors.values() if each.is_complex} == {2}
+
+
+class Pairs(Filter):
+    """Its weights and buffer are the pairs of real numbers."""
+
+    def __init__(self, real: torch.dtype) -> None:
+        super().__init__(real)
+        for name in ("factors", "common"):
+            setattr(self, name, nn.Parameter(torch.view_as_real(getattr(self, name).detach().clone())))
+        self.fixed = torch.view_as_real(self.fixed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors, common, fixed = map(torch.view_as_complex, (self.factors, self.common, self.fixed))
+        return self.head(torch.fft.irfft(torch.fft.rfft(x * self.gain) * (factors + fixed) * common, n=6))
+
+
+def test_a_model_of_real_pairs_is_another_model(saved: Run) -> None:
+    def load(job: Job) -> str:
+        with pytest.raises(PolylaneError) as refused:
+            job.load_checkpoint(saved.folder)
+        return str(refused.value)
+
+    make = functools.partial(Pairs, torch.float64 if saved.make is double else torch.float32)
+    (said,) = on_workers(compile_once("data=1", make, adam, None), load)
+    assert re.search(r"has model/\w+ in complex numbers, expected real ones: it is of another model", said)
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("F32", (3,)), ("I32", (2,)), ("F64", ())])

@@ -133,7 +133,8 @@ class Manifest(StrictMapping):
                         f"tensors.{name} has {size} bytes in {chunk.file}, which has {self.files[chunk.file]} bytes"
                     )
         for name, held in self.weights.items():
-            forms = {(self.tensors[each].dtype, self.tensors[each].shape) for each in self.variants_of(held)}
+            every = [self.tensors[each] for each in self.variants_of(held)]
+            forms = {(each.dtype, each.shape, each.is_complex) for each in every}
             if not forms:
                 raise ValueError(f"weights.{name} is held by {held}, which is not among its tensors")
             if len(forms) > 1:

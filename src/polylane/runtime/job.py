@@ -243,7 +243,8 @@ class Job:
     def save(self, path: str | Path) -> None:
         """Write the whole model's weights as safetensors, loadable into the plain model; collective.
 
-        An existing file is replaced once the new one is complete.
+        An existing file is replaced once the new one is complete. Weights of complex128, which safetensors does not
+        have, are written as ``NAME.real`` and ``NAME.imag``, and a warning says how to join them.
 
         Raises:
             NotFinite: on every worker, if a weight is NaN or infinite; an existing file is left as it is.

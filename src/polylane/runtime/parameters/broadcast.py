@@ -8,7 +8,7 @@ import os
 import secrets
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -84,7 +84,7 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
         PolylaneError: the file cannot be written; an earlier file at the path is unchanged.
     """
     state = {name: tensor.resolve_conj().resolve_neg().contiguous() for name, tensor in state.items()}
-    parted = [name for name, tensor in state.items() if tensor.dtype in (torch.complex32, torch.complex128)]
+    parted = {name: t.dtype for name, t in state.items() if t.dtype in (torch.complex32, torch.complex128)}
     for name in parted:
         pairs = torch.view_as_real(state.pop(name))
         parts = {f"{name}.{part}": each.contiguous() for part, each in zip(("real", "imag"), pairs.unbind(-1))}
@@ -117,12 +117,12 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
         warnings.warn(_describe_parts(parted, path), stacklevel=2)
 
 
-def _describe_parts(names: Sequence[str], path: Path) -> str:
-    first, others = names[0], len(names) - 1
+def _describe_parts(dtypes: Mapping[str, torch.dtype], path: Path) -> str:
+    first, others = next(iter(dtypes)), len(dtypes) - 1
     also = f" and {format_plural(others, 'other')} are" if others else " is"
     return (
-        f"{first}{also} complex128 (or complex32), which safetensors files do not have: {path} keeps every bit of the "
-        f"two parts, as {first}.real and {first}.imag; before load_state_dict, make it whole again: "
+        f"{first}{also} {' or '.join(sorted(map(str, set(dtypes.values()))))}, which safetensors files do not have: {path} "
+        f"keeps every bit of the two parts, as {first}.real and {first}.imag; before load_state_dict, make it whole again: "
         f"state[{first!r}] = torch.complex(state.pop({f'{first}.real'!r}), state.pop({f'{first}.imag'!r}))"
     )
 
