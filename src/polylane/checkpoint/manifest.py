@@ -76,8 +76,8 @@ class SavedTensor(StrictMapping):
     def _check_chunks(self) -> SavedTensor:
         if self.is_complex and (self.dtype not in PARTS or self.shape[-1:] != (2,)):
             raise ValueError(
-                f"it has the shape {list(self.shape)} of {self.dtype}, expected pairs of {', '.join(PARTS)} in the last "
-                "dimension: it is said to be complex"
+                f"it has the shape {list(self.shape)} of {self.dtype}, expected pairs of {', '.join(PARTS)} in the "
+                "last dimension: it is said to be complex"
             )
         volume = 0
         for chunk in self.chunks:

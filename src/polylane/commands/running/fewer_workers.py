@@ -126,16 +126,16 @@ def gather_saved_plan(world: World, request: TrainRequest) -> Plan | None:
     Raises:
         PolylaneError: on every worker, where the checkpoint is damaged.
     """
-    saved, error = None, ""
+    own, error = None, ""
     if world.rank == 0 and request.resume_from is not None:
         try:
-            saved = read_saved_plan(request.resume_from)
+            own = read_saved_plan(request.resume_from)
         except PolylaneError as damaged:
             error = str(damaged)
-    saved, error = world.all_gather_object((saved, error))[0]
-    if error:
-        raise PolylaneError(error)
-    return saved
+    found: tuple[Plan | None, str] = world.all_gather_object((own, error))[0]
+    if found[1]:
+        raise PolylaneError(found[1])
+    return found[0]
 
 
 def _microbatches_of(asked: Spec | Plan, saved: Plan | None, samples: int) -> int:

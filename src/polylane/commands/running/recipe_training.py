@@ -90,6 +90,7 @@ def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> CompiledTrainin
     Raises:
         PolylaneError: the plan does not fit the model, or the last batch is too short for it.
     """
+
     def compile_for(plan: Spec | Plan) -> CompiledTraining:
         # The evaluation graph is compiled here as well, once for all workers.
         return compile_training(training.problem, plan, evaluation=training.test is not None)

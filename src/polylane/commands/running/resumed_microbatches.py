@@ -1,8 +1,8 @@
-"""Resumed microbatches: a plan that names no number of them takes the checkpoint's, where the model's numbers depend on it.
+"""Resumed microbatches: a plan that names no number of them takes the checkpoint's, where numbers depend on it.
 
-    checkpoint of   goes on by                  microbatches
-    data=2          pipeline=2                  the plan's default; with BatchNorm 1, as in the checkpoint
-    data=2          pipeline=2,microbatches=8   8, and with BatchNorm a note that the numbers are others
+checkpoint of   goes on by                  microbatches
+data=2          pipeline=2                  the plan's default; with BatchNorm 1, as in the checkpoint
+data=2          pipeline=2,microbatches=8   8, and with BatchNorm a note that the numbers are others
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def note_other_microbatches(prepared: CompiledTraining, saved: Plan) -> list[str
     if own == before or prepared.plan.is_asynchronous or not _numbers_depend(prepared):
         return []
     return [
-        f"microbatches={own}, and the checkpoint is of microbatches={before}: the numbers are not those of the run that "
-        f"it is of, since {_REASON}; a plan with microbatches={before} has the same"
+        f"microbatches={own}, and the checkpoint is of microbatches={before}: the numbers are not those of the run "
+        f"that it is of, since {_REASON}; a plan with microbatches={before} has the same"
     ]
 
 

@@ -14,9 +14,7 @@ from polylane.runtime.data.stream_state import keeps_state
 from polylane.runtime.job import Job
 
 
-def begin_message(
-    job: Job, training: RecipeTraining, prepared: CompiledTraining, saved: Plan | None
-) -> dict[str, Any]:
+def begin_message(job: Job, training: RecipeTraining, prepared: CompiledTraining, saved: Plan | None) -> dict[str, Any]:
     """Return the message.
 
     Args:

@@ -87,11 +87,13 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
     parted = {name: t.dtype for name, t in state.items() if t.dtype in (torch.complex32, torch.complex128)}
     for name in parted:
         pairs = torch.view_as_real(state.pop(name))
-        parts = {f"{name}.{part}": each.contiguous() for part, each in zip(("real", "imag"), pairs.unbind(-1))}
+        parts = {
+            f"{name}.{part}": each.contiguous() for part, each in zip(("real", "imag"), pairs.unbind(-1), strict=True)
+        }
         if known := parts.keys() & state.keys():
             raise PolylaneError(
-                f"the weights cannot be written to {path}: {name} is complex, and would be written as {min(known)}, which "
-                "is the name of another weight: rename one of them"
+                f"the weights cannot be written to {path}: {name} is complex, and would be written as {min(known)}, "
+                "which is the name of another weight: rename one of them"
             )
         state |= parts
     # In the same folder: os.replace is atomic only within one file system.
@@ -121,8 +123,9 @@ def _describe_parts(dtypes: Mapping[str, torch.dtype], path: Path) -> str:
     first, others = next(iter(dtypes)), len(dtypes) - 1
     also = f" and {format_plural(others, 'other')} are" if others else " is"
     return (
-        f"{first}{also} {' or '.join(sorted(map(str, set(dtypes.values()))))}, which safetensors files do not have: {path} "
-        f"keeps every bit of the two parts, as {first}.real and {first}.imag; before load_state_dict, make it whole again: "
+        f"{first}{also} {' or '.join(sorted(map(str, set(dtypes.values()))))}, which safetensors files do not have: "
+        f"{path} keeps every bit of the two parts, as {first}.real and {first}.imag; before load_state_dict, make it "
+        f"whole again: "
         f"state[{first!r}] = torch.complex(state.pop({f'{first}.real'!r}), state.pop({f'{first}.imag'!r}))"
     )
 
