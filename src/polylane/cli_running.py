@@ -106,7 +106,8 @@ def export(
     """Write the weights of a checkpoint as a plain safetensors file.
 
     The file has the weights and buffers of the model's state_dict(), whole, under the model's own names, whatever plan
-    saved them; where replicas differ (every=), their mean. Any reader of safetensors reads it.
+    saved them; where replicas differ (every=), their mean. Any reader of safetensors reads it. A weight of complex128,
+    which safetensors does not have, becomes two, NAME.real and NAME.imag.
 
     \b
     Example:

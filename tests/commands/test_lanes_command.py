@@ -34,6 +34,14 @@ def test_a_circle_is_told_by_names(stages: str, says: str, tmp_path: Path) -> No
     assert done.exit_code == 2 and done.stderr == f"polylane: stages {tmp_path / 'stages.yaml'}: {says}\n"
 
 
+@pytest.mark.parametrize("replicas", [(), ("--replicas", "2")])
+def test_stages_that_cannot_be_dealt_in_chunks_are_one_sentence(replicas: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text("stages: {own: }")
+    words = ["lanes", "interleaved", "--stages", str(tmp_path / "one.yaml"), "--microbatches", "5", *replicas]
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, done.stderr) == (2, "polylane: 1 stage cannot be dealt to workers in chunks of 2\n")
+
+
 def test_halves_of_stages_in_a_file(tmp_path: Path) -> None:
     """A stage that says no weight half has half of its backward pass."""
     file = tmp_path / "stages.yaml"

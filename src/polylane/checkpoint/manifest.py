@@ -36,6 +36,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("I32", "U32", "F32"), 4),
     **dict.fromkeys(("F64", "I64", "U64"), 8),
 }
+PARTS = ("F16", "F32", "F64")  # element types of the parts of complex numbers
 
 
 FileName = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
@@ -66,14 +67,22 @@ class SavedTensor(StrictMapping):
         dtype: the element type, as safetensors names it.
         shape: length of the whole tensor in each dimension.
         chunks: rectangles that together hold every element once.
+        is_complex: whether its elements are the real and imaginary parts, side by side in the last dimension, of
+            complex numbers; without that dimension it has the shape of the training's own tensor.
     """
 
     dtype: Dtype
     shape: tuple[Length, ...] = pydantic.Field(max_length=MOST_DIMS)
     chunks: tuple[Chunk, ...]
+    is_complex: bool = False
 
     @pydantic.model_validator(mode="after")
     def _check_chunks(self) -> SavedTensor:
+        if self.is_complex and (self.dtype not in PARTS or self.shape[-1:] != (2,)):
+            raise ValueError(
+                f"it has the shape {list(self.shape)} of {self.dtype}, expected pairs of {', '.join(PARTS)} in the "
+                "last dimension: it is said to be complex"
+            )
         volume = 0
         for chunk in self.chunks:
             if not len(chunk.offsets) == len(chunk.shape) == len(self.shape):
@@ -131,10 +140,11 @@ class Manifest(StrictMapping):
                         f"tensors.{name} has {size} bytes in {chunk.file}, which has {self.files[chunk.file]} bytes "
                         f"and {sizes[chunk.file] - size} of other tensors or chunks"
                     )
-        known = dict[str, set[tuple[str, tuple[int, ...]]]]()
+        known = dict[str, set[tuple[str, tuple[int, ...], bool]]]()
         for name, held in self.weights.items():
             if held not in known:  # many names may have one tensor
-                known[held] = {(self.tensors[each].dtype, self.tensors[each].shape) for each in self.variants_of(held)}
+                every = [self.tensors[each] for each in self.variants_of(held)]
+                known[held] = {(each.dtype, each.shape, each.is_complex) for each in every}
             forms = known[held]
             if not forms:
                 raise ValueError(f"weights.{name} is held by {held}, which is not among its tensors")

@@ -170,8 +170,9 @@ def read_weights(folder: Path, manifest: Manifest) -> Mapping[str, Tensor]:
     reader = CheckpointReader(folder, manifest)
     found = {}
     for name, held in manifest.weights.items():
-        first, *others = (reader.read_whole(each) for each in manifest.variants_of(held))
+        variants = manifest.variants_of(held)
+        first, *others = (reader.read_whole(each) for each in variants)
         if others and first.is_floating_point():
             first = (torch.stack([first, *others]).double().mean(0)).to(first.dtype)
-        found[name] = first
+        found[name] = torch.view_as_complex(first) if reader.find(variants[0]).is_complex else first
     return found

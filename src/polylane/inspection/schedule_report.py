@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from polylane.cost.simulator.schedule_tasks import pass_ticks, simulate_replicas
+from polylane.errors import format_plural
 from polylane.observe.timeline import Timeline, union_intervals
 from polylane.schedule.action import ActionKind
 from polylane.schedule.asynchronous import AsynchronousRun, pipedream, pipedream_2bw
@@ -232,7 +233,11 @@ def _turns(shape: ScheduleShape) -> tuple[int, ...]:
     """
     graph = as_stage_graph(shape.stages)
     chunks = shape.chunks or DEFAULT_CHUNKS.get(shape.schedule, 1)
-    places = graph.stages // chunks if isinstance(shape.stages, StageGraph) else graph.stages
+    is_graph = isinstance(shape.stages, StageGraph)
+    if is_graph and graph.stages % chunks:
+        stages = format_plural(graph.stages, "stage")
+        raise ValueError(f"{stages} cannot be dealt to workers in chunks of {chunks}")
+    places = graph.stages // chunks if is_graph else graph.stages
     if not shape.replicas:
         return (1,) * places
     turns = shape.replicas * places if len(shape.replicas) == 1 else shape.replicas

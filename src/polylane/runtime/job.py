@@ -243,7 +243,7 @@ class Job:
     def save(self, path: str | Path) -> None:
         """Write the whole model's weights as safetensors, loadable into the plain model; collective.
 
-        An existing file is replaced once the new one is complete.
+        An existing file is replaced once the new one is complete. complex128 becomes ``NAME.real`` and ``NAME.imag``.
 
         Raises:
             NotFinite: on every worker, if a weight is NaN or infinite; an existing file is left as it is.

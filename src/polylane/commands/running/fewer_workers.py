@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from polylane.auto.choose import choose
 from polylane.auto.on_workers import resolve_plan
 from polylane.commands.requests import TrainRequest
+from polylane.commands.running.resume import read_saved_plan
 from polylane.errors import PolylaneError, clean_sentence, format_plural
 from polylane.plan.fewer_workers import change_replicas, keep_numbers, keeps
 from polylane.plan.fixed_keys import FixedKeys, parse_auto
 from polylane.plan.plan import Plan
-from polylane.plan.plan_file import parse_plan
 from polylane.plan.spec import Spec, default_microbatches, parse
 from polylane.probe.machine import local_cluster
 from polylane.runtime.workers.world import World
@@ -89,7 +89,7 @@ def plan_for_started(world: World, problem: TrainingProblem, request: TrainReque
     """
     assert request.plan is not None
     _check_range(world, request)
-    saved = _read_saved_plan(world, request)
+    saved = gather_saved_plan(world, request)
     fixed = parse_auto(request.plan)
     small = replace(problem, batch_size=None)  # plans are searched for the example's samples
     if fixed is None:
@@ -118,20 +118,24 @@ def _check_range(world: World, request: TrainRequest) -> None:
         raise PolylaneError(f"--workers {fewest}:{most}, but torchrun started {world.size}")
 
 
-def _read_saved_plan(world: World, request: TrainRequest) -> Plan | None:
-    """Return the plan of the checkpoint that the run goes on from, as rank 0 reads it; None for a fresh start."""
-    from polylane.checkpoint.manifest import read_manifest
+def gather_saved_plan(world: World, request: TrainRequest) -> Plan | None:
+    """Return the plan of the checkpoint that the run goes on from, as rank 0 reads it; None for a fresh start.
 
-    text, error = "", ""
+    A collective of all workers.
+
+    Raises:
+        PolylaneError: on every worker, where the checkpoint is damaged.
+    """
+    own, error = None, ""
     if world.rank == 0 and request.resume_from is not None:
         try:
-            text = read_manifest(request.resume_from).plan
+            own = read_saved_plan(request.resume_from)
         except PolylaneError as damaged:
             error = str(damaged)
-    text, error = world.all_gather_object((text, error))[0]
-    if error:
-        raise PolylaneError(error)
-    return parse_plan(text, "of the checkpoint") if text else None
+    found: tuple[Plan | None, str] = world.all_gather_object((own, error))[0]
+    if found[1]:
+        raise PolylaneError(found[1])
+    return found[0]
 
 
 def _microbatches_of(asked: Spec | Plan, saved: Plan | None, samples: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import TrainRequest
+from polylane.commands.running.resume import read_saved_plan
+from polylane.commands.running.resumed_microbatches import keep_microbatches
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import format_plural
@@ -88,8 +90,14 @@ def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> CompiledTrainin
     Raises:
         PolylaneError: the plan does not fit the model, or the last batch is too short for it.
     """
-    # The evaluation graph is compiled here as well, once for all workers.
-    prepared = compile_training(training.problem, plan, evaluation=training.test is not None)
+
+    def compile_for(plan: Spec | Plan) -> CompiledTraining:
+        # The evaluation graph is compiled here as well, once for all workers.
+        return compile_training(training.problem, plan, evaluation=training.test is not None)
+
+    prepared = compile_for(plan)
+    if training.request.resume_from is not None:
+        prepared = keep_microbatches(prepared, plan, read_saved_plan(training.request.resume_from), compile_for)
     check_last_batch(training, prepared)
     return prepared
 

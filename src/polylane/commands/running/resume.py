@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from polylane.errors import PolylaneError, clean_sentence, format_plural
 
 if TYPE_CHECKING:
-    from polylane.checkpoint.manifest import Manifest
     from polylane.checkpoint.store import CheckpointStore
     from polylane.commands.requests import TrainRequest
     from polylane.plan.plan import Plan
@@ -99,19 +98,26 @@ def resume_from(request: TrainRequest, folder: Path) -> TrainRequest:
     Raises:
         PolylaneError: the checkpoint is damaged.
     """
+    return replace(request, resume_from=folder, plan=_take_over_plan(request.plan, read_saved_plan(folder)))
+
+
+def read_saved_plan(folder: Path) -> Plan:
+    """Return the plan that a checkpoint was trained with.
+
+    Raises:
+        PolylaneError: the checkpoint is damaged.
+    """
     from polylane.checkpoint.manifest import read_manifest
-
-    manifest = read_manifest(folder)
-    return replace(request, resume_from=folder, plan=_take_over_plan(request.plan, manifest))
-
-
-def _take_over_plan(asked: str | Spec | Plan | None, manifest: Manifest) -> str | Spec | Plan | None:
     from polylane.plan.plan_file import parse_plan
+
+    return parse_plan(read_manifest(folder).plan, "of the checkpoint")
+
+
+def _take_over_plan(asked: str | Spec | Plan | None, saved: Plan) -> str | Spec | Plan | None:
     from polylane.plan.spec import Spec, parse
 
     if not isinstance(asked, Spec):
         return asked
-    saved = parse_plan(manifest.plan, "of the checkpoint")
     of_saved = parse(saved.spec)
     microbatches = of_saved.microbatches if asked.microbatches is None else asked.microbatches
     return saved if replace(asked, microbatches=microbatches) == of_saved else asked

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polylane.commands.running.recipe_training import RecipeTraining
+from polylane.commands.running.resumed_microbatches import note_other_microbatches
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import format_plural
 from polylane.plan import plan_file as plans
@@ -13,7 +14,15 @@ from polylane.runtime.data.stream_state import keeps_state
 from polylane.runtime.job import Job
 
 
-def begin_message(job: Job, training: RecipeTraining, prepared: CompiledTraining) -> dict[str, Any]:
+def begin_message(job: Job, training: RecipeTraining, prepared: CompiledTraining, saved: Plan | None) -> dict[str, Any]:
+    """Return the message.
+
+    Args:
+        job: this worker's part in the training, which has loaded its checkpoint.
+        training: the recipe's model and data, with the options.
+        prepared: the training, compiled for the plan.
+        saved: the plan of the checkpoint that the run goes on from; None: it begins.
+    """
     in_epoch, epochs, total = len(training.batch_sizes) or None, training.epochs, training.request.steps
     if total is None and in_epoch is not None and epochs is not None:
         total = in_epoch * epochs
@@ -28,6 +37,7 @@ def begin_message(job: Job, training: RecipeTraining, prepared: CompiledTraining
         "resumed_at": job.position.step if training.request.resume_from is not None else None,
         "notes": [
             *_note_resumed(job, training),
+            *(note_other_microbatches(prepared, saved) if saved is not None else ()),
             *prepared.main_partition.graph.notes,
             *_note_inexact_sync(prepared.plan),
             *_note_short_epoch(training),

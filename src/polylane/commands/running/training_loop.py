@@ -22,6 +22,8 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import NotFinite, PolylaneError
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import parse_plan
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue, earliest_fault
@@ -49,9 +51,8 @@ def train(
     """
     request, epochs = training.request, training.epochs
     log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
-    if request.resume_from is not None:
-        _load_checkpoint(job, training, log)
-    tell(begin_message(job, training, prepared))
+    saved = _load_checkpoint(job, training, log) if request.resume_from is not None else None
+    tell(begin_message(job, training, prepared, saved))
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None
@@ -133,8 +134,8 @@ def _finish_outcome(
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> None:
-    """Go on from the checkpoint that was found; a collective of all workers.
+def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> Plan:
+    """Go on from the checkpoint that was found, and return the plan that it is of; a collective of all workers.
 
     Raises:
         PolylaneError: it is damaged, or of another model or run.
@@ -151,6 +152,7 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> None:
     over = position.epoch + (bool(sizes) and position.samples >= trained)
     if position.step == request.steps or (training.epochs is not None and over >= training.epochs):
         raise NothingLeft(loaded.folder, position.step)
+    return parse_plan(loaded.manifest.plan, "of the checkpoint")
 
 
 def _open_control(job: Job, training: RecipeTraining, log: StepLog, stop: StopRequest, tell: Tell) -> RunControl | None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from polylane.auto.plan_broadcast import compile_on_all_ranks
 from polylane.commands.requests import TrainRequest
-from polylane.commands.running.fewer_workers import plan_for_started
+from polylane.commands.running.fewer_workers import gather_saved_plan, plan_for_started
 from polylane.commands.running.recipe_training import RecipeTraining, check_last_batch, load_materials
+from polylane.commands.running.resumed_microbatches import keep_microbatches
 from polylane.commands.running.step_log import Tell, TrainingOutcome
 from polylane.commands.running.training_loop import train
 from polylane.compile.compiled_training import CompiledTraining
@@ -71,6 +74,10 @@ def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> Trai
     training = load_materials(request)
     plan = plan_for_started(world, training.problem, request)
     prepared = compile_on_all_ranks(world, training.problem, plan)
+    if (saved := gather_saved_plan(world, request)) is not None:
+        compile_again = partial(compile_on_all_ranks, world, training.problem)
+        warn = warnings.warn if world.rank == 0 else _say_nothing
+        prepared = keep_microbatches(prepared, plan, saved, compile_again, warn)
     check_last_batch(training, prepared)
     try:
         return train(training.job(prepared, world, same_weights=False), training, prepared, tell, world.stop)
@@ -79,6 +86,10 @@ def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> Trai
         if told is None:
             raise
         raise with_predicted_memory(told, prepared, training.problem.samples) from None
+
+
+def _say_nothing(sentence: str) -> None:
+    pass
 
 
 def _tell_nobody(message: dict[str, Any]) -> None:

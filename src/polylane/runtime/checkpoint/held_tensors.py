@@ -83,17 +83,20 @@ class HeldTensor:
         name: global name of the tensor.
         region: the part of it that the worker holds.
         local: the worker's tensor, of the region's local shape.
+        is_complex: whether it has been complex, and these are its pairs of real numbers.
     """
 
     name: str
     region: Region
     local: Tensor
+    is_complex: bool = False
 
     def as_real(self) -> HeldTensor:
         """Return it as real numbers: of complex ones, which files do not have, pairs in a last dimension."""
         if not self.local.is_complex():
             return self
-        return replace(self, region=self.region.with_last_dim(2), local=torch.view_as_real(self.local.resolve_conj()))
+        pairs = torch.view_as_real(self.local.resolve_conj())
+        return replace(self, region=self.region.with_last_dim(2), local=pairs, is_complex=True)
 
 
 @dataclass

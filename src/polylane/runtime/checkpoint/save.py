@@ -34,8 +34,10 @@ from polylane.runtime.transport.serialization import encode, serializable, to_js
 
 Gather = Callable[[Any], list[Any]]  # returns every process's plain value, by rank; a collective of all
 
-# (name, shape, dtype, offsets, lengths) of a rectangle that a worker could write.
-_Descriptor = tuple[str, tuple[int, ...], str, tuple[int, ...], tuple[int, ...]]
+# (name, shape, dtype, offsets, lengths, whether of complex numbers) of a rectangle that a worker could write.
+_Descriptor = tuple[str, tuple[int, ...], str, tuple[int, ...], tuple[int, ...], bool]
+# (dtype, shape, whether of complex numbers) of a tensor, as a manifest says it.
+_Form = tuple[str, tuple[int, ...], bool]
 
 
 @serializable
@@ -76,7 +78,7 @@ class _UnderWay:
 
     Attributes:
         position: where the training was.
-        tensors: dtype and shape of every tensor that any worker holds, by name.
+        tensors: form of every tensor that any worker holds, by name.
         plain: every worker's plain state, merged; on rank 0.
         facts: the remaining fields of the manifest.
         folder: the folder without a name yet that all write into.
@@ -86,7 +88,7 @@ class _UnderWay:
     """
 
     position: Position
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    tensors: Mapping[str, _Form]
     plain: Mapping[str, Any]
     facts: Mapping[str, Any]
     folder: Path
@@ -114,7 +116,7 @@ class CheckpointSaver:
         self._writer = SnapshotWriter()
         self._under_way: _UnderWay | None = None
         # Of the latest distribution: what it was made for, this worker's rectangles, and all tensors.
-        self._assignments: tuple[str, list[int], Mapping[str, tuple[str, tuple[int, ...]]]] | None = None
+        self._assignments: tuple[str, list[int], Mapping[str, _Form]] | None = None
         self.stall_seconds = 0.0
         self.newest: Path | None = None
 
@@ -175,13 +177,11 @@ class CheckpointSaver:
         except OSError as refused:
             return "", f"{self._store.root} cannot be written: {refused.strerror or refused}"
 
-    def _assign(
-        self, digest: str, descriptors: Sequence[_Descriptor]
-    ) -> tuple[list[int], Mapping[str, tuple[str, tuple[int, ...]]]]:
+    def _assign(self, digest: str, descriptors: Sequence[_Descriptor]) -> tuple[list[int], Mapping[str, _Form]]:
         """Return which of its rectangles this worker writes, and all tensors; a collective where workers changed."""
         if self._assignments is None or self._assignments[0] != digest:
             every = self._gather([tuple(each) for each in descriptors])
-            tensors = {each[0]: (each[2], each[1]) for said in every for each in said}
+            tensors = {each[0]: (each[2], each[1], each[5]) for said in every for each in said}
             self._assignments = digest, assign_rectangles(every)[self._rank], tensors
         return self._assignments[1:]
 
@@ -262,8 +262,13 @@ class CheckpointSaver:
             for name, chunk in own:
                 chunks.setdefault(name, []).append(Chunk.model_validate(chunk))
         tensors = {
-            name: SavedTensor(dtype=dtype, shape=shape, chunks=tuple(chunks.get(name, ())))  # type: ignore[arg-type]
-            for name, (dtype, shape) in sorted(now.tensors.items())
+            name: SavedTensor(
+                dtype=dtype,  # type: ignore[arg-type]
+                shape=shape,
+                chunks=tuple(chunks.get(name, ())),
+                is_complex=is_complex,
+            )
+            for name, (dtype, shape, is_complex) in sorted(now.tensors.items())
         }
         position, plain = now.position, dict(now.plain)
         return Manifest(
@@ -309,6 +314,7 @@ def _cut_shards(state: WorkerState) -> tuple[list[ShardToWrite], list[_Descripto
             DTYPE_NAMES.get(each.held.local.dtype, str(each.held.local.dtype)),
             each.piece.rectangle.offsets,
             each.piece.rectangle.shape,
+            each.held.is_complex,
         )
         for each in shards
     ]

@@ -143,6 +143,12 @@ class SavedState:
                 f"checkpoint {self._reader.folder}: has {name} in the shape {list(saved.shape)}, expected "
                 f"{list(held.region.shape)}: it is of another model"
             )
+        if saved.is_complex != held.is_complex:
+            kinds = ("real", "complex")
+            raise PolylaneError(
+                f"checkpoint {self._reader.folder}: has {name} in {kinds[saved.is_complex]} numbers, expected "
+                f"{kinds[held.is_complex]} ones: it is of another model"
+            )
         on_cpu = held.local if held.local.device.type == "cpu" else torch.empty_like(held.local, device="cpu")
         in_place = held.region.span is None or on_cpu.is_contiguous()
         filled = on_cpu if in_place else torch.empty(on_cpu.shape, dtype=on_cpu.dtype)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import secrets
+import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from polylane.errors import NotFinite, PolylaneError
+from polylane.errors import NotFinite, PolylaneError, format_plural
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
 
 BYTES_IN_FLIGHT = 16 << 20  # bytes of tensors whose sums are under way at once, where full tensors are gathered
@@ -76,14 +77,30 @@ def require_finite(state: Mapping[str, Tensor], trained: Collection[str], path: 
 def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
     """Write weights as safetensors, atomically: an earlier file is replaced once the new one is complete on disk.
 
+    Of complex numbers safetensors has complex64 alone. Others keep every bit as two tensors, ``NAME.real`` and
+    ``NAME.imag``, and a warning says so: under these names nothing is loaded into the wrong place in silence.
+
     Raises:
         PolylaneError: the file cannot be written; an earlier file at the path is unchanged.
     """
+    state = {name: tensor.resolve_conj().resolve_neg().contiguous() for name, tensor in state.items()}
+    parted = {name: t.dtype for name, t in state.items() if t.dtype in (torch.complex32, torch.complex128)}
+    for name in parted:
+        pairs = torch.view_as_real(state.pop(name))
+        parts = {
+            f"{name}.{part}": each.contiguous() for part, each in zip(("real", "imag"), pairs.unbind(-1), strict=True)
+        }
+        if known := parts.keys() & state.keys():
+            raise PolylaneError(
+                f"the weights cannot be written to {path}: {name} is complex, and would be written as {min(known)}, "
+                "which is the name of another weight: rename one of them"
+            )
+        state |= parts
     # In the same folder: os.replace is atomic only within one file system.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, str(unfinished))
+        save_file(state, str(unfinished))
         mask = os.umask(0o022)
         os.umask(mask)
         os.chmod(unfinished, 0o666 & ~mask)  # safetensors creates files of mode 0600; follow the umask instead
@@ -91,11 +108,26 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
             os.fsync(file.fileno())
         os.replace(unfinished, path)
         sync_folder(path.parent)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, KeyError) as error:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         reason = getattr(error, "strerror", None) or error
+        if isinstance(error, KeyError):  # of its table of element types
+            reason = f"safetensors files do not have {error.args[0]}"
         raise PolylaneError(f"the weights cannot be written to {path}: {reason}") from error
+    if parted:
+        warnings.warn(_describe_parts(parted, path), stacklevel=2)
+
+
+def _describe_parts(dtypes: Mapping[str, torch.dtype], path: Path) -> str:
+    first, others = next(iter(dtypes)), len(dtypes) - 1
+    also = f" and {format_plural(others, 'other')} are" if others else " is"
+    return (
+        f"{first}{also} {' or '.join(sorted(map(str, set(dtypes.values()))))}, which safetensors files do not have: "
+        f"{path} keeps every bit of the two parts, as {first}.real and {first}.imag; before load_state_dict, make it "
+        f"whole again: "
+        f"state[{first!r}] = torch.complex(state.pop({f'{first}.real'!r}), state.pop({f'{first}.imag'!r}))"
+    )
 
 
 def sync_folder(path: Path) -> None:
