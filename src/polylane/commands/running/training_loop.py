@@ -14,7 +14,7 @@ from typing import Any
 from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import RecipeTraining
-from polylane.commands.running.resume import NothingLeft, check_same_run, describe_run
+from polylane.commands.running.resume import check_same_run, describe_run, refuse_if_done
 from polylane.commands.running.run_control import RunControl, parse_interval
 from polylane.commands.running.start_message import begin_message
 from polylane.commands.running.step_log import StepLog, Tell, TrainingOutcome, last_steps
@@ -45,7 +45,7 @@ def train(
         The outcome, the same on every worker but for times.
 
     Raises:
-        NothingLeft: on all workers, if the checkpoint to go on from is that of the last step.
+        NothingLeft: on all workers, if the checkpoint to go on from is that of the last step, or of a later one.
     """
     request, epochs = training.request, training.epochs
     log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
@@ -128,7 +128,7 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> None:
 
     Raises:
         PolylaneError: it is damaged, or of another model or run.
-        NothingLeft: it is that of the last step.
+        NothingLeft: it is that of the last step, or of a later one.
     """
     request = training.request
     assert request.resume_from is not None
@@ -136,14 +136,7 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> None:
     check_same_run(loaded.manifest.run, describe_run(request, sum(training.batch_sizes) or None), loaded.folder)
     if "log" in loaded.manifest.run:
         log.resume(loaded.manifest.run["log"])
-    position, sizes = loaded.position, training.batch_sizes
-    trained = sum(sizes)
-    over = position.epoch + (bool(sizes) and position.samples >= trained)
-    if position.step == request.steps or (training.epochs is not None and over >= training.epochs):
-        raise NothingLeft(
-            f"checkpoint {loaded.folder}: is that of the last step, {position.step}: there is nothing left to train; "
-            "give more --epochs or --steps"
-        )
+    refuse_if_done(loaded.folder, loaded.position, request.steps, training.epochs, sum(training.batch_sizes))
 
 
 def _open_control(job: Job, training: RecipeTraining, log: StepLog, stop: StopRequest, tell: Tell) -> RunControl | None:
