@@ -129,11 +129,7 @@ def test_a_signal_saves_and_the_run_goes_on(folder: Path, unbroken: list[dict[st
         ("--save-every 5", "has checkpoints of an earlier run, up to step 18: go on from them with --resume auto"),
         ("--resume auto --seed 1 --epochs 4", "was trained with --seed 0, and this run has --seed 1"),
         ("--resume auto --batch 4 --epochs 4", "was trained with --batch 8, and this run has --batch 4"),
-        (
-            "--resume run/unbroken/checkpoints/step-00000015 --save-every 5",
-            "has other checkpoints, up to step 18, which a restart would take for newer ones",
-        ),
-        ("--resume run/nothing", "there is no manifest.json: it is no checkpoint"),
+        ("--resume run/nothing", "checkpoint run/nothing: there is no such folder"),
     ],
 )
 def test_what_does_not_go_on_is_one_sentence(folder: Path, unbroken: object, line: str, says: str) -> None:

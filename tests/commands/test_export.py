@@ -61,7 +61,7 @@ def test_what_cannot_be_exported_is_one_sentence(
     (tmp_path / "a.txt").write_text("")
     for words, sentence in (
         ((tmp_path, tmp_path / "x"), "there is no manifest.json"),
-        ((tmp_path / "none", tmp_path / "x"), "there is no manifest.json"),
+        ((tmp_path / "none", tmp_path / "x"), "none: there is no such folder"),
         ((run_folder, tmp_path), "is a folder"),
         ((run_folder, tmp_path / "a.txt" / "x"), "cannot be written"),
     ):

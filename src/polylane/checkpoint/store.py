@@ -100,6 +100,9 @@ def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
     Raises:
         PolylaneError: there is none, or it is damaged.
     """
+    if not path.is_dir():
+        told = "is a file, and a checkpoint is a folder" if path.exists() else "there is no such folder"
+        raise PolylaneError(f"checkpoint {path}: {told}")
     for root in (path, path / "checkpoints"):
         if not (path / NAME).exists() and CheckpointStore(root).list_steps():
             newest = CheckpointStore(root).find_newest()

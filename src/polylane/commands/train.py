@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
 
+LONGEST_GRACE = 24 * 3600  # seconds; timers of the operating system do not take any number
+
 
 def run(request: TrainRequest) -> None:
     """Train, and print the outcome.
@@ -44,6 +46,8 @@ def run(request: TrainRequest) -> None:
         raise PolylaneError("--epochs and --steps exclude each other: give one of them")
     inputs.check_positive("--clip-norm", request.clip_norm)
     inputs.check_positive("--hang-after", request.trouble.hang_after)
+    if not 0 <= request.trouble.grace <= LONGEST_GRACE:  # also where it is not a number
+        raise PolylaneError(f"--grace {request.trouble.grace:g}: give seconds, from 0 to {LONGEST_GRACE} (a day)")
     request = _check_saving(request)
     given = request.run_folder
     place = RunFolder(

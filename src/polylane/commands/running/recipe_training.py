@@ -9,7 +9,7 @@ from typing import Any
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import TrainRequest
-from polylane.commands.running.resume import read_saved_plan
+from polylane.commands.running.resume import check_same_model, read_saved_plan
 from polylane.commands.running.resumed_microbatches import keep_microbatches
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.training_problem import TrainingProblem
@@ -75,13 +75,23 @@ def load_materials(request: TrainRequest) -> RecipeTraining:
     """Load model, data and an example batch.
 
     Raises:
-        PolylaneError: the recipe is wrong, or one of its functions raised.
+        PolylaneError: the recipe is wrong, one of its functions raised, or the checkpoint to go on from is of another
+            model.
     """
     recipe = request.rates.apply_to(inputs.open_recipe(request))
     problem, dataset = inputs.open_problem(recipe, request)
+    if request.resume_from is not None:
+        check_same_model(request.resume_from, _shapes(problem))
     if isinstance(dataset, Iterator):  # the example used some of it up
         dataset = inputs.open_data(recipe, "train")
     return RecipeTraining(request, recipe, problem, dataset, inputs.open_data(recipe, "test"))
+
+
+def _shapes(problem: TrainingProblem) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter and buffer, by all of its names."""
+    model = problem.model
+    buffers, parameters = model.named_buffers(remove_duplicate=False), model.named_parameters(remove_duplicate=False)
+    return {name: tuple(tensor.shape) for name, tensor in (*problem.parameters, *buffers, *parameters)}
 
 
 def prepare_once(training: RecipeTraining, plan: Spec | Plan) -> CompiledTraining:

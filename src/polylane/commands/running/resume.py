@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from polylane.commands.requests import TrainRequest
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
+    from polylane.runtime.checkpoint.save import Position
 
 FOLDER = "checkpoints"  # in a run's folder
 
@@ -32,8 +33,8 @@ class NothingLeft(PolylaneError):
 
     def __str__(self) -> str:
         return clean_sentence(
-            f"checkpoint {self.folder}: is that of the last step, {self.step}: there is nothing left to train; give "
-            "more --epochs or --steps"
+            f"checkpoint {self.folder}: is of step {self.step}, and this run is to end there or earlier: there is "
+            "nothing left to train; give more --epochs or --steps"
         )
 
 
@@ -64,28 +65,36 @@ def prepare_checkpoints(request: TrainRequest, run_folder: Path, continues: bool
                 "with --resume auto, or choose another folder"
             )
         return request
-    own.remove_leftovers()
     if request.saving.resume == "auto":
+        own.remove_leftovers()
         newest = own.find_newest()
         return request if newest is None else resume_from(request, newest)
-    named = open_checkpoint(Path(request.saving.resume))[0]
+    folder = open_checkpoint(Path(request.saving.resume))[0]
     if request.saves_checkpoints:
-        _refuse_another_course(own, named)
-    return resume_from(request, named)
+        own.remove_leftovers()
+        _refuse_to_mix(own, folder, run_folder)
+    return resume_from(request, folder)
 
 
-def _refuse_another_course(own: CheckpointStore, named: Path) -> None:
-    """Refuse to go on from an older checkpoint beside newer ones, which every restart would take for this run's.
+def _refuse_to_mix(own: CheckpointStore, folder: Path, run_folder: Path) -> None:
+    """Refuse to save beside checkpoints that are not of the run that goes on.
+
+    A restart and --resume auto take the newest one, and --keep removes the oldest ones: of an earlier run that came
+    further, they would take the earlier run's, and keep those in place of this run's.
+
+    Args:
+        own: checkpoints of the run's folder, which this run saves into.
+        folder: the checkpoint to go on from.
+        run_folder: the run's folder, for the error.
 
     Raises:
-        PolylaneError: the run's folder has checkpoints that the named one does not go on from.
+        PolylaneError: there are some, and the checkpoint to go on from is not the newest of them.
     """
     known = own.list_steps()
-    newest = next((place for place, (_, folder) in enumerate(known) if folder.resolve() == named.resolve()), -1)
-    if later := known[newest + 1 :]:
+    if known and not known[-1][1].samefile(folder):
         raise PolylaneError(
-            f"--resume {named}: {own.root} has other checkpoints, up to step {later[-1][0]}, which a restart would "
-            "take for newer ones: go on from them with --resume auto, remove them, or choose another folder with --run"
+            f"--run {run_folder}: has checkpoints of another run, or later ones, up to step {known[-1][0]}, which "
+            f"would be mixed with those that follow {folder}: choose another folder for --run, or move {own.root} away"
         )
 
 
@@ -159,3 +168,55 @@ def check_same_run(saved: Mapping[str, Any], own: Mapping[str, Any], folder: Pat
                 f"checkpoint {folder}: was trained with {option.format(before)}, and this run has "
                 f"{option.format(now)}: {reason}"
             )
+
+
+def check_same_model(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Refuse a model that is not the one of the checkpoint, by the first tensor that differs.
+
+    It is done before the model is compiled: the plan that is taken over knows a model only by its graph's fingerprint.
+
+    Args:
+        folder: of the checkpoint to go on from.
+        shapes: shape of every parameter and buffer of this run's model, by each of its names.
+
+    Raises:
+        PolylaneError: a tensor of its model is missing here, or has another shape.
+    """
+    from polylane.checkpoint.manifest import read_manifest
+
+    try:
+        tensors = read_manifest(folder).tensors
+    except PolylaneError:  # perhaps on this host alone: loading it says so on all workers at once
+        return
+    for name, saved in tensors.items():
+        kind, _, own = name.partition("/")
+        if kind != "model":
+            continue
+        if own not in shapes:
+            raise PolylaneError(
+                f"checkpoint {folder}: has {own}, which this run's model does not have: it is of another model"
+            )
+        shape = list(saved.shape[:-1] if saved.is_complex else saved.shape)
+        if shape != list(shapes[own]):
+            raise PolylaneError(
+                f"checkpoint {folder}: {own} has the shape {shape}, and {list(shapes[own])} in this run's "
+                "model: it is of another model"
+            )
+
+
+def refuse_if_done(folder: Path, position: Position, steps: int | None, epochs: int | None, samples: int) -> None:
+    """Refuse to go on from a checkpoint after which there is nothing left to train.
+
+    Args:
+        folder: of the checkpoint, for the error.
+        position: where it is in the data.
+        steps: optimizer steps that are asked for; None where epochs are.
+        epochs: times through the data that are asked for; None where steps are.
+        samples: samples of an epoch; 0 where that is not known.
+
+    Raises:
+        NothingLeft: it is that of the last step, or of a later one.
+    """
+    epochs_over = position.epoch + (samples > 0 and position.samples >= samples)
+    if (steps is not None and position.step >= steps) or (epochs is not None and epochs_over >= epochs):
+        raise NothingLeft(folder, position.step)

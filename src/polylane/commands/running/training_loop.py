@@ -14,7 +14,7 @@ from typing import Any
 from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import RecipeTraining
-from polylane.commands.running.resume import NothingLeft, check_same_run, describe_run
+from polylane.commands.running.resume import NothingLeft, check_same_run, describe_run, refuse_if_done
 from polylane.commands.running.run_control import RunControl, parse_interval
 from polylane.commands.running.start_message import begin_message
 from polylane.commands.running.step_log import StepLog, Tell, TrainingOutcome, last_steps
@@ -47,7 +47,7 @@ def train(
         The outcome, the same on every worker but for times.
 
     Raises:
-        NothingLeft: on all workers, if the checkpoint to go on from is that of the last step.
+        NothingLeft: on all workers, if the checkpoint to go on from is that of the last step, or of a later one.
     """
     request, epochs = training.request, training.epochs
     log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
@@ -139,7 +139,7 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> Plan:
 
     Raises:
         PolylaneError: it is damaged, or of another model or run.
-        NothingLeft: it is that of the last step.
+        NothingLeft: it is that of the last step, or of a later one.
     """
     request = training.request
     assert request.resume_from is not None
@@ -147,11 +147,7 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> Plan:
     check_same_run(loaded.manifest.run, describe_run(request, sum(training.batch_sizes) or None), loaded.folder)
     if "log" in loaded.manifest.run:
         log.resume(loaded.manifest.run["log"])
-    position, sizes = loaded.position, training.batch_sizes
-    trained = sum(sizes)
-    over = position.epoch + (bool(sizes) and position.samples >= trained)
-    if position.step == request.steps or (training.epochs is not None and over >= training.epochs):
-        raise NothingLeft(loaded.folder, position.step)
+    refuse_if_done(loaded.folder, loaded.position, request.steps, training.epochs, sum(training.batch_sizes))
     return parse_plan(loaded.manifest.plan, "of the checkpoint")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,8 @@ class LoadedCheckpoint:
     """A checkpoint that all workers have loaded."""
 
     folder: Path
-    manifest: Manifest
-    plain: Mapping[str, Any]
+    manifest: Manifest = field(repr=False)  # these two are long: states of random number generators are among them
+    plain: Mapping[str, Any] = field(repr=False)
 
     @property
     def position(self) -> Position:
