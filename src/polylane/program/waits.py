@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from polylane.program.program import Program
-from polylane.schedule.action import PASSES, Action
+from polylane.schedule.action import PASSES, Action, ActionKind
 
 # Number of compute actions by which receives are posted ahead: gloo moves a message only once its receive is posted.
 LOOKAHEAD = 2
@@ -38,3 +38,8 @@ def waiting_microbatch(program: Program, send: Action) -> int:
     """
     assert send.microbatch is not None
     return program.late_sends.get(send, send.microbatch + SEND_DEPTH)
+
+
+def waiting_microbatches(program: Program) -> dict[Action, int]:
+    """Return :func:`waiting_microbatch` of every send of a program."""
+    return {each: waiting_microbatch(program, each) for each in program.actions if each.kind is ActionKind.SEND}

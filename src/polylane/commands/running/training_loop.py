@@ -56,9 +56,7 @@ def train(
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None
-    # Who has not all losses does not know that the others stop, and would wait for them: asynchronous replicas, and
-    # dedicated servers where checkpoints are agreed on. All stop at the end of the epoch then.
-    all_know = not job.apart and (control is None or job.plan.processes == job.plan.workers)
+    all_know = _all_know_losses(job, control)
     test_loss, start, progress = None, job.position, job.world.progress
     numbers = itertools.count(start.epoch + 1) if epochs is None else range(start.epoch + 1, epochs + 1)
     progress.enter(Phase.TRAINING)
@@ -84,9 +82,7 @@ def train(
         tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), "test_loss": test_loss})
         if log.launched == request.steps:
             break
-    if not log.has_made_steps:  # a stream, of whose end the checkpoint says nothing
-        assert request.resume_from is not None
-        raise NothingLeft(request.resume_from, job.position.step)
+    _refuse_no_steps(log, request, job)
     outcome = log.outcome(prepared.plan.spec, test_loss, stopped=stops)
     if control is not None:
         outcome = _save_last(control, outcome)
@@ -94,6 +90,26 @@ def train(
     progress.enter(Phase.ENDING)
     job.close()
     return outcome
+
+
+def _all_know_losses(job: Job, control: RunControl | None) -> bool:
+    """Return whether every process knows at once of a loss that is not finite.
+
+    Who does not would wait for those that stop: asynchronous replicas, and dedicated servers where checkpoints are
+    agreed on. All stop at the end of the epoch then.
+    """
+    return not job.apart and (control is None or job.plan.processes == job.plan.workers)
+
+
+def _refuse_no_steps(log: StepLog, request: TrainRequest, job: Job) -> None:
+    """Refuse to end without a step: a stream was over, of whose end the checkpoint says nothing.
+
+    Raises:
+        NothingLeft: no step was made.
+    """
+    if not log.has_made_steps:
+        assert request.resume_from is not None
+        raise NothingLeft(request.resume_from, job.position.step)
 
 
 def _save_last(control: RunControl, outcome: TrainingOutcome) -> TrainingOutcome:

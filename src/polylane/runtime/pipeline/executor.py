@@ -18,7 +18,7 @@ from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.straggler import Straggler
 from polylane.program.program import Program
-from polylane.program.waits import SEND_DEPTH, receive_horizons, waiting_microbatch
+from polylane.program.waits import SEND_DEPTH, receive_horizons, waiting_microbatches
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.batch_tables import BatchTables, build_tables, runs
 from polylane.runtime.pipeline.running_statistics import Kept, RunningStatistics
@@ -69,9 +69,9 @@ class Executor:
     anomalies: AnomalyDetector | None = None
 
     def __post_init__(self) -> None:
-        self._slowness = 1.0
+        self._slowness, self.microbatches = 1.0, self.program.microbatches
         self._receive_horizon = receive_horizons(self.program.actions)
-        self.microbatches = self.program.microbatches
+        self._until = waiting_microbatches(self.program)
         self._reducer_of = {bucket: reducer for reducer in self.reducers.values() for bucket in reducer.bucket_names}
         self._inputs = {stage: self.program.inputs(stage) for stage in self.program.stages}
         self._outputs = {stage: self.program.outputs(stage) for stage in self.program.stages}
@@ -372,9 +372,8 @@ class Executor:
         route = state.tables.routes[action]
         value = extract_box(value.detach(), route.box)
         value = value if route.share is None else route.share.take_from(value)
-        pending = self.transport.send(value, action.peer)
-        until = waiting_microbatch(self.program, action)
-        state.pending_sends[SendKey(*here, name, action.peer, action.gradient)] = PendingSend(pending, until)
+        key, pending = SendKey(*here, name, action.peer, action.gradient), self.transport.send(value, action.peer)
+        state.pending_sends[key] = PendingSend(pending, self._until[action])
         self.mesh.waits.bytes += value.nbytes
 
     def _receive(self, action: Action, state: StepState) -> None:
