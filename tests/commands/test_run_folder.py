@@ -368,6 +368,22 @@ def test_a_later_attempt_keeps_what_is_unfinished_beside_an_earlier_run(tmp_path
     assert (tmp_path / "x/metrics.jsonl").read_text() == "earlier\n"
 
 
+def test_a_kill_while_a_run_goes_on_loses_no_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside an earlier run's files: the lines that are kept are there before anything is deleted."""
+    (tmp_path / "x/unfinished").mkdir(parents=True)
+    (tmp_path / "x/model.safetensors").write_text("earlier")
+    (tmp_path / "x/unfinished/metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+
+    def kill(path: Path, missing_ok: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    place = RunFolder(tmp_path / "x")
+    with pytest.raises(KeyboardInterrupt), place.claimed(True), monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", kill)
+        place.begin(resumed_at=2)
+    assert (tmp_path / "x/unfinished/metrics.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="a small disk is mounted by root alone")
 @pytest.mark.parametrize("option", ["", "--on-disk-error stop"])
 def test_a_disk_that_fills_up(folder: Path, option: str) -> None:

@@ -177,11 +177,12 @@ class RunFolder:
             self._at.mkdir(exist_ok=True)
             earlier = self.metrics if self.metrics.exists() else self.path / METRICS
             kept = "" if resumed_at is None else lines_until(earlier, resumed_at)
+            if resumed_at is not None:  # before anything is deleted: whenever this process ends, these lines are there
+                _replace_text(self.metrics, kept)
             if self._at != self.path and not self.continues:
                 for name in ALL_NAMES:
-                    (self._at / name).unlink(missing_ok=True)
-            if resumed_at is not None:
-                _replace_text(self.metrics, kept)
+                    if resumed_at is None or name != METRICS:
+                        (self._at / name).unlink(missing_ok=True)
             self._metrics = MetricsFile(self.metrics, append=self.continues or resumed_at is not None)
             self._has_begun = True
 
