@@ -27,7 +27,7 @@ from polylane.schedule.action import ActionKind
 from polylane.schedule.interleaved import interleaved
 from polylane.schedule.stage_graph import StageGraph
 
-FREE = {"hosts": [{"devices": 8, "device": "a100-80g", "link": {"bandwidth": 1e30, "latency": 0.0}}]}
+FREE = {"hosts": [{"devices": 8, "device": "a100-80g", "link": {"bandwidth": 1e24, "latency": 0.0}}]}
 TURN = parse("1:a100-80g").device(0).turn
 
 
