@@ -22,10 +22,15 @@ def _refuse_tiny(value: float) -> float:
     return value
 
 
+def _drop_tiny(value: float) -> float:
+    """Return 0 for less than any hardware has: a fit to measurements may find such figures where there is nothing."""
+    return 0.0 if value < SMALLEST else value
+
+
 _Number = {"strict": True, "allow_inf_nan": False}
-_Tiny = pydantic.AfterValidator(_refuse_tiny)
+_Tiny, _Negligible = pydantic.AfterValidator(_refuse_tiny), pydantic.AfterValidator(_drop_tiny)
 Positive = Annotated[float, pydantic.Field(gt=0, le=LARGEST, **_Number), _Tiny]
-Natural = Annotated[float, pydantic.Field(ge=0, le=LARGEST, **_Number), _Tiny]
+Natural = Annotated[float, pydantic.Field(ge=0, le=LARGEST, **_Number), _Negligible]
 Share = Annotated[float, pydantic.Field(gt=0, le=1, **_Number), _Tiny]
 Units = Annotated[Count, pydantic.Field(le=MOST_UNITS)]
 
@@ -73,7 +78,7 @@ class Link(StrictMapping):
     fraction: Share = 1.0
     half: Natural = 0.0
     local: Positive | None = None
-    switch: Annotated[float, pydantic.Field(ge=0, le=1, **_Number), _Tiny] = 0.0
+    switch: Annotated[float, pydantic.Field(ge=0, le=1, **_Number), _Negligible] = 0.0
     wired: tuple[Share, ...] = ()
     cpu: Natural = 0.0
     fractions: dict[Kind, Share] = pydantic.Field(default={})
