@@ -56,6 +56,7 @@ def pytest_timeout_set_timer(item: pytest.Item) -> Generator[None, Any, Any]:
     if callable(fail):
 
         def print_stacks_and_fail(*at: Any) -> None:
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)  # forked workers inherit what threads hold
             for worker in multiprocessing.active_children():
                 print(f"\n{item.nodeid}: {worker.name}:", file=sys.__stderr__, flush=True)
                 os.kill(worker.pid or 0, STACKS_SIGNAL)

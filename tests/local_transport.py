@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PeerLost
+from polylane.graph.python_state.ended_threads import wait_gone
 from polylane.runtime.transport.protocol import (
     FinishedTransfer,
     PendingResult,
@@ -340,6 +341,7 @@ def run_local(size: int, worker: Callable[[LocalTransport], T]) -> list[T]:
         thread.start()
     for thread in threads:
         thread.join()
+    wait_gone(thread.native_id for thread in threads)
     if errors:
         raise next((error for error in errors if not is_peer_loss(error)), errors[0])
     return [results[rank] for rank in range(size)]

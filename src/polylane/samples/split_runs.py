@@ -26,6 +26,7 @@ from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.operators.sync_batch_norm import batch_norm
 from polylane.graph.operators.whole_batch_counts import WholeBatchStatistic
 from polylane.graph.precision import PROMOTED, Promoted, unwrap_settings
+from polylane.graph.python_state.ended_threads import wait_gone
 from polylane.graph.rounding_noise import MARGIN, max_magnitude, nudge_fractions, nudge_values, rounding_floor
 from polylane.graph.sample_slice import SampleSlice
 
@@ -242,8 +243,12 @@ def run_as_replicas(count: int, work: Callable[[int, Callable[[Tensor], Tensor]]
             barrier.abort()
             raise
 
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(guarded, range(count)))
+    threads = list[int]()
+    try:
+        with ThreadPoolExecutor(count, initializer=lambda: threads.append(threading.get_native_id())) as pool:
+            return list(pool.map(guarded, range(count)))
+    finally:
+        wait_gone(threads)  # workers may be forked next
 
 
 class WithoutRandomness(TorchFunctionMode):
