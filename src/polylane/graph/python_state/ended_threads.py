@@ -6,6 +6,8 @@ import os
 import time
 from collections.abc import Iterable
 
+MOST_SECONDS = 1.0  # a number may be another thread's by then
+
 
 def wait_gone(native_ids: Iterable[int | None]) -> None:
     """Wait until the system has taken threads down, a moment after Python has joined them; for Linux.
@@ -16,6 +18,7 @@ def wait_gone(native_ids: Iterable[int | None]) -> None:
     Args:
         native_ids: numbers that the system gave the threads, all of which have been joined.
     """
+    deadline = time.monotonic() + MOST_SECONDS
     for each in native_ids:
-        while os.path.exists(f"/proc/self/task/{each}"):
+        while os.path.exists(f"/proc/self/task/{each}") and time.monotonic() < deadline:
             time.sleep(1e-4)
