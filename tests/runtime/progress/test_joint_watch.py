@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -98,16 +99,30 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
 
-def watch_both(store: TCPStore, waits: tuple[bool, bool], begun: tuple[int, int], stopped: int | None) -> list[Watched]:
-    """What both watches say until both have said something."""
+def watch_both(
+    store: TCPStore,
+    waits: tuple[bool, bool],
+    begun: tuple[int, int],
+    stopped: int | None,
+    on_hang: OnHang = "stop",
+    seconds: float = 0.0,
+) -> list[Watched]:
+    """What both watches say until both have said something, and for some seconds after that."""
     found = [Watched(), Watched()]
+    since = dict[int, float]()
+
+    def is_over(each: Watched) -> bool:
+        if each.said:
+            since.setdefault(id(each), time.monotonic())
+        return time.monotonic() - since.get(id(each), math.inf) > seconds
+
     with worker(0, begun[0], waits[0]) as first, worker(1, begun[1], waits[1]) as second:
         if stopped is not None:
             os.kill((first, second)[stopped][0], signal.SIGSTOP)
         threads = [
             threading.Thread(
                 target=watch_until,
-                args=(own, memory, store.port, lambda each: each.said, "stop", found[own]),
+                args=(own, memory, store.port, is_over, on_hang, found[own]),
             )
             for own, (_, memory) in enumerate((first, second))
         ]
@@ -163,11 +178,15 @@ def test_a_store_that_does_not_answer_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_whoever_is_to_wait_waits(store: TCPStore) -> None:
-    found = Watched()
-    with worker(0, 2, True) as (_, memory):
-        watch_until(0, memory, store.port, lambda each: bool(each.said), "wait", found)
-    assert found.hung is None and found.said[0].endswith("the training waits for it, as --on-hang wait says")
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_whoever_is_to_wait_waits_and_both_hosts_say_so_once(store: TCPStore, stopped: int) -> None:
+    waits = (stopped != 0, stopped != 1)
+    begun = (2 - (stopped == 0), 2 - (stopped == 1))
+    found = watch_both(store, waits, begun, stopped, "wait", joint_watch.ALONE_SECONDS + joint_watch.ANSWER_SECONDS)
+    (sentence,) = found[0].said
+    assert found[1].said == [sentence] and found[0].hung is None and found[1].hung is None
+    assert f"rank {stopped} (process " in sentence and "it is stopped" in sentence
+    assert sentence.endswith("; the training waits for it, as it is to (on hang: wait)")
 
 
 # ---- the board -------------------------------------------------------------------------------------------------------

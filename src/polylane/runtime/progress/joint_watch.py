@@ -217,6 +217,7 @@ class JointWatch(HangWatch):
     ) -> None:
         """Answer a verdict, wait for its sentence, and do here what it says."""
         self._followed[host], self._alone_since = verdict.number, None
+        self._named |= dict.fromkeys(verdict.victims, time.monotonic())  # they need no verdict of this host
         report = self._report(seen)
         answer = Answer(host, verdict.number, shift_report(report, -report.now))
         self._board.post(HostPost(ranks=tuple(own), answer=answer), hurries=True)
@@ -239,6 +240,8 @@ class JointWatch(HangWatch):
         own = [rank for rank in victims if rank in seen]
         if own:
             self._end(own, report, seen)
+        elif waiting := self._describe_waiting(victims[0], report):
+            self._say(f"{report.sentence}{waiting}")
         else:
             self._say(f"the training hangs: {report.sentence}")
 

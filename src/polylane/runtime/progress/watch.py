@@ -166,20 +166,25 @@ class HangWatch:
         Raises:
             WorkerHung: unless the training is to wait.
         """
-        first = next(each for each in report.ranks if each.rank == victims[0])
-        # Who is at a breakpoint is waited for: somebody is looking at it.
-        if self._on_hang == "wait" or first.doing is Doing.AT_BREAKPOINT:
+        first = victims[0]
+        if waiting := self._describe_waiting(first, report):
             for rank in victims:
                 self._hung.setdefault(rank, self._observer.since[rank])
-            told = ", as it is to (on hang: wait)" if self._on_hang == "wait" else ""
-            self._say(f"{report.sentence}; the training waits for it{told}")
+            self._say(f"{report.sentence}{waiting}")
             return
-        hung = WorkerHung(
-            victims, report.sentence, main_stack(report, seen, first.rank) if first.rank in report.culprits else ""
-        )
+        stack = main_stack(report, seen, first) if first in report.culprits else ""
+        hung = WorkerHung(victims, report.sentence, stack)
         for reader in self._observer.readers.values():
             reader.tell(hung)
         raise hung
+
+    def _describe_waiting(self, victim: int, report: HangReport) -> str:
+        """Return what is said of a training that waits for a worker that hangs; "" if the worker is to be ended."""
+        if self._on_hang == "wait":
+            return "; the training waits for it, as it is to (on hang: wait)"
+        # Who is at a breakpoint is waited for: somebody is looking at it.
+        at_breakpoint = any(each.rank == victim and each.doing is Doing.AT_BREAKPOINT for each in report.ranks)
+        return "; the training waits for it" if at_breakpoint else ""
 
     def report_failure(self, rank: int, sentence: str) -> HangReport:
         """Return the report of a worker that failed, from the pages that it and the others have left.
