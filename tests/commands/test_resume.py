@@ -65,8 +65,10 @@ def test_a_run_does_not_save_beside_later_checkpoints_or_those_of_another_run(sa
     assert {go_on(place) for place in (second, saved, saved / FOLDER)} == {second}
 
 
-def test_another_model_is_named_by_its_tensor(saved: Path) -> None:
-    folder = saved / FOLDER / "step-00000002"
+@pytest.mark.parametrize("plan", ["data=1", "data=2,every=3"])  # of the latter, every replica's own weights
+def test_another_model_is_named_by_its_tensor(plan: str, tmp_path: Path) -> None:
+    save_steps(plan, tmp_path, 2)
+    folder = tmp_path / "step-00000002"
     shapes = {name: tuple(value.shape) for name, value in small_model().state_dict(keep_vars=True).items()}
     check_same_model(folder, shapes)
     name = next(iter(shapes))
