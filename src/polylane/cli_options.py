@@ -115,6 +115,17 @@ Grace = Annotated[
         help="Time for a checkpoint after SIGTERM or SIGUSR1, before the end.",
     ),
 ]
+RequeueCode = Annotated[
+    int,
+    typer.Option(
+        "--requeue-code",
+        metavar="CODE",
+        min=0,
+        max=125,
+        help="Exit code where SIGTERM or SIGUSR1 ended the training early and a checkpoint was saved, by which a batch "
+        "system starts it again.",
+    ),
+]
 OnDiskError = Annotated[
     Literal["warn", "stop"],
     typer.Option(

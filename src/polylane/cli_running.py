@@ -47,6 +47,7 @@ def train(
     on_nan: options.OnNan = "stop",
     on_disk_error: options.OnDiskError = "warn",
     grace: options.Grace = GRACE,
+    requeue_code: options.RequeueCode = 0,
     stop_on_nan: options.StopOnNan = False,
     on_hang: options.OnHang = "stop",
     hang_after: options.HangAfter = None,
@@ -85,7 +86,7 @@ def train(
         on_nan="stop" if stop_on_nan else on_nan,
         rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup),
         saving=SavingOptions(save_every, keep, resume, default_restarts(max_restarts, workers)),
-        trouble=TroubleOptions(on_hang, hang_after, on_disk_error, grace),
+        trouble=TroubleOptions(on_hang, hang_after, on_disk_error, grace, requeue_code),
     )
     command.run(request)
 

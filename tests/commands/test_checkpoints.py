@@ -110,13 +110,13 @@ def test_a_worker_that_is_killed_is_started_again(folder: Path, unbroken: list[d
 
 
 def test_a_signal_saves_and_the_run_goes_on(folder: Path, unbroken: list[dict[str, object]]) -> None:
-    process = start(folder, "asked", f"--save-every 1h {SLOW}")
+    process = start(folder, "asked", f"--save-every 1h --requeue-code 75 {SLOW}")
     wait_for_step(folder, "asked", 4)
     process.send_signal(signal.SIGTERM)
     done = finish(process)
-    assert done.returncode == 0 and "go on with --resume auto" in done.stdout, done.stderr
+    assert done.returncode == 75 and "go on with --resume auto" in done.stdout, done.stderr
     assert len(metrics(folder, "asked")) < len(unbroken)
-    done = finish(start(folder, "asked", "--save-every 1h --resume auto"))
+    done = finish(start(folder, "asked", "--save-every 1h --resume auto --requeue-code 75"))
     assert done.returncode == 0 and "note: goes on from" in done.stdout, done.stderr
     assert metrics(folder, "asked") == unbroken
     again = finish(start(folder, "asked", "--save-every 1h --resume auto"))

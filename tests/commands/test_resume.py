@@ -82,3 +82,9 @@ def test_another_model_is_named_by_its_tensor(plan: str, tmp_path: Path) -> None
 def test_a_grace_that_no_timer_takes_is_refused(grace: float) -> None:
     with pytest.raises(PolylaneError, match=r"--grace .*: give seconds, from 0 to 86400"):
         command.run(replace(REQUEST, trouble=TroubleOptions(grace=grace)))
+
+
+def test_an_exit_code_is_not_asked_of_torchruns_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(PolylaneError, match=r"--requeue-code is not for torchrun: the exit code is torchrun's own"):
+        command.run(replace(REQUEST, trouble=TroubleOptions(requeue_code=75)))

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import format_count, format_seconds, print_json, print_line
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
 
+T = TypeVar("T")
+
 LONGEST_GRACE = 24 * 3600  # seconds; timers of the operating system do not take any number
 
 
@@ -49,6 +51,8 @@ def run(request: TrainRequest) -> None:
     if not 0 <= request.trouble.grace <= LONGEST_GRACE:  # also where it is not a number
         raise PolylaneError(f"--grace {request.trouble.grace:g}: give seconds, from 0 to {LONGEST_GRACE} (a day)")
     request = _check_saving(request)
+    if request.trouble.requeue_code and "RANK" in os.environ:
+        raise PolylaneError("--requeue-code is not for torchrun: the exit code is torchrun's own")
     given = request.run_folder
     place = RunFolder(
         given or Path("run") / _recipe_name(request.recipe),
@@ -57,6 +61,7 @@ def run(request: TrainRequest) -> None:
         warn=warn if request.trouble.on_disk_error == "warn" else None,
     )
     stop = StopRequest(waits_for_save=request.saves_checkpoints)
+    ended_early = False
     # Before anything takes long: a plan that is searched, or a recipe that imports torch.
     if "RANK" in os.environ:
         own = TorchrunWorker(stop, request.trouble.grace, lambda number: _describe_kept(request, place))
@@ -67,13 +72,15 @@ def run(request: TrainRequest) -> None:
             own.close()
     else:
         with LauncherSignals(stop, request.trouble.grace, warn).handled():
-            _claim_and_train(request, place, lambda request: _train(request, place, stop))
+            ended_early = _claim_and_train(request, place, lambda request: _train(request, place, stop))
     # Ctrl-C has its exit code also where it waited for a checkpoint; other signals ask for a good end.
     if stop.number == signal.SIGINT:
         raise Stopped(signal.SIGINT, "a checkpoint was saved")
+    if ended_early and request.trouble.requeue_code:
+        sys.exit(request.trouble.requeue_code)
 
 
-def _claim_and_train(request: TrainRequest, place: RunFolder, train: Callable[[TrainRequest], None]) -> None:
+def _claim_and_train(request: TrainRequest, place: RunFolder, train: Callable[[TrainRequest], T]) -> T:
     request = replace(request, plan=_choose_plan(request))
     inputs.open_recipe(request)  # a mistake in it is reported before polylane imports torch
     place.check()
@@ -81,7 +88,7 @@ def _claim_and_train(request: TrainRequest, place: RunFolder, train: Callable[[T
         request = replace(request, model_path=place.model)
         if os.environ.get("RANK", "0") == "0":
             request = prepare_checkpoints(request, place.path, place.continues)
-        train(request)
+        return train(request)
 
 
 def _check_saving(request: TrainRequest) -> TrainRequest:
@@ -103,8 +110,8 @@ def _check_saving(request: TrainRequest) -> TrainRequest:
     return request
 
 
-def _train(request: TrainRequest, place: RunFolder, stop: StopRequest) -> None:
-    """Train on workers that this process starts.
+def _train(request: TrainRequest, place: RunFolder, stop: StopRequest) -> bool:
+    """Train on workers that this process starts; return whether a signal ended the training early.
 
     Raises:
         Stopped: a signal ended the run at once.
@@ -113,8 +120,10 @@ def _train(request: TrainRequest, place: RunFolder, stop: StopRequest) -> None:
         with Reporter(place, to_stderr=request.json) as reporter:
             outcome = start_workers(request, reporter, stop)
         _finish(request, place, outcome)
+        return outcome.ended_early
     except NothingLeft as done:
         _end_without_steps(place, done)
+        return False
     except Stopped as stopped:
         raise Stopped(stopped.number, stopped.reason or _describe_kept(request, place)) from None
     except KeyboardInterrupt:
