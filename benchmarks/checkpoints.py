@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,10 +117,10 @@ def _time_block(job: Job, batch: torch.Tensor, steps: int) -> float:
     return time.perf_counter() - begin
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("benchmarks.checkpoints", __doc__)
     parser.add_argument("--rounds", type=int, default=7, help="blocks with and without a save (%(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     width, rounds = (64, 1) if options.quick else (1300, options.rounds)
     print("plan                          MB  step ms  stall ms  block longer by ms  written in ms  auto: every  costs")
