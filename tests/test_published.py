@@ -234,7 +234,7 @@ GPIPE = {
     "torchgpipe_speedup": "1.539",
     "gpipe_paper_speedup": "1.07",
 }
-SMALL = Experiment(2, 4, 8, (4, 5), layers=3, filters=32)
+SMALL = Experiment(2, 4, 8, (3, 3), layers=0, filters=32)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_experiments_divide_the_model() -> None:
 
 
 def test_nothing_is_recomputed_of_the_last_microbatch_but_a_single_one() -> None:
-    found = published_gpipe.priced(3, 32)
+    found = published_gpipe.priced(SMALL.layers, SMALL.filters)
     for microbatches, recomputed in ((4, [2, 1, 0]), (1, [0])):
         run = replace(SMALL, microbatches=microbatches)
         prediction = predict(found, *published_gpipe.divided(found, run), run.batch, exact=False)
@@ -291,7 +291,7 @@ def test_nothing_is_recomputed_of_the_last_microbatch_but_a_single_one() -> None
 
 def test_a_stage_recomputes_while_it_would_wait() -> None:
     run = replace(SMALL, microbatches=1)
-    found = published_gpipe.priced(3, 32)
+    found = published_gpipe.priced(run.layers, run.filters)
     partition, plan = published_gpipe.divided(found, run)
     first, last = predict(found, partition, plan, run.batch, exact=False).stages
     (message,) = published_gpipe.travels(found, partition, run.batch)
@@ -306,7 +306,7 @@ def test_speedups_of_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def small(stages: int, microbatches: int) -> Experiment:
-        return Experiment(stages, microbatches, 4 * microbatches, layers=3, filters=32)
+        return Experiment(stages, microbatches, 4 * microbatches, layers=SMALL.layers, filters=SMALL.filters)
 
     monkeypatch.setattr(published_rows, "experiment", small)
     monkeypatch.setattr(published_gpipe, "BASE", small(2, 1))
