@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polylane.checkpoint.manifest import NAME, Manifest, read_manifest
+from polylane.checkpoint.commit import MANIFEST
+from polylane.checkpoint.manifest import Manifest, read_manifest
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.checkpoint.store import name_another, open_checkpoint
 from polylane.errors import PolylaneError
@@ -88,10 +89,10 @@ def _read_plain(folder: Path, manifest: Manifest) -> dict[str, Any]:
     try:
         plain = from_json(manifest.plain)
     except PolylaneError as error:
-        raise PolylaneError(f"checkpoint {folder / NAME}: plain: {error}; {name_another(folder)}") from None
+        raise PolylaneError(f"checkpoint {folder / MANIFEST}: plain: {error}; {name_another(folder)}") from None
     if not isinstance(plain, dict):
         found = type(plain).__name__
         raise PolylaneError(
-            f"checkpoint {folder / NAME}: plain is a {found}, expected names with values; {name_another(folder)}"
+            f"checkpoint {folder / MANIFEST}: plain is a {found}, expected names with values; {name_another(folder)}"
         )
     return plain
