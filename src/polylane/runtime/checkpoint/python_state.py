@@ -14,11 +14,9 @@ from torch import nn
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.own_objects import MISSING
 from polylane.graph.python_state.state import PythonName
-from polylane.runtime.checkpoint.optimizer_state import from_plain, to_plain
+from polylane.runtime.checkpoint.plain_values import SCALARS, from_plain, to_plain
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.samples.leaf_effects import collect_effects
-
-_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
@@ -106,7 +104,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if type(value) is dict:
         return all(_is_plain(part) for item in value.items() for part in item)
-    return type(value) in _PLAIN
+    return type(value) in SCALARS
 
 
 def _put(place: PythonName, value: Any) -> None:

@@ -156,17 +156,3 @@ class SavedState:
         if filled is not held.local:
             with torch.no_grad():
                 held.local.copy_(filled)
-
-
-def numpy_state(saved: Any) -> tuple[Any, ...]:
-    """Return the state of NumPy's generator that a checkpoint has as plain values.
-
-    Raises:
-        PolylaneError: it is none; NumPy itself would read memory that is not its own.
-    """
-    import numpy
-
-    kind, keys, place, *rest = saved
-    if kind != "MT19937" or len(keys) != 624 or type(place) is not int or not 0 <= place <= 624:
-        raise PolylaneError("a state of NumPy's random generator has a place outside of its 624 numbers")
-    return kind, numpy.array(keys, dtype="uint32"), place, *rest
