@@ -17,7 +17,7 @@ _LONGEST_END = 0.5
 
 def to_dict(report: HangReport) -> dict[str, Any]:
     """Return a report as plain data for JSON; see :func:`from_dict`."""
-    running = {f"{rank}": [_action_row(action), since] for rank, (action, since) in report.unfinished.items()}
+    running = {f"{rank}": [action.to_row(), since] for rank, (action, since) in report.unfinished.items()}
     return {
         "polylane": 1,
         "kind": _KIND,
@@ -31,10 +31,6 @@ def to_dict(report: HangReport) -> dict[str, Any]:
     }
 
 
-def _action_row(action: Action) -> list[Any]:
-    return [str(action.kind), action.stage, action.microbatch, action.value, action.peer, action.gradient]
-
-
 def from_dict(data: Mapping[str, Any]) -> HangReport:
     """Return the report that :func:`to_dict` wrote.
 
@@ -44,10 +40,8 @@ def from_dict(data: Mapping[str, Any]) -> HangReport:
     if data.get("polylane") != 1 or data.get("kind") != _KIND:
         raise ValueError('expected "polylane": 1 and "kind": "why"')
     try:
-        unfinished = {
-            int(rank): (Action(ActionKind(kind), *rest), float(since))
-            for rank, ((kind, *rest), since) in data["unfinished"].items()
-        }
+        running = data["unfinished"].items()
+        unfinished = {int(rank): (Action.from_row(row), float(since)) for rank, (row, since) in running}
         return HangReport(
             str(data["sentence"]),
             tuple(data["culprits"]),

@@ -27,7 +27,7 @@ from polylane.diagnosis.page_layout import (
 from polylane.errors import WorkerHung
 from polylane.runtime.progress.page import ProgressMemory
 from polylane.runtime.progress.processes import read_stacks, request_stacks
-from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.action import Action
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PageReader:
             elif note["kind"] == "line":
                 lines[note["number"]] = note["name"], tuple(note["ranks"])
             elif note["kind"] == "program":
-                programs[note["number"]] = tuple(Action(ActionKind(kind), *rest) for kind, *rest in note["actions"])
+                programs[note["number"]] = tuple(map(Action.from_row, note["actions"]))
             else:
                 codes[note["file"]] = note["lines"]
         return None if worker is None else PageNotes(worker, lines, programs, codes)
