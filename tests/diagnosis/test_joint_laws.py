@@ -218,6 +218,10 @@ def test_a_report_with_other_types_is_refused() -> None:
         plain["answer"][2]["ranks"][0] |= wrong
         with pytest.raises(ValueError):
             HostPost.from_bytes(json.dumps(plain).encode(), "", (1, 5))
+    plain = json.loads(HostPost(1, answer=Answer(0, 1, REPORT)).to_bytes(""))
+    plain["answer"][2]["timeline"]["spans"][0][2] = "x"  # the stage of an action that is drawn
+    with pytest.raises(ValueError):
+        HostPost.from_bytes(json.dumps(plain).encode(), "", (1, 5))
 
 
 def test_reports_of_hosts_whose_clocks_differ_are_joined_by_ages() -> None:
