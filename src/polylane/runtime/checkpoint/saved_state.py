@@ -18,6 +18,8 @@ from torch import Tensor
 
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.errors import PolylaneError
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import dump
 from polylane.runtime.checkpoint.held_tensors import HeldTensor, Region
 
 
@@ -39,10 +41,9 @@ class SavedState:
         saved = min(int(plain.get("replicas", 1)), len(reader.manifest.tensors))
         self._replicas, self._saved_replicas = replicas, saved
 
-    @property
-    def is_same_plan(self) -> bool:
-        """Whether the plan that reads is the one that wrote."""
-        return bool(self.plain.get("same_plan"))
+    def was_saved_by(self, plan: Plan) -> bool:
+        """Return whether a plan wrote the checkpoint."""
+        return self._reader.manifest.plan == dump(plan)
 
     def refuse_other_weights(self, own: Mapping[str, str]) -> None:
         """Refuse a checkpoint that has weights which the model does not have: what it lacks is found by reading.

@@ -93,7 +93,7 @@ class WorkerTrainingState:
         restore_python_state(holding, self._replica, saved.plain)
         for name, trainer in self._trainers.items():
             trainer.compressor.restore_state(name, holding, self._replica, saved)
-        if saved.is_same_plan:
+        if saved.was_saved_by(holding.prepared.plan):
             _restore_random(holding.world.rank, saved)
 
     def _variant_of(self, name: str) -> str:
