@@ -19,6 +19,7 @@ from polylane.runtime.checkpoint.held_tensors import Region, WorkerState, whole_
 from polylane.runtime.checkpoint.plain_values import SCALARS, TENSOR, from_plain, to_plain
 
 _OF_BASE = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))  # torch's own attributes
+_GROUP_NAMES = ("params", "param_names")  # options of a group that are its parameters, which have their own states
 
 # Reads a worker's part of a saved tensor: its global name and region, and the tensor that is filled.
 Fill = Callable[[str, Region, Tensor], None]
@@ -168,9 +169,6 @@ def collect_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
     if scheduler is not None and hasattr(scheduler, "state_dict"):
         found[f"scheduler/{objective}"] = to_plain(scheduler.state_dict(), f"{type(scheduler).__name__}.state_dict()")
     return found
-
-
-_GROUP_NAMES = ("params", "param_names")
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
