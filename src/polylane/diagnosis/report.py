@@ -35,6 +35,7 @@ class Doing(StrEnum):
     GONE = "has ended"
 
 
+ENDED_STATES = frozenset({"", "Z", "X"})  # of a process, as /proc/PID/stat names them; "" where there is none
 FROZEN = frozenset({Doing.STOPPED, Doing.DEBUGGED, Doing.HOLDS_INTERPRETER})
 _BY_PHASE = {
     Phase.LOADING: Doing.LOADING,
@@ -54,7 +55,7 @@ def classify(state: str, beat_late: float, phase: Phase, is_waiting: bool) -> Do
         phase: what its page says.
         is_waiting: whether its page says that it waits for others.
     """
-    if state in ("", "Z", "X"):
+    if state in ENDED_STATES:
         return Doing.GONE
     if state == "T":
         return Doing.STOPPED

@@ -262,6 +262,7 @@ class ProgressWriter(Progress):
         self._round_began, self._round = now, self._round + 1
         self._program, self._step, self._action, self._is_new = program, step + 1, -1, is_new
         self._write()
+        # The word of the round's first action, from which that of any other is a sum: one less is that of none.
         self._state_of_round = pack_state(self._round, self._phase, 0)
         self.words[STATE_WORD] = self._state_of_round - 1
 
