@@ -145,8 +145,8 @@ $(ZOO)/.installed: $(INSTALLED)
 gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED))
 	@PYTHONPATH=src $(if $(filter no,$(INSTALL)),$(PYTHON),$(BIN)/python) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
-# Two hundred faults at random moments of trainings, by eight plans, over both transports, under both launchers: half an
-# hour or more. Others: `make chaos FAULTS=40 ARGS="--seed 8 --only kill"`.
+# Two hundred faults at random moments of trainings, by eight plans, over both transports, under both launchers: hours on
+# a busy machine of two cores. Others: `make chaos FAULTS=40 ARGS="--seed 8 --only kill"`.
 chaos: $(INSTALLED)
 	@$(BIN)/polylane chaos tests/small_network.py $(addprefix --plan ,$(CHAOS_PLANS)) --batch 16 $(LAUNCHERS) --seed 7 --faults $(FAULTS) $(ARGS)
 

@@ -291,8 +291,8 @@ def lanes(
     weight: options.WeightTicks = None,
     halving: options.Halving = "0",
     hop: options.HopTicks = "0",
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")] = None,
+    svg: options.Svg = None,
+    html: options.Html = None,
     json: Json = False,
 ) -> None:
     """Draw a schedule's swimlane from theory.

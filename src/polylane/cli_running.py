@@ -121,8 +121,8 @@ def export(
 
 def why(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.", show_default=False)],
-    svg: Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Write the picture as SVG.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Write it as an HTML page.")] = None,
+    svg: options.Svg = None,
+    html: options.Html = None,
     json: Json = False,
 ) -> None:
     """Say why a run stood still or failed: who, where, and what everybody else was doing.

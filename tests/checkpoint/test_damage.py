@@ -24,10 +24,10 @@ from checkpoint.saved_runs import (
     save_steps,
     small_model,
 )
-from polylane.checkpoint.manifest import NAME
-from polylane.checkpoint.store import CheckpointStore
+from polylane.checkpoint.commit import MANIFEST
+from polylane.checkpoint.store import CheckpointStore, open_checkpoint
 from polylane.errors import PolylaneError
-from polylane.runtime.checkpoint.saved_state import numpy_state
+from polylane.runtime.checkpoint.plain_values import numpy_state
 from polylane.runtime.job import Job
 
 PLAN = "data=2,shard=optimizer"
@@ -45,9 +45,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def change_digest(folder: Path) -> None:
     """Change one digit of the manifest's digest to another one."""
-    before, key, rest = (folder / NAME).read_text().partition('"digest":"')
+    before, key, rest = (folder / MANIFEST).read_text().partition('"digest":"')
     assert key
-    (folder / NAME).write_text(before + key + ("1" if rest[0] == "0" else "0") + rest[1:])
+    (folder / MANIFEST).write_text(before + key + ("1" if rest[0] == "0" else "0") + rest[1:])
 
 
 def flip(path: Path, at: int) -> None:
@@ -79,74 +79,74 @@ DAMAGES: dict[str, tuple[Change, tuple[str, ...]]] = {
     ),
     "a file missing": (lambda f: (f / SHARD).unlink(), (SHARD, "No such file", "expected", "it holds")),
     "a manifest cut off": (
-        lambda f: (f / NAME).write_bytes((f / NAME).read_bytes()[:-40]),
-        (NAME, "is no JSON", "cut off or edited"),
+        lambda f: (f / MANIFEST).write_bytes((f / MANIFEST).read_bytes()[:-40]),
+        (MANIFEST, "is no JSON", "cut off or edited"),
     ),
-    "a manifest missing": (lambda f: (f / NAME).unlink(), (NAME, "there is no")),
-    "a manifest of bytes": (lambda f: (f / NAME).write_bytes(b"\xff\xfe\0"), (NAME, "cannot be read")),
+    "a manifest missing": (lambda f: (f / MANIFEST).unlink(), (MANIFEST, "there is no")),
+    "a manifest of bytes": (lambda f: (f / MANIFEST).write_bytes(b"\xff\xfe\0"), (MANIFEST, "cannot be read")),
     "a field": (
-        lambda f: edit(f / NAME, lambda c: c.update(step=7)),
-        (NAME, "was changed after it was written", "its digest is", "expected"),
+        lambda f: edit(f / MANIFEST, lambda c: c.update(step=7)),
+        (MANIFEST, "was changed after it was written", "its digest is", "expected"),
     ),
-    "the digest": (change_digest, (NAME, "was changed after it was written", "expected")),
+    "the digest": (change_digest, (MANIFEST, "was changed after it was written", "expected")),
     "another version": (
-        lambda f: (f / NAME).write_text(
-            (f / NAME).read_text().replace('{"polylane_checkpoint":1', '{"polylane_checkpoint":2')
+        lambda f: (f / MANIFEST).write_text(
+            (f / MANIFEST).read_text().replace('{"polylane_checkpoint":1', '{"polylane_checkpoint":2')
         ),
-        (NAME, "its form is '2'", "reads form 1"),
+        (MANIFEST, "its form is '2'", "reads form 1"),
     ),
     "another key": (
-        lambda f: (f / NAME).write_text((f / NAME).read_text().replace('"digest"', '"dogest"')),
-        (NAME, "dogest", "expected"),
+        lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text().replace('"digest"', '"dogest"')),
+        (MANIFEST, "dogest", "expected"),
     ),
     "a field, with a digest": (
-        lambda f: edit(f / NAME, lambda c: c.update(step=-1), digest=True),
-        (NAME, "step"),
+        lambda f: edit(f / MANIFEST, lambda c: c.update(step=-1), digest=True),
+        (MANIFEST, "step"),
     ),
     "a shape, with a digest": (
-        lambda f: edit(f / NAME, lambda c: c["tensors"]["model/0.weight"].update(shape=[6, 8]), digest=True),
-        (NAME, "model/0.weight"),
+        lambda f: edit(f / MANIFEST, lambda c: c["tensors"]["model/0.weight"].update(shape=[6, 8]), digest=True),
+        (MANIFEST, "model/0.weight"),
     ),
     "a large shape, with a digest": (
-        lambda f: edit(f / NAME, lambda c: enlarge(c["tensors"]["model/0.weight"]), digest=True),
-        (NAME, "model/0.weight", "bytes in"),
+        lambda f: edit(f / MANIFEST, lambda c: enlarge(c["tensors"]["model/0.weight"]), digest=True),
+        (MANIFEST, "model/0.weight", "bytes in"),
     ),
     "chunks that overlap, with a digest": (
-        lambda f: edit(f / NAME, lambda c: overlap(c["tensors"]["model/0.weight"]), digest=True),
-        (NAME, "model/0.weight", "its element [2, 0] is in", "expected each element in one chunk"),
+        lambda f: edit(f / MANIFEST, lambda c: overlap(c["tensors"]["model/0.weight"]), digest=True),
+        (MANIFEST, "model/0.weight", "its element [2, 0] is in", "expected each element in one chunk"),
     ),
     "the same bytes twice, with a digest": (
-        lambda f: edit(f / NAME, lambda c: repeat(c["tensors"]["model/0.weight"]), digest=True),
-        (NAME, "model/0.weight", "bytes in", "of other tensors or chunks"),
+        lambda f: edit(f / MANIFEST, lambda c: repeat(c["tensors"]["model/0.weight"]), digest=True),
+        (MANIFEST, "model/0.weight", "bytes in", "of other tensors or chunks"),
     ),
     "a manifest without an end": (
-        lambda f: ((f / NAME).unlink(), (f / NAME).symlink_to("/dev/zero")),
-        (NAME, "this is no file"),
+        lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).symlink_to("/dev/zero")),
+        (MANIFEST, "this is no file"),
     ),
     "replicas of other shapes, with a digest": (
-        lambda f: edit(f / NAME, disagree, digest=True),
-        (NAME, "weights.0.weight", "2 forms, expected one"),
+        lambda f: edit(f / MANIFEST, disagree, digest=True),
+        (MANIFEST, "weights.0.weight", "2 forms, expected one"),
     ),
     "a dtype, with a digest": (
-        lambda f: edit(f / NAME, lambda c: c["tensors"]["model/0.weight"].update(dtype="I64"), digest=True),
+        lambda f: edit(f / MANIFEST, lambda c: c["tensors"]["model/0.weight"].update(dtype="I64"), digest=True),
         ("model/0.weight", "torch.int64", "expected torch.float64"),
     ),
     "a file of another folder": (
         lambda f: edit(
-            f / NAME, lambda c: c["tensors"]["model/0.weight"]["chunks"][0].update(file="../x"), digest=True
+            f / MANIFEST, lambda c: c["tensors"]["model/0.weight"]["chunks"][0].update(file="../x"), digest=True
         ),
-        (NAME, "model/0.weight", "file"),
+        (MANIFEST, "model/0.weight", "file"),
     ),
     "plain state": (
-        lambda f: edit(f / NAME, lambda c: c.update(plain=["l", 1]), digest=True),
-        (NAME, "plain is a list", "expected"),
+        lambda f: edit(f / MANIFEST, lambda c: c.update(plain=["l", 1]), digest=True),
+        (MANIFEST, "plain is a list", "expected"),
     ),
     "encoded state": (
-        lambda f: edit(f / NAME, lambda c: c.update(plain=["o", "os.system", "id"]), digest=True),
-        (NAME, "plain", "no encoded value"),
+        lambda f: edit(f / MANIFEST, lambda c: c.update(plain=["o", "os.system", "id"]), digest=True),
+        (MANIFEST, "plain", "no encoded value"),
     ),
     "a state's type": (
-        lambda f: edit(f / NAME, lambda c: replace_text(c, "torch.float64", "torch.nonsense"), digest=True),
+        lambda f: edit(f / MANIFEST, lambda c: replace_text(c, "torch.float64", "torch.nonsense"), digest=True),
         ("cannot be restored", "nonsense", "was edited"),
     ),
 }
@@ -250,6 +250,19 @@ def test_resume_auto_takes_the_newest_that_is_whole(saved: Path, tmp_path: Path)
     (root / ".step-00000009.0123abcd").mkdir()
     (root / "step-00000008").mkdir()
     assert store.find_newest() == root / "step-00000001"
+
+
+def test_where_none_is_whole_each_is_named_by_a_sentence(saved: Path, tmp_path: Path) -> None:
+    """Also where an earlier one lacks a file: whoever looks for another one to name passes over it."""
+    root = tmp_path / "checkpoints"
+    shutil.copytree(saved, root)
+    for folder in root.iterdir():
+        DAMAGES["a file missing"][0](folder)
+    assert CheckpointStore(root).find_newest() is None
+    with pytest.raises(PolylaneError, match="none of the checkpoints in it is complete"):
+        open_checkpoint(root)
+    with pytest.raises(PolylaneError, match=f"{SHARD}.*No such file.*has no other complete one"):
+        open_checkpoint(root / "step-00000002")
 
 
 OTHERS: dict[str, tuple[Any, tuple[str, ...]]] = {

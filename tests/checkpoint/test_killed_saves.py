@@ -21,6 +21,7 @@ from polylane.checkpoint import commit
 from polylane.checkpoint.manifest import Manifest, read_manifest
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.checkpoint.store import CheckpointStore, check_files
+from polylane.diagnosis.report import ENDED_STATES
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint import save as save_module
 from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
@@ -28,6 +29,7 @@ from polylane.runtime.checkpoint.save import CheckpointSaver, Position
 from polylane.runtime.checkpoint.snapshot import SnapshotWriter
 from polylane.runtime.checkpoint.training_state import WorkerTrainingState
 from polylane.runtime.job import Job
+from polylane.runtime.progress.processes import read_state
 from polylane.runtime.workers.failure import WorkerFailed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="kills by /proc")
@@ -248,10 +250,7 @@ def test_killed_while_the_writer_writes(
 
 def wait_until_gone(pid: int) -> None:
     for _ in range(500):
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return
-        except OSError:
+        if read_state(pid) in ENDED_STATES:
             return
         time.sleep(0.01)
     raise AssertionError("the writer goes on without its worker")

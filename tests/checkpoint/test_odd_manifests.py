@@ -12,7 +12,7 @@ import pytest
 
 from checkpoint.saved_runs import compile_once, on_workers, save_steps
 from fuzzing.checkpoints import mutate_manifest
-from polylane.checkpoint.manifest import NAME
+from polylane.checkpoint.commit import MANIFEST
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 
@@ -22,7 +22,7 @@ SECONDS, MEGABYTES = 2.0, 300.0
 @pytest.mark.parametrize(("first", "count"), [(0, 60), pytest.param(60, 300, marks=pytest.mark.slow)])
 def test_odd_manifests_are_loaded_or_refused(tmp_path: Path, first: int, count: int) -> None:
     save_steps("data=1", tmp_path, 1)
-    manifest = tmp_path / "step-00000001" / NAME
+    manifest = tmp_path / "step-00000001" / MANIFEST
     text = manifest.read_text()
 
     def work(job: Job) -> list[Any]:

@@ -8,16 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import covering
+from diagnosis.program_states import states_at
 from polylane.diagnosis.culprit import Finding, RankState, Wait, find_culprits
-from polylane.diagnosis.program_states import RankProgram, states_at
 from polylane.program.check import match_messages
 from polylane.program.program import Program
 from polylane.schedule.action import ActionKind
 from properties.test_program_laws import Lowered, lowereds
-
-
-def plain(programs: tuple[Program, ...]) -> dict[int, RankProgram]:
-    return {p.rank: RankProgram(p.actions, {b.name: b.ranks for b in p.buckets}) for p in programs}
 
 
 def run_until_all_stand(programs: tuple[Program, ...], stopped: int, at: int) -> dict[int, int]:
@@ -60,7 +56,7 @@ def test_the_walk_names_exactly_the_stopped_rank(made: Lowered, data: st.DataObj
     stopped = data.draw(st.sampled_from([p.rank for p in programs if p.actions]))
     at = data.draw(st.integers(0, len(programs[stopped].actions) - 1))
     positions = run_until_all_stand(programs, stopped, at)
-    states = states_at(plain(programs), positions)
+    states = states_at(programs, positions)
     assert positions[stopped] == at
     # Stopped where it would wait itself, its process says so; anywhere else the walk needs no such evidence.
     if states[stopped].is_waiting:
@@ -81,7 +77,7 @@ def test_without_a_stopped_rank_all_reach_the_end(made: Lowered) -> None:
     positions = run_until_all_stand(made.programs, -1, -1)
     assert positions == {p.rank: len(p.actions) for p in made.programs}
     everyone = tuple(range(len(made.programs)))
-    found = find_culprits(states_at(plain(made.programs), positions))
+    found = find_culprits(states_at(made.programs, positions))
     assert found.culprits == () and found.circle == ()
     assert found.link == Wait("step", 1, everyone)
 

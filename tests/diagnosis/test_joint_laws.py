@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import covering
-from diagnosis.test_culprit_laws import plain, run_until_all_stand
+from diagnosis.program_states import states_at
+from diagnosis.test_culprit_laws import run_until_all_stand
 from polylane.diagnosis import host_post
 from polylane.diagnosis.culprit import RankState, Wait, find_culprits
 from polylane.diagnosis.host_post import (
@@ -25,7 +26,6 @@ from polylane.diagnosis.host_post import (
 from polylane.diagnosis.judgement import RankRecord, judge
 from polylane.diagnosis.page_layout import Phase, Record
 from polylane.diagnosis.patience import LONG_SECONDS, MARGIN_SECONDS, SILENT_SECONDS, silence_bound
-from polylane.diagnosis.program_states import states_at
 from polylane.diagnosis.report import Doing, HangReport, RankReport, describe_finding, describe_silence
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
@@ -54,7 +54,7 @@ def test_the_records_of_all_hosts_name_exactly_the_stopped_rank(made: Lowered, d
     programs = made.programs
     stopped = data.draw(st.sampled_from([p.rank for p in programs if p.actions]))
     at = data.draw(st.integers(0, len(programs[stopped].actions) - 1))
-    states = states_at(plain(programs), run_until_all_stand(programs, stopped, at))
+    states = states_at(programs, run_until_all_stand(programs, stopped, at))
     if states[stopped].is_waiting:
         states[stopped] = replace(states[stopped], is_frozen=True)
     records = [abbreviate_lines(stalled(rank, state)) for rank, state in states.items()]
@@ -218,6 +218,10 @@ def test_a_report_with_other_types_is_refused() -> None:
         plain["answer"][2]["ranks"][0] |= wrong
         with pytest.raises(ValueError):
             HostPost.from_bytes(json.dumps(plain).encode(), "", (1, 5))
+    plain = json.loads(HostPost(1, answer=Answer(0, 1, REPORT)).to_bytes(""))
+    plain["answer"][2]["timeline"]["spans"][0][2] = "x"  # the stage of an action that is drawn
+    with pytest.raises(ValueError):
+        HostPost.from_bytes(json.dumps(plain).encode(), "", (1, 5))
 
 
 def test_reports_of_hosts_whose_clocks_differ_are_joined_by_ages() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -116,9 +119,48 @@ def test_a_file_holds_all_of_a_report() -> None:
     assert from_dict(json.loads(json.dumps(to_dict(REPORT)))) == REPORT
 
 
-@pytest.mark.parametrize("data", [{}, {"polylane": 1, "kind": "why"}, {**to_dict(REPORT), "ranks": [3]}])
-def test_what_is_no_report_is_refused(data: dict[str, object]) -> None:
+# By what is wrong: the keys that lead to a value of a report, and what stands there instead.
+EDITS: dict[str, tuple[tuple[Any, ...], Any]] = {
+    "no kind": (("kind",), "timeline"),
+    "a rank that is a number": (("ranks",), [3]),
+    "a time that is a text": (("ranks", 0, "stalled"), "long"),
+    "a time without an end": (("ranks", 0, "stalled"), float("inf")),
+    "a rank that is a text": (("ranks", 0, "rank"), "0"),
+    "stacks that are a number": (("ranks", 1, "stacks"), 3),
+    "a phase that is nothing": (("ranks", 1, "phase"), None),
+    "a process that does nothing known": (("ranks", 1, "doing"), "FLYING"),
+    "a moment after all years": (("wall",), 1e300),
+    "a moment that is no number": (("now",), float("nan")),
+    "culprits that are texts": (("culprits",), ["a"]),
+    "one culprit": (("culprits",), 3),
+    "what had not ended of a rank below 0": (("unfinished",), {"-1": [FORWARD.to_row(), 1.0]}),
+    "a stage that is a text": (("unfinished",), {"0": [["forward", "x"], 1.0]}),
+    "no such kind of action": (("ranks", 0, "action"), ["fly", 0]),
+    "an action of nothing": (("ranks", 0, "action"), []),
+    "lanes that fill all memory": (("timeline", "ranks"), 10**12),
+    "a span's stage that is a text": (("timeline", "spans", 0, 2), "x"),
+    "a span's start that is a text": (("timeline", "spans", 0, 7), "0"),
+    "no timeline": (("timeline",), None),
+    "a sentence that is nothing": (("sentence",), None),
+}
+
+
+def edit_report(keys: tuple[Any, ...], value: Any) -> Any:
+    data = json.loads(json.dumps(to_dict(REPORT)))
+    *path, last = keys
+    functools.reduce(operator.getitem, path, data)[last] = value
+    return data
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_what_is_no_report_is_refused(edit: str) -> None:
     with pytest.raises(ValueError):
+        from_dict(edit_report(*EDITS[edit]))
+
+
+@pytest.mark.parametrize("data", [{}, [], "why", 1, None])
+def test_what_is_no_object_is_refused(data: object) -> None:
+    with pytest.raises(ValueError, match="expected"):
         from_dict(data)
 
 
@@ -140,6 +182,7 @@ def test_the_command_tells_it_again(tmp_path: Path) -> None:
     for words in ("rank 1 hangs", "is stopped", "message 3 from rank 1", "What rank 1 was calling"):
         assert words in told.stdout
     assert "#ff0000" in (tmp_path / "why.svg").read_text()
-    (tmp_path / "why.json").write_text("[" * 100_000)
-    broken = runner.invoke(app, ["why", str(tmp_path)])
-    assert broken.exit_code == 2 and "cannot be read" in broken.stderr
+    for wrong in ("[" * 100_000, "[]", json.dumps(edit_report(("timeline", "ranks"), 10**12))):
+        (tmp_path / "why.json").write_text(wrong)
+        broken = runner.invoke(app, ["why", str(tmp_path)])
+        assert broken.exit_code == 2 and "cannot be read" in broken.stderr and broken.stderr.count("\n") == 1

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import covering
+import processes
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.runtime.transport import c10d, plain_objects
 from polylane.runtime.transport.choose import choose_transport
@@ -87,8 +88,7 @@ def listening(root: int, but: int | None = None) -> tuple[set[int], set[str]]:
             for fd in os.listdir(f"/proc/{parent}/fd"):
                 with suppress(OSError):
                     inodes.add(os.readlink(f"/proc/{parent}/fd/{fd}"))
-            for each in Path(f"/proc/{parent}/task").glob("*/children"):
-                todo += [pid for pid in map(int, each.read_text().split()) if pid != but]
+            todo += [pid for pid in processes.children(parent) if pid != but]
     tables = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()]
     ports = {int(f[1].rpartition(":")[2], 16) for f in tables if f[3] == "0A" and f"socket:[{f[9]}]" in inodes}
     local = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]

@@ -51,7 +51,7 @@ def test_lines_of_two_jobs_of_a_script_are_two(memory: ProgressMemory) -> None:
     progress.begin_wait(second, number)
     notes = reader.notes()
     assert notes is not None
-    state = reader.state(notes, False)
+    state = reader.state(notes)
     assert sorted(state.begun.values()) == [1, 2] and state.wait is not None
     assert state.begun[state.wait.line] == state.wait.number == 2
 

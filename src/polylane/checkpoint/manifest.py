@@ -22,7 +22,6 @@ from polylane.checkpoint.regions import Rectangle, cover_once, find_overlap
 from polylane.errors import PolylaneError
 from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error
 
-NAME = MANIFEST
 MOST_BYTES = 1 << 30  # of a manifest; larger files are not read
 MOST_DIMS = 64
 
@@ -37,8 +36,6 @@ ITEM_BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
 }
 PARTS = ("F16", "F32", "F64")  # element types of the parts of complex numbers
-
-
 FileName = Annotated[str, pydantic.Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
 
 
@@ -173,7 +170,7 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         PolylaneError: there is none, it cannot be read, or it is not as it was written.
     """
-    path = folder / NAME
+    path = folder / MANIFEST
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # a device may have no end, and a pipe no beginning
@@ -183,7 +180,7 @@ def read_manifest(folder: Path) -> Manifest:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise PolylaneError(
-            f"checkpoint {folder}: there is no {NAME}: it is no checkpoint, or one whose writing was interrupted"
+            f"checkpoint {folder}: there is no {MANIFEST}: it is no checkpoint, or one whose writing was interrupted"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise PolylaneError(f"checkpoint {path}: cannot be read: {getattr(error, 'strerror', '') or error}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -153,10 +154,7 @@ def view_piece(local: Tensor, piece: LocalPiece) -> Tensor:
     """Return the view of a local tensor that holds a rectangle."""
     if piece.start is None:
         return local[piece.slices]
-    size = 1
-    for length in piece.block:
-        size *= length
-    return local.view(-1)[piece.start : piece.start + size].view(piece.block)[piece.slices]
+    return local.view(-1)[piece.start : piece.start + math.prod(piece.block)].view(piece.block)[piece.slices]
 
 
 def read_weights(folder: Path, manifest: Manifest) -> Mapping[str, Tensor]:

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from polylane.checkpoint.commit import UNFINISHED, commit_folder, list_steps, remove_unfinished
-from polylane.checkpoint.manifest import NAME, Manifest, format_manifest, read_manifest
+from polylane.checkpoint.commit import MANIFEST, UNFINISHED, commit_folder, list_steps, remove_unfinished
+from polylane.checkpoint.manifest import Manifest, format_manifest, read_manifest
 from polylane.errors import PolylaneError
 
 
@@ -50,11 +50,7 @@ class CheckpointStore:
 
         Complete is one with a whole manifest, and files of the sizes that it says. Others are passed over.
         """
-        for _, folder in reversed(self.list_steps()):
-            with contextlib.suppress(PolylaneError):
-                check_files(folder, read_manifest(folder))
-                return folder
-        return None
+        return next((folder for _, folder in reversed(self.list_steps()) if _is_complete(folder)), None)
 
     def begin(self, step: int) -> Path:
         """Make and return the folder that a checkpoint of a step is written into.
@@ -84,10 +80,8 @@ class CheckpointStore:
         with contextlib.suppress(OSError):
             for step, folder in list_steps(str(self.root), UNFINISHED):
                 named = self.root / f"step-{step:08d}"
-                with contextlib.suppress(PolylaneError):
-                    check_files(Path(folder), read_manifest(Path(folder)))
-                    if not named.exists():
-                        Path(folder).rename(named)
+                if _is_complete(Path(folder)) and not named.exists():
+                    Path(folder).rename(named)
         remove_unfinished(str(self.root))
 
 
@@ -104,7 +98,7 @@ def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
         told = "is a file, and a checkpoint is a folder" if path.exists() else "there is no such folder"
         raise PolylaneError(f"checkpoint {path}: {told}")
     for root in (path, path / "checkpoints"):
-        if not (path / NAME).exists() and CheckpointStore(root).list_steps():
+        if not (path / MANIFEST).exists() and CheckpointStore(root).list_steps():
             newest = CheckpointStore(root).find_newest()
             if newest is None:
                 raise PolylaneError(f"checkpoint {root}: none of the checkpoints in it is complete")
@@ -121,12 +115,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         PolylaneError: one is missing or has another size; it names the file.
     """
     for name, size in manifest.files.items():
-        try:
-            status = (folder / name).stat()
-            is_file = stat.S_ISREG(status.st_mode)
-            found, said = (status.st_size, f"has {status.st_size} bytes") if is_file else (-1, "is no file")
-        except OSError as error:
-            found, said = -1, f"cannot be read ({error.strerror or error})"
+        found, said = _measure_file(folder / name)
         if found != size:
             held = next(_held_in(manifest, name), "no tensor")
             raise PolylaneError(
@@ -138,12 +127,27 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 def name_another(folder: Path) -> str:
     """Return what to do about a checkpoint that is damaged: the path of the newest other one that is complete."""
     for _, other in reversed(CheckpointStore(folder.parent).list_steps()):
-        with contextlib.suppress(PolylaneError):
-            if other.name != folder.name:
-                manifest = read_manifest(other)
-                if all((other / name).stat().st_size == size for name, size in manifest.files.items()):
-                    return f"take another checkpoint, such as {other}"
+        if other.name != folder.name and _is_complete(other):
+            return f"take another checkpoint, such as {other}"
     return f"take another checkpoint; {folder.parent} has no other complete one"
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether a folder has a whole manifest, and the files that it names in the sizes that it says."""
+    try:
+        files = read_manifest(folder).files
+    except PolylaneError:
+        return False
+    return all(_measure_file(folder / name)[0] == size for name, size in files.items())
+
+
+def _measure_file(path: Path) -> tuple[int, str]:
+    """Return the size of a file in bytes, -1 where there is none, and what an error says of it."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        return -1, f"cannot be read ({error.strerror or error})"
+    return (status.st_size, f"has {status.st_size} bytes") if stat.S_ISREG(status.st_mode) else (-1, "is no file")
 
 
 def _held_in(manifest: Manifest, file: str) -> Iterator[str]:

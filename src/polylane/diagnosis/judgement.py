@@ -89,12 +89,11 @@ def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = 
         silent = _find_silent(finding, known, silences or {})
         return StallJudgement(replace(finding, elsewhere=silent) if silent else finding, bool(silent))
     suspects = finding.culprits or (finding.link.ranks if finding.link else finding.circle)
-    hung = tuple(rank for rank in suspects if rank in known and known[rank].is_hung)
+    seen = [known[rank] for rank in suspects if rank in known]
+    hung = tuple(record.rank for record in seen if record.is_hung)
     if finding.culprits and hung:
         return StallJudgement(replace(finding, culprits=hung), True)
-    return StallJudgement(
-        finding, bool(suspects) and len(hung) == len([rank for rank in suspects if rank in known]) > 0
-    )
+    return StallJudgement(finding, bool(hung) and len(hung) == len(seen))
 
 
 def _waiting_for(finding: Finding, ranks: Iterable[int]) -> list[int]:
@@ -108,6 +107,7 @@ def _find_silent(finding: Finding, known: Mapping[int, RankRecord], silences: Ma
     for rank in finding.elsewhere:
         silence = silences.get(rank, 0.0)
         waiting = [known[each] for each in _waiting_for(finding, (rank,))]
+        # Silent for as long as it was waited for, and not since long before the training stood still.
         if any(min(each.stalled, silence) >= each.patience > silence - each.stalled - LATE_SECONDS for each in waiting):
             found.append(rank)
     return tuple(found)

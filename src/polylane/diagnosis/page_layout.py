@@ -155,20 +155,20 @@ def read_ring(page: memoryview) -> list[PastAction]:
 
 def append_note(page: memoryview, note: Any) -> bool:
     """Append a note to a page; return whether there was room."""
-    (length,) = struct.unpack_from("<Q", page, NOTES_START)
+    (length,) = _WORD.unpack_from(page, NOTES_START)
     text = json.dumps(note, separators=(",", ":")).encode() + b"\n"
-    start = NOTES_START + 8 + length
+    start = NOTES_START + _WORD.size + length
     if start + len(text) > min(len(page), VERDICT_START):
         return False
     page[start : start + len(text)] = text
-    struct.pack_into("<Q", page, NOTES_START, length + len(text))  # last: readers see whole notes only
+    _WORD.pack_into(page, NOTES_START, length + len(text))  # last: readers see whole notes only
     return True
 
 
 def read_notes(page: memoryview) -> Iterator[Any]:
     """Yield the notes of a page, in order."""
-    (length,) = struct.unpack_from("<Q", page, NOTES_START)
-    start = NOTES_START + 8
+    (length,) = _WORD.unpack_from(page, NOTES_START)
+    start = NOTES_START + _WORD.size
     for line in bytes(page[start : min(start + length, len(page))]).splitlines():
         yield json.loads(line)
 

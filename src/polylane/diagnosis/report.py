@@ -10,7 +10,6 @@ from typing import Any
 
 from polylane.diagnosis.culprit import Finding
 from polylane.diagnosis.page_layout import Phase
-from polylane.errors import format_plural
 from polylane.observe.timeline import Timeline
 from polylane.schedule.action import Action, ActionKind
 
@@ -36,6 +35,7 @@ class Doing(StrEnum):
     GONE = "has ended"
 
 
+ENDED_STATES = frozenset({"", "Z", "X"})  # of a process, as /proc/PID/stat names them; "" where there is none
 FROZEN = frozenset({Doing.STOPPED, Doing.DEBUGGED, Doing.HOLDS_INTERPRETER})
 _BY_PHASE = {
     Phase.LOADING: Doing.LOADING,
@@ -55,7 +55,7 @@ def classify(state: str, beat_late: float, phase: Phase, is_waiting: bool) -> Do
         phase: what its page says.
         is_waiting: whether its page says that it waits for others.
     """
-    if state in ("", "Z", "X"):
+    if state in ENDED_STATES:
         return Doing.GONE
     if state == "T":
         return Doing.STOPPED
@@ -113,15 +113,13 @@ class RankReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        a = self.action
-        action = None if a is None else [str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient]
+        action = None if self.action is None else self.action.to_row()
         return {**self.__dict__, "doing": self.doing.name, "action": action}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> RankReport:
         """Return the report that :meth:`to_dict` wrote."""
-        kind, *rest = data["action"] or (None,)
-        action = None if kind is None else Action(ActionKind(kind), *rest)
+        action = None if data["action"] is None else Action.from_row(data["action"])
         return RankReport(**{**data, "doing": Doing[data["doing"]], "action": action})
 
 
@@ -218,7 +216,7 @@ def describe_finding(
         names = list(dict.fromkeys(hosts[rank] for rank in stuck)) if hosts else []
         between = f"between {_join_words(names)}" if len(names) > 1 else "between them"
         return (
-            f"{_on_hosts(stuck, hosts)} have all begun {format_plural(1, 'operation')} between them and have waited "
+            f"{_on_hosts(stuck, hosts)} have all begun 1 operation between them and have waited "
             f"for it for {stalled:.1f} s, since {since}{place}: no worker is to blame, the link {between} carries "
             f"nothing"
         )

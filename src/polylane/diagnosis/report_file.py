@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,15 @@ from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
 
 _KIND = "why"
+MOST_RANKS = 1 << 20  # that a report's picture has lanes for: the bound of a plan's workers
+_LAST_SECOND = 253_402_300_799  # since 1970, of the last year that clocks can show
 # Most of a picture that what did not end may take, as a part of what came before.
 _LONGEST_END = 0.5
 
 
 def to_dict(report: HangReport) -> dict[str, Any]:
     """Return a report as plain data for JSON; see :func:`from_dict`."""
-    running = {f"{rank}": [_action_row(action), since] for rank, (action, since) in report.unfinished.items()}
+    running = {f"{rank}": [action.to_row(), since] for rank, (action, since) in report.unfinished.items()}
     return {
         "polylane": 1,
         "kind": _KIND,
@@ -31,34 +34,65 @@ def to_dict(report: HangReport) -> dict[str, Any]:
     }
 
 
-def _action_row(action: Action) -> list[Any]:
-    return [str(action.kind), action.stage, action.microbatch, action.value, action.peer, action.gradient]
-
-
-def from_dict(data: Mapping[str, Any]) -> HangReport:
+def from_dict(data: Any) -> HangReport:
     """Return the report that :func:`to_dict` wrote.
+
+    Args:
+        data: what JSON said, of whomever: a file may have been edited, and a post may be of another host.
 
     Raises:
         ValueError: this is no such report, or a part of it is missing or not what it should be.
     """
-    if data.get("polylane") != 1 or data.get("kind") != _KIND:
+    if not isinstance(data, Mapping) or data.get("polylane") != 1 or data.get("kind") != _KIND:
         raise ValueError('expected "polylane": 1 and "kind": "why"')
     try:
-        unfinished = {
-            int(rank): (Action(ActionKind(kind), *rest), float(since))
-            for rank, ((kind, *rest), since) in data["unfinished"].items()
-        }
-        return HangReport(
-            str(data["sentence"]),
+        running = data["unfinished"].items()
+        report = HangReport(
+            data["sentence"],
             tuple(data["culprits"]),
             tuple(RankReport.from_dict(each) for each in data["ranks"]),
             Timeline.from_dict(data["timeline"]),
-            unfinished,
-            float(data["now"]),
-            float(data["wall"]),
+            {int(rank): (Action.from_row(row), since) for rank, (row, since) in running},
+            data["now"],
+            data["wall"],
         )
-    except (KeyError, TypeError, AttributeError) as error:
+        _check_values(report)
+    except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"a part of it is missing or wrong: {error!r}") from error
+    return report
+
+
+def _check_values(report: HangReport) -> None:
+    """Check that the values of a report are of the types that they should be, and that clocks and pictures have them.
+
+    Raises:
+        ValueError: one of them is not.
+    """
+    timeline, spans = report.timeline, report.timeline.spans
+    texts = [report.sentence, timeline.unit, timeline.title, *timeline.notes, *timeline.notes.values()]
+    counts = [timeline.ranks, *report.culprits, *report.unfinished]
+    times = [report.now, report.wall, *(since for _, since in report.unfinished.values())]
+    for each in report.ranks:
+        texts += [each.host, each.phase, each.operator, each.source, each.waits_on, each.stacks]
+        counts += [each.rank, each.pid, each.step]
+        times.append(each.stalled)
+    for span in spans:
+        counts += [span.rank, span.bytes]
+        times += [span.start, span.end, span.waited]
+    actions = [each.action for each in report.ranks if each.action is not None]
+    actions += [span.action for span in spans] + [action for action, _ in report.unfinished.values()]
+    for action in actions:
+        texts += [] if action.value is None else [action.value]
+        counts += [action.stage, action.steps_back]
+        counts += [each for each in (action.microbatch, action.peer) if each is not None]
+    if not all(type(each) is str for each in texts) or not all(type(each.gradient) is bool for each in actions):
+        raise ValueError("a part of it is of another type")
+    if not all(type(each) is int and 0 <= each < 1 << 63 for each in counts):
+        raise ValueError("a number of it is of another type, or below 0")
+    if not all(type(each) in (int, float) and math.isfinite(each) for each in times):
+        raise ValueError("a time of it is no number")
+    if timeline.ranks > MOST_RANKS or not 0 <= report.wall <= _LAST_SECOND:
+        raise ValueError(f"it is of more than {MOST_RANKS} ranks, or of no moment since 1970")
 
 
 def draw_timeline(report: HangReport) -> Timeline:

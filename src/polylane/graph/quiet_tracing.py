@@ -14,14 +14,24 @@ _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._e
 @contextmanager
 def quiet() -> Iterator[None]:
     """Context manager: silence torch's warnings, logs and prints to stderr, of the whole process."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
-    with redirect_stderr(io.StringIO()), warnings.catch_warnings():
+    with redirect_stderr(io.StringIO()), warnings.catch_warnings(), loggers_silenced(*_TALKATIVE):
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+        yield
+
+
+@contextmanager
+def loggers_silenced(*names: str) -> Iterator[None]:
+    """Context manager: have loggers report nothing below what is critical, then what they did before.
+
+    Args:
+        names: dotted names of the loggers, as of :func:`logging.getLogger`.
+    """
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -310,7 +310,7 @@ class Job:
         Raises:
             PolylaneError: on every worker, if there is none, it is damaged, or of another model.
         """
-        loaded = load_checkpoint(Path(path), self._rank, self.plan, self._role.exchange, self._role.restore_state)
+        loaded = load_checkpoint(Path(path), self._rank, self._role.exchange, self._role.restore_state)
         self._position = loaded.position
         self._stream = StreamState((loaded.plain.get("stream"), loaded.position.samples))
         return loaded

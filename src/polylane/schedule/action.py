@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 
 class ActionKind(StrEnum):
@@ -49,3 +51,17 @@ class Action:
     peer: int | None = None
     gradient: bool = False
     steps_back: int = 0
+
+    def to_row(self) -> list[Any]:
+        """Return plain data for JSON: the attributes in their order."""
+        return [str(self.kind), self.stage, self.microbatch, self.value, self.peer, self.gradient, self.steps_back]
+
+    @staticmethod
+    def from_row(row: Sequence[Any]) -> Action:
+        """Return the action that :meth:`to_row` wrote.
+
+        Raises:
+            ValueError, TypeError: this is no such row.
+        """
+        kind, *others = row
+        return Action(ActionKind(kind), *others)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.chaos.faults import LAUNCHERS, MEANINGS, TRANSPORTS, Course, FaultKind, draw_fault, draw_pairs
-from polylane.commands.chaos.isolation import Isolation
+from polylane.commands.chaos.isolation import isolate_process
 from polylane.commands.chaos.two_hosts import TwoHosts
 from polylane.commands.printing import console, make_table, print_json, print_line
 from polylane.errors import PolylaneError, format_plural
@@ -48,8 +48,8 @@ def run(request: ChaosRequest) -> bool:
             f"--steps {request.steps} with --save-every {request.save_every}: faults need at least {FEWEST_INTERVALS} "
             f"intervals: give --steps {FEWEST_INTERVALS * request.save_every}"
         )
-    isolation = Isolation.enter()
-    if not isolation.mounts:
+    can_mount = isolate_process()
+    if not can_mount:
         print("polylane: disks cannot be mounted here: a full one is a limit on files in place", file=sys.stderr)
     courses = [Course(plan, each, how) for plan in plans for each in transports for how in launchers]
     on_torchrun = [each for each in courses if each.launcher == "torchrun" and plans[each.plan].processes > 1]
@@ -62,7 +62,7 @@ def run(request: ChaosRequest) -> bool:
     from polylane.commands.running import worker  # noqa: F401  what trainings are forked from has imported everything
 
     folder = Path(tempfile.mkdtemp(prefix="polylane-chaos-"))
-    trials = _try_faults(request, Bench(request, isolation, folder, hosts), kinds, courses, plans, isolation.mounts)
+    trials = _try_faults(request, Bench(request, folder, hosts), kinds, courses, plans, can_mount)
     _print_outcome(request, trials)
     broken = [trial for trial in trials if trial.broken]
     if not broken:
@@ -124,9 +124,21 @@ def _try_faults(
     kinds: Sequence[FaultKind],
     courses: Sequence[Course],
     plans: dict[str, Spec | Plan],
-    disks: bool,
+    can_mount: bool,
 ) -> list[FaultTrial]:
-    """Try faults until their number is reached, or the time is over; a trial that has begun is finished."""
+    """Try faults until their number is reached, or the time is over; a trial that has begun is finished.
+
+    Args:
+        request: the options of the command line.
+        bench: where trials are made.
+        kinds: the faults that are drawn from.
+        courses: the trainings that are drawn from.
+        plans: by their lines, the plans of these.
+        can_mount: whether a run's folder can be a disk of its own.
+
+    Raises:
+        PolylaneError: an unbroken training does not end well.
+    """
     from polylane.commands.chaos.laws import judge_trial
 
     faults = request.faults or (len(kinds) if request.minutes is None else None)
@@ -141,7 +153,7 @@ def _try_faults(
         place = bench.folder / f"trial-{number}"
         place.mkdir()
         steps = request.steps, request.save_every
-        disk = disks and kind is FaultKind.FULL_DISK
+        disk = can_mount and kind is FaultKind.FULL_DISK
         fault = draw_fault(random_, kind, unbroken.ranks, *steps, disk, place / "log")
         trial = bench.try_fault(number, course, unbroken, fault)
         exact = not (plan.sync.has_servers and plan.sync.is_replica_local)

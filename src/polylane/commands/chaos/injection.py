@@ -23,11 +23,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
-from polylane.checkpoint.manifest import NAME as MANIFEST
+from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.manifest import read_manifest
 from polylane.checkpoint.store import CheckpointStore
 from polylane.commands import user_inputs as inputs
 from polylane.commands.chaos.faults import DAMAGES, DEATHS, LOADS, Fault, FaultKind, FaultLog
+from polylane.commands.chaos.isolation import list_children
 from polylane.commands.chaos.two_hosts import drop_link
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.step_log import Tell, TrainingOutcome
@@ -258,8 +259,8 @@ class Injector:
         self._log.write("freed", rank=self._job.world.rank, step=self._job.position.step + 1)
 
     def _limit_files(self, size: int) -> None:
-        lists = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-        for pid in (os.getpid(), *(int(pid) for each in lists for pid in each.read_text().split())):
+        """Let this process and its children, the writer of checkpoints among them, write files of a size at most."""
+        for pid in (os.getpid(), *list_children()):
             with suppress(OSError, ValueError):
                 hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))

@@ -12,7 +12,6 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -23,32 +22,18 @@ SHARED_MEMORY = Path("/dev/shm")
 SETTLE_SECONDS = 7.0  # processes of torch's loaders look every 5 s whether their worker is still there
 
 
-@dataclass(frozen=True)
-class Isolation:
-    """What of a chaos command's isolation was possible.
-
-    Attributes:
-        reaps: whether processes that lose their parent become children of this one.
-        mounts: whether disks can be mounted.
-    """
-
-    reaps: bool
-    mounts: bool
-
-    @classmethod
-    def enter(cls) -> Isolation:
-        """Isolate this process, as far as the system and the user's rights allow."""
-        if sys.platform != "linux":
-            return cls(False, False)
-        library = ctypes.CDLL(None, use_errno=True)
-        reaps = library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-        mounts = (
-            os.geteuid() == 0
-            and library.unshare(_CLONE_NEWNS) == 0
-            and library.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
-            and mount_disk(SHARED_MEMORY, "50%")
-        )
-        return cls(reaps, mounts)
+def isolate_process() -> bool:
+    """Isolate this process, as far as the system and the user's rights allow; return whether disks can be mounted."""
+    if sys.platform != "linux":
+        return False
+    library = ctypes.CDLL(None, use_errno=True)
+    library.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    return (
+        os.geteuid() == 0
+        and library.unshare(_CLONE_NEWNS) == 0
+        and library.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0
+        and mount_disk(SHARED_MEMORY, "50%")
+    )
 
 
 def mount_disk(folder: Path, size: str) -> bool:

@@ -40,9 +40,8 @@ def _pattern_of_name(trial: FaultTrial) -> str:
         return "of the dataset raised InjectedError"
     if kind is FaultKind.OPTIMIZER:
         return r"optimizer\.step\(\) raised InjectedError"
-    if kind is FaultKind.FULL_DISK:
-        return "No space left|File too large|cannot be written|could not be written"
-    return "."
+    assert kind is FaultKind.FULL_DISK
+    return "No space left|File too large|cannot be written|could not be written"
 
 
 def find_redone(trial: FaultTrial) -> int | None:

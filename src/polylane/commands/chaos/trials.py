@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from polylane.commands.chaos.faults import HANGS, VARIABLE, Course, Fault, FaultKind, FaultLog
 from polylane.commands.chaos.faulty_train import LOG_VARIABLE
-from polylane.commands.chaos.isolation import SHARED_MEMORY, Isolation, end_orphans, mount_disk, unmount_disk
+from polylane.commands.chaos.isolation import SHARED_MEMORY, end_orphans, mount_disk, unmount_disk
 from polylane.commands.chaos.launches import Ending, Tend, run_command
 from polylane.commands.chaos.two_hosts import TwoHosts
 
@@ -116,15 +116,12 @@ class Bench:
 
     Args:
         request: the options of the command line.
-        isolation: what of the system this process has to itself.
         folder: an empty folder for everything.
         hosts: two hosts for trainings on several; None where there can be none.
     """
 
-    def __init__(
-        self, request: ChaosRequest, isolation: Isolation, folder: Path, hosts: TwoHosts | None = None
-    ) -> None:
-        self._request, self._isolation, self.folder, self._hosts = request, isolation, folder, hosts
+    def __init__(self, request: ChaosRequest, folder: Path, hosts: TwoHosts | None = None) -> None:
+        self._request, self.folder, self._hosts = request, folder, hosts
         self._unbroken = dict[Course, Unbroken]()
 
     def train_unbroken(self, course: Course, ranks: int) -> Unbroken | Ending:

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from polylane.checkpoint.manifest import NAME, Manifest, read_manifest
+from polylane.checkpoint.commit import MANIFEST
+from polylane.checkpoint.manifest import Manifest, read_manifest
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.checkpoint.store import name_another, open_checkpoint
 from polylane.errors import PolylaneError
-from polylane.plan.plan import Plan
-from polylane.plan.plan_file import dump
 from polylane.runtime.checkpoint.save import Gather, Position
 from polylane.runtime.transport.serialization import from_json
 
@@ -22,7 +21,13 @@ Restore = Callable[[int, CheckpointReader, Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """A checkpoint that all workers have loaded."""
+    """A checkpoint that all workers have loaded.
+
+    Attributes:
+        folder: folder of the checkpoint.
+        manifest: what it says of itself.
+        plain: its plain state, decoded: what of the training is no tensor.
+    """
 
     folder: Path
     manifest: Manifest = field(repr=False)  # these two are long: states of random number generators are among them
@@ -34,13 +39,12 @@ class LoadedCheckpoint:
         return Position(self.manifest.step, self.manifest.epoch, self.manifest.samples)
 
 
-def load_checkpoint(path: Path, rank: int, plan: Plan, gather: Gather, restore: Restore) -> LoadedCheckpoint:
+def load_checkpoint(path: Path, rank: int, gather: Gather, restore: Restore) -> LoadedCheckpoint:
     """Load a checkpoint on every worker; a collective of all processes.
 
     Args:
         path: of the checkpoint, or of a folder of checkpoints, as rank 0 sees it.
         rank: rank of this process.
-        plan: the plan that goes on.
         gather: returns every process's plain value, by rank.
         restore: makes this worker's state that of the checkpoint.
 
@@ -61,7 +65,6 @@ def load_checkpoint(path: Path, rank: int, plan: Plan, gather: Gather, restore: 
     try:
         manifest = read_manifest(Path(found))
         plain = _read_plain(Path(found), manifest)
-        plain["same_plan"] = manifest.plan == dump(plan)
         loaded = LoadedCheckpoint(Path(found), manifest, plain)
         restore(manifest.step, CheckpointReader(loaded.folder, manifest), plain)
     except PolylaneError as refused:
@@ -88,10 +91,10 @@ def _read_plain(folder: Path, manifest: Manifest) -> dict[str, Any]:
     try:
         plain = from_json(manifest.plain)
     except PolylaneError as error:
-        raise PolylaneError(f"checkpoint {folder / NAME}: plain: {error}; {name_another(folder)}") from None
+        raise PolylaneError(f"checkpoint {folder / MANIFEST}: plain: {error}; {name_another(folder)}") from None
     if not isinstance(plain, dict):
         found = type(plain).__name__
         raise PolylaneError(
-            f"checkpoint {folder / NAME}: plain is a {found}, expected names with values; {name_another(folder)}"
+            f"checkpoint {folder / MANIFEST}: plain is a {found}, expected names with values; {name_another(folder)}"
         )
     return plain

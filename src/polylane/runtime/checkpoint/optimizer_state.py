@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import Region, WorkerState, whole_region
+from polylane.runtime.checkpoint.plain_values import SCALARS, TENSOR, from_plain, to_plain
 
-_TENSOR = "polylane.tensor"  # key of a mapping that stands for a tensor
-_PLAIN = (bool, int, float, str, bytes, type(None))
 _OF_BASE = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))  # torch's own attributes
+_GROUP_NAMES = ("params", "param_names")  # options of a group that are its parameters, which have their own states
 
 # Reads a worker's part of a saved tensor: its global name and region, and the tensor that is filled.
 Fill = Callable[[str, Region, Tensor], None]
@@ -68,12 +68,12 @@ def _split(value: Any, path: str, part: OptimizedPart, variant: str, found: Work
         name = path + ("" if (is_alike or not value.dim()) else part.region.label) + variant
         found.add(name, region, value)
         on_device = value.device == part.parameter.device
-        return {_TENSOR: [name, str(value.dtype), None if is_alike and value.dim() else list(value.shape), on_device]}
+        return {TENSOR: [name, str(value.dtype), None if is_alike and value.dim() else list(value.shape), on_device]}
     if isinstance(value, Mapping):
         return {key: _split(each, f"{path}/{key}", part, variant, found, what) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_split(e, f"{path}/{i}", part, variant, found, what) for i, e in enumerate(value))
-    if isinstance(value, _PLAIN):
+    if isinstance(value, SCALARS):
         return value
     raise PolylaneError(
         f"the optimizer's state of {what} is a {type(value).__name__}, which no checkpoint can hold: it may be made of "
@@ -122,8 +122,8 @@ def _find_variant(plain: Mapping[str, Any], path: str, variant: str) -> Any:
 
 
 def _join(value: Any, part: OptimizedPart, variant: str, fill: Fill, parameter: str) -> Any:
-    if isinstance(value, Mapping) and _TENSOR in value:
-        name, dtype, shape, on_device = value[_TENSOR]
+    if isinstance(value, Mapping) and TENSOR in value:
+        name, dtype, shape, on_device = value[TENSOR]
         name = name.partition("@")[0]
         device, kind = part.parameter.device if on_device else "cpu", getattr(torch, dtype.removeprefix("torch."))
         if shape is None:
@@ -171,41 +171,11 @@ def collect_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
     return found
 
 
-_GROUP_NAMES = ("params", "param_names")
-
-
 def _own_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     """Yield the plain attributes that an optimizer's own class has set, such as a count of steps."""
     for name, value in vars(optimizer).items():
         if name not in _OF_BASE and isinstance(value, bool | int | float | str | type(None)):
             yield name, value
-
-
-def to_plain(value: Any, what: str) -> Any:
-    """Return a value that a file can hold; tensors are marked, and small."""
-    if isinstance(value, Tensor):
-        return {_TENSOR: [str(value.dtype), value.detach().cpu().reshape(-1).tolist(), list(value.shape)]}
-    if isinstance(value, Mapping):
-        return {key: to_plain(each, f"{what}[{key!r}]") for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(to_plain(each, what) for each in value)
-    if isinstance(value, _PLAIN):
-        return value
-    raise PolylaneError(
-        f"{what} has a {type(value).__name__}, which no checkpoint can hold: let it be made of numbers, texts and "
-        "tensors (of a scheduler, by a state_dict() and load_state_dict() of its own)"
-    )
-
-
-def from_plain(value: Any) -> Any:
-    if isinstance(value, Mapping) and _TENSOR in value:
-        dtype, values, shape = value[_TENSOR]
-        return torch.tensor(values, dtype=getattr(torch, dtype.removeprefix("torch."))).view(shape)
-    if isinstance(value, Mapping):
-        return {key: from_plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(from_plain(each) for each in value)
-    return value
 
 
 def restore_options(objective: str, optimizer: torch.optim.Optimizer, scheduler: Any, plain: Mapping[str, Any]) -> None:

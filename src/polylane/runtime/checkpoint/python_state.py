@@ -7,6 +7,7 @@ it. Values are restored on every worker: by another plan, another stage may run 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,11 +15,9 @@ from torch import nn
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.own_objects import MISSING
 from polylane.graph.python_state.state import PythonName
-from polylane.runtime.checkpoint.optimizer_state import from_plain, to_plain
+from polylane.runtime.checkpoint.plain_values import SCALARS, from_plain, to_plain
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.samples.leaf_effects import collect_effects
-
-_PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
@@ -28,16 +27,16 @@ def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
         PolylaneError: a value that changes in every step is of a type that no file has.
     """
     found = dict[str, Any]()
-    for key, place, stages, lasts in _written_names(holding):
-        value = place.get()
-        if holding.stage not in stages or value is MISSING:
+    for written in _written_names(holding):
+        value = written.place.get()
+        if holding.stage not in written.stages or value is MISSING:
             continue
         if _is_plain(value):
-            found[f"python/{key}@{replica}"] = value
-        elif lasts and not _has_extra_state(place.owner):
+            found[f"python/{written.key}@{replica}"] = value
+        elif written.changes_every_step and not _has_extra_state(written.place.owner):
             raise PolylaneError(
-                f"the forward or the loss writes {place.label}, a {type(value).__name__}, which no checkpoint can "
-                "hold: keep it in a buffer (register_buffer), or return it from the module's get_extra_state()"
+                f"the forward or the loss writes {written.place.label}, a {type(value).__name__}, which no checkpoint "
+                "can hold: keep it in a buffer (register_buffer), or return it from the module's get_extra_state()"
             )
     for path, module in _with_extra_state(holding.tensors.model):
         if holding.stage in _stages_of(holding, path):
@@ -48,10 +47,10 @@ def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
 
 def restore_python_state(holding: LocalModel, replica: int, plain: Mapping[str, Any]) -> None:
     """Set what forward passes write in Python, and the extra state of modules, to that of a checkpoint."""
-    for key, place, _, _ in _written_names(holding):
-        name = _saved_name(f"python/{key}", replica, plain)
+    for written in _written_names(holding):
+        name = _saved_name(f"python/{written.key}", replica, plain)
         if name is not None:
-            _put(place, plain[name])
+            _put(written.place, plain[name])
     for path, module in _with_extra_state(holding.tensors.model):
         name = _saved_name(f"extra/{path}", replica, plain)
         if name is not None:
@@ -63,21 +62,39 @@ def _saved_name(name: str, replica: int, plain: Mapping[str, Any]) -> str | None
     return next((each for each in (f"{name}@{replica}", f"{name}@0") if each in plain), None)
 
 
-def _written_names(holding: LocalModel) -> Iterator[tuple[str, PythonName, set[int], bool]]:
-    """Yield (key, name, stages that have its value, whether it changes in every step) of what a forward writes."""
+@dataclass(frozen=True)
+class _WrittenName:
+    """A name that forward passes write in Python.
+
+    Attributes:
+        key: its name in checkpoints, the same by every plan.
+        place: where it is, such as an attribute of a module.
+        stages: stages that have its value, since they run the call that writes it.
+        changes_every_step: whether a call writes it that runs in every step, and not the capture alone.
+    """
+
+    key: str
+    place: PythonName
+    stages: set[int]
+    changes_every_step: bool
+
+
+def _written_names(holding: LocalModel) -> Iterator[_WrittenName]:
+    """Yield the names that forward passes write, each once."""
     seen = set[str]()
     for partition in holding.prepared.partitions.values():
         effects, leaves = partition.graph.code.effects, collect_effects(partition.graph)
         for place in () if effects is None else effects.written_names:
             key = f"{place.kind}/{place.path or place.label}/{place.name}"
             own = place.label if place.kind != "attribute" or place.path is None else f"self.{place.name}"
+            # Leaves are calls of the user's own Python in the graph: those that write it run in every step.
             words = {f"writes {own}", f"draws from {own}"}
             at = {name for name, every in leaves.items() if any(e.kind == "state" and e.what in words for e in every)}
             stages = {s for s in range(partition.stages) if any(node.name in at for node in partition.nodes(s))}
             if key not in seen:
                 seen.add(key)
                 first = holding.prepared.plan.first_chunk
-                yield key, place, {first(s) for s in stages} or {0}, bool(at)
+                yield _WrittenName(key, place, {first(s) for s in stages} or {0}, bool(at))
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -106,7 +123,7 @@ def _is_plain(value: Any) -> bool:
         return all(map(_is_plain, value))
     if type(value) is dict:
         return all(_is_plain(part) for item in value.items() for part in item)
-    return type(value) in _PLAIN
+    return type(value) in SCALARS
 
 
 def _put(place: PythonName, value: Any) -> None:

@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from polylane.checkpoint.manifest import Chunk, Manifest, SavedTensor
+from polylane.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, SavedTensor
 from polylane.checkpoint.read_tensors import DTYPE_NAMES
 from polylane.checkpoint.store import CheckpointStore
 from polylane.errors import PolylaneError
@@ -34,10 +34,33 @@ from polylane.runtime.transport.serialization import encode, serializable, to_js
 
 Gather = Callable[[Any], list[Any]]  # returns every process's plain value, by rank; a collective of all
 
-# (name, shape, dtype, offsets, lengths, whether of complex numbers) of a rectangle that a worker could write.
-_Descriptor = tuple[str, tuple[int, ...], str, tuple[int, ...], tuple[int, ...], bool]
 # (dtype, shape, whether of complex numbers) of a tensor, as a manifest says it.
 _Form = tuple[str, tuple[int, ...], bool]
+
+
+class WritableRectangle(NamedTuple):
+    """A rectangle that a worker could write, in plain values: those of other workers that hold it are equal.
+
+    Attributes:
+        name: global name of the tensor.
+        shape: shape of the whole tensor.
+        dtype: the element type, as safetensors names it.
+        offsets: first index of the rectangle in each dimension.
+        lengths: length of the rectangle in each dimension.
+        is_complex: whether its elements are the parts of complex numbers.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    is_complex: bool
+
+    @property
+    def bytes(self) -> int:
+        """Size of the rectangle; of an element type that no file has, its number of elements."""
+        return math.prod(self.lengths) * ITEM_BYTES.get(self.dtype, 1)
 
 
 @serializable
@@ -149,15 +172,15 @@ class CheckpointSaver:
             refusal = str(refused)
         _raise_first([error], "begun")
         error = refusal
-        shards, descriptors = _cut_shards(state)
-        digest = hashlib.sha256(encode([tuple(each) for each in descriptors])).hexdigest()
+        shards, rectangles = _cut_shards(state)
+        digest = hashlib.sha256(encode([tuple(each) for each in rectangles])).hexdigest()
         every = self._gather((error, digest, state.plain if not error else {}))
         try:
             _raise_first([said[0] for said in every], "begun")
         except PolylaneError:
             self._drop(folder)
             raise
-        mine, tensors = self._assign("".join(said[1] for said in every), descriptors)
+        mine, tensors = self._assign("".join(said[1] for said in every), rectangles)
         plain: dict[str, Any] = {}
         for said in reversed(every):
             plain |= said[2]
@@ -177,11 +200,12 @@ class CheckpointSaver:
         except OSError as refused:
             return "", f"{self._store.root} cannot be written: {refused.strerror or refused}"
 
-    def _assign(self, digest: str, descriptors: Sequence[_Descriptor]) -> tuple[list[int], Mapping[str, _Form]]:
+    def _assign(self, digest: str, rectangles: Sequence[WritableRectangle]) -> tuple[list[int], Mapping[str, _Form]]:
         """Return which of its rectangles this worker writes, and all tensors; a collective where workers changed."""
         if self._assignments is None or self._assignments[0] != digest:
-            every = self._gather([tuple(each) for each in descriptors])
-            tensors = {each[0]: (each[2], each[1], each[5]) for said in every for each in said}
+            told = self._gather([tuple(each) for each in rectangles])
+            every = [[WritableRectangle(*each) for each in own] for own in told]
+            tensors = {each.name: (each.dtype, each.shape, each.is_complex) for own in every for each in own}
             self._assignments = digest, assign_rectangles(every)[self._rank], tensors
         return self._assignments[1:]
 
@@ -300,15 +324,15 @@ def _raise_first(errors: Sequence[str], done: str) -> None:
             raise PolylaneError(f"the checkpoint was not {done}: rank {rank}: {error}")
 
 
-def _cut_shards(state: WorkerState) -> tuple[list[ShardToWrite], list[_Descriptor]]:
-    """Return the rectangles that a worker could write, sorted by name, and their descriptions."""
+def _cut_shards(state: WorkerState) -> tuple[list[ShardToWrite], list[WritableRectangle]]:
+    """Return the rectangles that a worker could write, sorted by name, and what others are told of them."""
     shards = [
         ShardToWrite(held, piece)
         for held in sorted((each.as_real() for each in state.tensors), key=lambda each: each.name)
         for piece in held.region.pieces
     ]
     return shards, [
-        (
+        WritableRectangle(
             each.held.name,
             each.held.region.shape,
             DTYPE_NAMES.get(each.held.local.dtype, str(each.held.local.dtype)),
@@ -320,23 +344,23 @@ def _cut_shards(state: WorkerState) -> tuple[list[ShardToWrite], list[_Descripto
     ]
 
 
-def assign_rectangles(every: Sequence[Sequence[_Descriptor]]) -> list[list[int]]:
+def assign_rectangles(every: Sequence[Sequence[WritableRectangle]]) -> list[list[int]]:
     """Return which of its rectangles each worker writes: each is written once, and writers have about equal bytes.
 
     Args:
-        every: by rank, the descriptions of the rectangles that a worker could write.
+        every: by rank, the rectangles that a worker could write.
 
     Returns:
-        By rank, indices into its descriptions, ascending.
+        By rank, indices into its rectangles, ascending.
     """
-    holders: dict[_Descriptor, list[tuple[int, int]]] = {}
+    holders: dict[WritableRectangle, list[tuple[int, int]]] = {}
     for rank, own in enumerate(every):
         for index, each in enumerate(own):
             holders.setdefault(each, []).append((rank, index))
     loads, chosen = [0] * len(every), [list[int]() for _ in every]
-    # The largest first, each to the worker with the fewest elements so far.
-    for each in sorted(holders, key=lambda each: (-math.prod(each[4]), each)):
+    # The largest first, each to the worker with the fewest bytes so far.
+    for each in sorted(holders, key=lambda each: (-each.bytes, each)):
         rank, index = min(holders[each], key=lambda holder: loads[holder[0]])
-        loads[rank] += math.prod(each[4])
+        loads[rank] += each.bytes
         chosen[rank].append(index)
     return [sorted(own) for own in chosen]

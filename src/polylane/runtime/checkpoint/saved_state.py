@@ -18,6 +18,8 @@ from torch import Tensor
 
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.errors import PolylaneError
+from polylane.plan.plan import Plan
+from polylane.plan.plan_file import dump
 from polylane.runtime.checkpoint.held_tensors import HeldTensor, Region
 
 
@@ -39,10 +41,9 @@ class SavedState:
         saved = min(int(plain.get("replicas", 1)), len(reader.manifest.tensors))
         self._replicas, self._saved_replicas = replicas, saved
 
-    @property
-    def is_same_plan(self) -> bool:
-        """Whether the plan that reads is the one that wrote."""
-        return bool(self.plain.get("same_plan"))
+    def was_saved_by(self, plan: Plan) -> bool:
+        """Return whether a plan wrote the checkpoint."""
+        return self._reader.manifest.plan == dump(plan)
 
     def refuse_other_weights(self, own: Mapping[str, str]) -> None:
         """Refuse a checkpoint that has weights which the model does not have: what it lacks is found by reading.
@@ -156,17 +157,3 @@ class SavedState:
         if filled is not held.local:
             with torch.no_grad():
                 held.local.copy_(filled)
-
-
-def numpy_state(saved: Any) -> tuple[Any, ...]:
-    """Return the state of NumPy's generator that a checkpoint has as plain values.
-
-    Raises:
-        PolylaneError: it is none; NumPy itself would read memory that is not its own.
-    """
-    import numpy
-
-    kind, keys, place, *rest = saved
-    if kind != "MT19937" or len(keys) != 624 or type(place) is not int or not 0 <= place <= 624:
-        raise PolylaneError("a state of NumPy's random generator has a place outside of its 624 numbers")
-    return kind, numpy.array(keys, dtype="uint32"), place, *rest

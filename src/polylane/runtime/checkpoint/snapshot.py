@@ -14,11 +14,8 @@ import mmap
 import os
 import select
 import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,9 +26,10 @@ from polylane.checkpoint.regions import LocalPiece
 from polylane.checkpoint.store import CheckpointStore
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import HeldTensor
+from polylane.runtime.nameless_file import open_nameless_file
+from polylane.runtime.python_process import start_module
 
 _ALIGN = 64
-_SOURCES = str(Path(__file__).parents[3])  # the folder that has the package
 
 
 @dataclass(frozen=True)
@@ -111,10 +109,7 @@ class SnapshotWriter:
                 (s.key, DTYPE_NAMES[s.held.local.dtype], s.piece.rectangle.shape, *place)
                 for s, place in zip(shards, places, strict=True)
             ]
-            order = {"path": os.path.join(folder, file), "bytes": at, "entries": entries}
-            assert self._process is not None and self._process.stdin is not None
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
+            self._send({"path": os.path.join(folder, file), "bytes": at, "entries": entries})
         except KeyError as error:
             raise PolylaneError(f"a tensor of {error.args[0]} has no place in a checkpoint") from None
         except OSError as error:
@@ -127,15 +122,13 @@ class SnapshotWriter:
         if self._process is not None and self._process.poll() is not None:
             self.close()
         if self._process is None:
-            self._memory = _open_memory()
-            self._process = subprocess.Popen(
-                # -P: a json.py in the user's folder is not the library's.
-                [sys.executable, "-P", "-m", "polylane.checkpoint.writer", str(self._memory)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([_SOURCES, os.environ.get("PYTHONPATH", "")])},
+            self._memory = open_nameless_file("checkpoint")
+            self._process = start_module(
+                "polylane.checkpoint.writer",
+                str(self._memory),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=[self._memory],
-                start_new_session=True,  # Ctrl-C is for the workers: they end it by closing its input
             )
         if size > self._size:
             assert self._memory is not None
@@ -163,11 +156,10 @@ class SnapshotWriter:
         Raises:
             PolylaneError: the writer is gone.
         """
-        assert self._order is None and self._process is not None and self._process.stdin is not None
+        assert self._order is None
         order = {"commit": [str(store.root), unfinished, manifest.step, format_manifest(manifest), store.keep]}
         try:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
-            self._process.stdin.flush()
+            self._send(order)
         except OSError as error:
             self.close()  # the next snapshot starts another one
             raise PolylaneError(f"the writer of checkpoints is gone: {error.strerror or error}") from None
@@ -189,6 +181,12 @@ class SnapshotWriter:
         if "error" in answer:
             raise PolylaneError(answer["error"])
         return str(answer["folder"])
+
+    def _send(self, order: Mapping[str, Any]) -> None:
+        """Give the writer an order; see :mod:`polylane.checkpoint.writer`."""
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
 
     def _read_answer(self, seconds: float | None, what: str) -> dict[str, Any] | None:
         assert self._process is not None and self._process.stdout is not None
@@ -247,11 +245,3 @@ class SnapshotWriter:
 def _chunk_of(shard: ShardToWrite, file: str, checksum: int) -> Chunk:
     rectangle = shard.piece.rectangle
     return Chunk(file=file, key=shard.key, offsets=rectangle.offsets, shape=rectangle.shape, checksum=checksum)
-
-
-def _open_memory() -> int:
-    """Return a file in memory, without a name where the system has such."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("polylane-checkpoint", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

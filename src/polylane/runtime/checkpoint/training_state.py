@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
+from polylane.graph.python_state.random_generators import generator_states
 from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
 from polylane.runtime.checkpoint.model_state import model_tensors, optimized_parts, speaks_for, state_dict_names
 from polylane.runtime.checkpoint.optimizer_state import (
@@ -17,8 +17,9 @@ from polylane.runtime.checkpoint.optimizer_state import (
     restore_optimizer,
     restore_options,
 )
+from polylane.runtime.checkpoint.plain_values import numpy_state
 from polylane.runtime.checkpoint.python_state import collect_python_state, restore_python_state
-from polylane.runtime.checkpoint.saved_state import SavedState, numpy_state
+from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.sync.gradient_sync import GradientSync
@@ -63,7 +64,8 @@ class WorkerTrainingState:
             if holding.world.rank == 0:
                 found.plain |= collect_options(name, trainer.optimizer, trainer.scheduler)
         found.extend(self._sync.collect_state(self._replica))
-        found.extend(_collect_residuals(self))
+        for name, trainer in self._trainers.items():
+            found.extend(trainer.compressor.collect_state(name, holding, self._replica))
         found.extend(_collect_random(holding.world.rank))
         found.plain |= collect_python_state(holding, self._replica)
         if holding.world.rank == 0:
@@ -89,8 +91,9 @@ class WorkerTrainingState:
             restore_options(name, trainer.optimizer, trainer.scheduler, saved.plain)
         self._sync.restore_state(saved, self._replica)
         restore_python_state(holding, self._replica, saved.plain)
-        _restore_residuals(self, saved)
-        if saved.is_same_plan:
+        for name, trainer in self._trainers.items():
+            trainer.compressor.restore_state(name, holding, self._replica, saved)
+        if saved.was_saved_by(holding.prepared.plan):
             _restore_random(holding.world.rank, saved)
 
     def _variant_of(self, name: str) -> str:
@@ -99,23 +102,6 @@ class WorkerTrainingState:
             return ""
         return self._buffer_variant if is_buffer else self._variant
 
-    @property
-    def compressors(self) -> Mapping[str, Any]:
-        """The gradient compressors by objective."""
-        return {name: trainer.compressor for name, trainer in self._trainers.items()}
-
-
-def _collect_residuals(state: WorkerTrainingState) -> WorkerState:
-    found, holding = WorkerState(), state._local_model
-    for name, compressor in state.compressors.items():
-        found.extend(compressor.collect_state(name, holding, state._replica))
-    return found
-
-
-def _restore_residuals(state: WorkerTrainingState, saved: SavedState) -> None:
-    for name, compressor in state.compressors.items():
-        compressor.restore_state(name, state._local_model, state._replica, saved)
-
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
@@ -123,11 +109,10 @@ def _restore_residuals(state: WorkerTrainingState, saved: SavedState) -> None:
 def _collect_random(rank: int) -> WorkerState:
     """Return the states of this process's generators, from which the user's own code may draw."""
     found = WorkerState()
-    found.add(f"random/torch/{rank}", whole_region(torch.get_rng_state().shape), torch.get_rng_state())
-    found.plain[f"random/python/{rank}"] = random.getstate()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, *rest = numpy.random.get_state()
+    torchs, python, *arrays = generator_states()
+    found.add(f"random/torch/{rank}", whole_region(torchs.shape), torchs)
+    found.plain[f"random/python/{rank}"] = python
+    for kind, keys, *rest in arrays:
         found.plain[f"random/numpy/{rank}"] = (kind, keys.tolist(), *rest)
     return found
 

@@ -12,8 +12,7 @@ import torch
 
 from polylane.graph.python_state.random_generators import States
 from polylane.runtime.checkpoint.held_tensors import WorkerState
-from polylane.runtime.checkpoint.optimizer_state import from_plain, to_plain
-from polylane.runtime.checkpoint.saved_state import numpy_state
+from polylane.runtime.checkpoint.plain_values import from_plain, numpy_state, to_plain
 from polylane.runtime.data.seeded_draws import SeededStream
 
 

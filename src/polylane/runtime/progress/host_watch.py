@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from polylane.diagnosis.report import HangReport
+from polylane.diagnosis.report import ENDED_STATES, HangReport
 from polylane.errors import WorkerHung
 from polylane.runtime.progress.host_board import Board, Host
 from polylane.runtime.progress.joint_watch import JointWatch
@@ -189,7 +189,7 @@ def _silence_store() -> None:
 def _watch_until_end(pipe: BinaryIO, watch: HangWatch, pids: Mapping[int, int], keep: Keep) -> bool:
     """Look at the workers again and again; return whether they have ended well."""
     while not select.select([pipe], [], [], LOOK_SECONDS)[0]:
-        gone = [rank for rank, pid in pids.items() if read_state(pid) in ("", "Z", "X")]
+        gone = [rank for rank, pid in pids.items() if read_state(pid) in ENDED_STATES]
         if gone:
             if len(gone) < len(pids):
                 sentence = f"rank {gone[0]} (process {pids[gone[0]]}) has ended before the others"

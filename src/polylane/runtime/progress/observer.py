@@ -52,11 +52,9 @@ class SeenWorker:
     @property
     def action(self) -> Action | None:
         """The action that it has begun and not ended; None outside of a program."""
-        program = self.notes.programs.get(self.record.program, ())
-        at = self.record.action
-        return (
-            program[at] if self.record.phase in (Phase.TRAINING, Phase.EVALUATING) and 0 <= at < len(program) else None
-        )
+        program, at = self.notes.programs.get(self.record.program, ()), self.record.action
+        is_running = self.record.phase in (Phase.TRAINING, Phase.EVALUATING)
+        return program[at] if is_running and 0 <= at < len(program) else None
 
     def to_record(self, hang_after: float | None) -> RankRecord:
         """Return what a judgement needs of it.
@@ -176,11 +174,10 @@ class Observer:
                 continue
             record = reader.record
             state = read_state(int(notes.worker["pid"])) if looks_at_processes else ""
-            wait = reader.state(notes, False).wait
-            doing = classify(state, reader.beat_late(), record.phase, wait is not None)
-            found[rank] = SeenWorker(
-                reader, notes, record, reader.state(notes, doing in FROZEN), doing, now - self.since[rank]
-            )
+            counted = reader.state(notes)
+            doing = classify(state, reader.beat_late(), record.phase, counted.wait is not None)
+            counted = replace(counted, is_frozen=doing in FROZEN)
+            found[rank] = SeenWorker(reader, notes, record, counted, doing, now - self.since[rank])
         return found
 
     def report_rank(self, seen: SeenWorker) -> RankReport:

@@ -1,9 +1,9 @@
 """Progress page: a worker writes where it is into shared memory, at about a microsecond an action.
 
-    what changes                     how it is written
-    step, program, usual time        a record with its checksum, in two copies in turn
-    phase, action, operations begun and waited for  single words of 8 bytes
-    lines, programs, code            notes, once
+    what changes                                      how it is written
+    step, program, usual time                         a record with its checksum, in two copies in turn
+    phase, action, operations begun and waited for    single words of 8 bytes
+    lines, programs, code                             notes, once
 
 A thread beats four times a second. While its process runs and the beat stands still, nobody lets go of the
 interpreter's lock. Who reads: :mod:`polylane.runtime.progress.watch`.
@@ -17,7 +17,6 @@ import mmap
 import os
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -48,6 +47,7 @@ from polylane.diagnosis.page_layout import (
 from polylane.errors import PeerLost, WorkerHung
 from polylane.graph.graph import Node
 from polylane.program.program import Program
+from polylane.runtime.nameless_file import open_nameless_file
 
 T = TypeVar("T")
 
@@ -87,12 +87,12 @@ class ProgressMemory:
     @classmethod
     def allocate_for_fork(cls) -> ProgressMemory:
         """Make the page of a worker that this process will fork: memory that no limit on files applies to."""
-        return cls(mmap.mmap(-1, PAGE_BYTES), -1, _open_nameless("stacks"))
+        return cls(mmap.mmap(-1, PAGE_BYTES), -1, open_nameless_file("stacks"))
 
     @classmethod
     def allocate(cls) -> ProgressMemory:
         """Make the page of this process, which others can open."""
-        file, stacks = _open_nameless("page"), _open_nameless("stacks")
+        file, stacks = open_nameless_file("page"), open_nameless_file("stacks")
         os.ftruncate(file, PAGE_BYTES)
         return cls(mmap.mmap(file, PAGE_BYTES), file, stacks)
 
@@ -108,15 +108,6 @@ class ProgressMemory:
         for descriptor in (self.file, self.stacks):
             if descriptor >= 0:
                 os.close(descriptor)
-
-
-def _open_nameless(label: str) -> int:
-    """Open a new file of no name: in memory, where the system has such."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create(f"polylane-{label}", os.MFD_CLOEXEC)
-    file, place = tempfile.mkstemp(prefix=f"polylane-{label}-")
-    os.unlink(place)
-    return file
 
 
 class Progress:
@@ -271,6 +262,7 @@ class ProgressWriter(Progress):
         self._round_began, self._round = now, self._round + 1
         self._program, self._step, self._action, self._is_new = program, step + 1, -1, is_new
         self._write()
+        # The word of the round's first action, from which that of any other is a sum: one less is that of none.
         self._state_of_round = pack_state(self._round, self._phase, 0)
         self.words[STATE_WORD] = self._state_of_round - 1
 
@@ -285,10 +277,7 @@ class ProgressWriter(Progress):
         self._finished += 1
 
     def describe_program(self, program: Program) -> int:
-        rows = [
-            [str(a.kind), a.stage, a.microbatch, a.value, a.peer, a.gradient, a.steps_back] for a in program.actions
-        ]
-        note = {"kind": "program", "actions": rows, "buckets": {b.name: list(b.ranks) for b in program.buckets}}
+        note = {"kind": "program", "actions": [action.to_row() for action in program.actions]}
         key = json.dumps(note)
         if key not in self._programs:
             self._programs[key] = len(self._programs)

@@ -27,12 +27,19 @@ from polylane.diagnosis.page_layout import (
 from polylane.errors import WorkerHung
 from polylane.runtime.progress.page import ProgressMemory
 from polylane.runtime.progress.processes import read_stacks, request_stacks
-from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.action import Action
 
 
 @dataclass(frozen=True)
 class PageNotes:
-    """What a page says of a worker that does not change."""
+    """What a page says of a worker that does not change.
+
+    Attributes:
+        worker: its process (``pid``), its main thread's identifier (``thread``) and the name of its host (``host``).
+        lines: by number, name and ranks of every line, see :mod:`polylane.diagnosis.culprit`.
+        programs: by number, the actions of every program.
+        codes: by file name of generated code and number of a line, the operator and the user's line.
+    """
 
     worker: Mapping[str, Any]
     lines: Mapping[int, tuple[str, tuple[int, ...]]]
@@ -87,7 +94,7 @@ class PageReader:
             elif note["kind"] == "line":
                 lines[note["number"]] = note["name"], tuple(note["ranks"])
             elif note["kind"] == "program":
-                programs[note["number"]] = tuple(Action(ActionKind(kind), *rest) for kind, *rest in note["actions"])
+                programs[note["number"]] = tuple(map(Action.from_row, note["actions"]))
             else:
                 codes[note["file"]] = note["lines"]
         return None if worker is None else PageNotes(worker, lines, programs, codes)
@@ -97,14 +104,14 @@ class PageReader:
         beat = self._words[BEAT_WORD]
         return (time.monotonic_ns() - beat) / 1e9 if beat else 0.0
 
-    def state(self, notes: PageNotes, is_frozen: bool) -> RankState:
-        """Return what the walk needs of the worker."""
+    def state(self, notes: PageNotes) -> RankState:
+        """Return what the walk needs of the worker, as its page says it; whether it can run is not on the page."""
         begun = {name: self._words[COUNTERS_WORD + number] for number, (name, _) in notes.lines.items()}
         wait = None
         if (waited := unpack_wait(self._words[WAIT_WORD])) is not None:
             name, ranks = notes.lines.get(waited[0], ("", ()))
             wait = Wait(name, waited[1], ranks)
-        return RankState(wait, begun, is_frozen)
+        return RankState(wait, begun)
 
     def past_actions(self) -> list[PastAction]:
         """Return the last actions that the worker has finished."""

@@ -15,20 +15,19 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError, format_value
 from polylane.runtime.progress.host_watch import HostWatch, identify_host, watch_host
 from polylane.runtime.progress.page import Progress
+from polylane.runtime.python_process import start_module
 
 if TYPE_CHECKING:
     from polylane.runtime.workers.world import World
 
 ScriptOnHang = Literal["stop", "wait"]
 
-_SOURCES = str(Path(__file__).resolve().parents[3])
 END_SECONDS = 2.0  # wait for the watching process to end, at the end of this one
 
 # By rank and size of a world, where this process writes that it is there: jobs of one script share a page.
@@ -77,13 +76,7 @@ def _check_options(on_hang: object, hang_after: object) -> None:
 
 def _start_process(on_hang: ScriptOnHang, hang_after: float | None) -> HostWatch:
     reader, writer = os.pipe()
-    process = subprocess.Popen(
-        # -P: a json.py in the user's folder is not the library's.
-        [sys.executable, "-P", "-m", __name__, on_hang, str(hang_after or "")],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([_SOURCES, os.environ.get("PYTHONPATH", "")])},
-        stdin=reader,
-        start_new_session=True,  # Ctrl-C is for the workers: it ends with them
-    )
+    process = start_module(__name__, on_hang, str(hang_after or ""), stdin=reader)
     os.close(reader)
     watch = HostWatch(writer)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import secrets
@@ -31,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from polylane.errors import PolylaneError
+from polylane.graph.quiet_tracing import loggers_silenced
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import MeetingPlace
 from polylane.runtime.workers.fork import (
@@ -277,15 +277,10 @@ def _restoring_handlers() -> Iterator[None]:
     """Context manager: silence the agent's loggers, and restore them and the signal handlers that it installs."""
     numbers = (signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in numbers}
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
     try:
-        yield
+        with loggers_silenced("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+            yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from polylane.runtime.nameless_file import open_nameless_file
 
 ARENA = 8 << 20  # bytes of the first arena; each further one is as large as all before it
 SMALLEST = 4 << 10  # bytes of the smallest block, one page
@@ -139,12 +140,7 @@ class SharedBlocks:
 
 
 def _create_arena(number: int, size: int) -> SharedFile:
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("polylane", os.MFD_CLOEXEC)
-        os.fchmod(descriptor, 0o600)
-    else:
-        with tempfile.TemporaryFile() as file:  # mode 0600, unlinked at once
-            descriptor = os.dup(file.fileno())
+    descriptor = open_nameless_file("arena")
     os.ftruncate(descriptor, size)
     memory = mmap.mmap(descriptor, size)
     return SharedFile(number, descriptor, memory)

@@ -1,0 +1,25 @@
+"""Nameless file: memory that processes share by its descriptor, and of which nothing is left when they have ended."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+
+def open_nameless_file(label: str) -> int:
+    """Return the descriptor of a new, empty file without a name: in memory, where the system has such files.
+
+    Only the same user may open it (mode 0600). Programs that this process starts inherit it only if told to.
+
+    Args:
+        label: what the file is for, as lists of open files show it.
+
+    Raises:
+        OSError: the system allows none.
+    """
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create(f"polylane-{label}", os.MFD_CLOEXEC)
+        os.fchmod(descriptor, 0o600)
+        return descriptor
+    with tempfile.TemporaryFile() as file:  # mode 0600, unlinked at once
+        return os.dup(file.fileno())
