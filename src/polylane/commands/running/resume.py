@@ -192,6 +192,9 @@ def check_same_model(folder: Path, shapes: Mapping[str, Sequence[int]]) -> None:
         kind, _, own = name.partition("/")
         if kind != "model":
             continue
+        of_all, at, replica = own.rpartition("@")
+        if own not in shapes and at and replica.isdecimal():  # a replica's own, see saved_state
+            own = of_all
         if own not in shapes:
             raise PolylaneError(
                 f"checkpoint {folder}: has {own}, which this run's model does not have: it is of another model"

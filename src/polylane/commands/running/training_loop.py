@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,9 @@ def train(
     """
     request, epochs = training.request, training.epochs
     log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
-    saved = _load_checkpoint(job, training, log) if request.resume_from is not None else None
-    tell(begin_message(job, training, prepared, saved))
+    changed = list[str]()
+    saved = _load_checkpoint(job, training, log, changed.append) if request.resume_from is not None else None
+    tell(begin_message(job, training, prepared, saved, changed))
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None
@@ -150,8 +151,14 @@ def _finish_outcome(
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> Plan:
+def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog, note: Callable[[str], None]) -> Plan:
     """Go on from the checkpoint that was found, and return the plan that it is of; a collective of all workers.
+
+    Args:
+        job: this worker's part in the training.
+        training: the recipe's model and data, with the options.
+        log: goes on with the checkpoint's losses.
+        note: called on rank 0 with what is another choice than in the checkpoint's run.
 
     Raises:
         PolylaneError: it is damaged, or of another model or run.
@@ -159,7 +166,7 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> Plan:
     """
     request = training.request
     assert request.resume_from is not None
-    loaded = job.load_checkpoint(request.resume_from)
+    loaded = job.load_checkpoint(request.resume_from, warn=note)
     check_same_run(loaded.manifest.run, describe_run(request, sum(training.batch_sizes) or None), loaded.folder)
     if "log" in loaded.manifest.run:
         log.resume(loaded.manifest.run["log"])
