@@ -79,7 +79,10 @@ def train(
         if training.test is not None:
             tell({"kind": "testing", "epoch": epoch})
             with progress.during(Phase.EVALUATING):
-                test_loss = _test_loss(job, training)
+                found = _test_loss(job, training, control)
+            if control is not None and control.is_over:  # the run that goes on tests again, from the first batch
+                break
+            test_loss = found
         tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), "test_loss": test_loss})
         if log.launched == request.steps:
             break
@@ -252,13 +255,17 @@ def _learning_rate(job: Job) -> float | None:
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 
-def _test_loss(job: Job, training: RecipeTraining) -> float:
-    """Return the mean loss over all test samples, or over what a ``polylane.Mean`` counts."""
+def _test_loss(job: Job, training: RecipeTraining, control: RunControl | None) -> float:
+    """Return the mean loss over all test samples, or over what a ``polylane.Mean`` counts.
+
+    Where all agree to end in the midst of it, it is that of the batches so far.
+    """
     test = training.test
     if isinstance(test, Iterator):
         test = inputs.open_data(training.recipe, "test")
     total = count = 0.0
-    for batch in job.batches(test, training.request.batch, shuffle=False, collate=training.recipe.collate):
+    batches = job.batches(test, training.request.batch, shuffle=False, collate=training.recipe.collate)
+    for batch in batches if control is None else control.test_batches(batches):
         sums = job.evaluate_sums(batch)
         total, count = total + sums[0], count + sums[1]
     return total / count if count else math.nan
