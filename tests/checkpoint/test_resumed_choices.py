@@ -62,13 +62,13 @@ def test_a_run_that_goes_on_says_what_is_frozen_now_and_what_is_trained(tmp_path
     thawed = train(tmp_path, f"{line} --plan pipeline=2 --steps 6 --set frozen=2")
     same = train(tmp_path, f"{line} --plan data=2 --steps 8 --set frozen=2")
     assert (
-        "note: 0.weight, 0.bias were trained in the checkpoint's run and frozen now: this run's checkpoints do not "
+        "note: 0.weight, 0.bias were trained in the checkpoint's run and are frozen now: this run's checkpoints do not "
         "keep the optimizer's state of what is frozen\n"
     ) in frozen
     assert "note: clip_norm=1, and the checkpoint's run had clip_norm=2: the numbers are not those of" in frozen
-    assert "note: 2.weight, 2.bias were trained in the checkpoint's run and frozen now" in thawed
+    assert "note: 2.weight, 2.bias were trained in the checkpoint's run and are frozen now" in thawed
     assert (
-        "note: 0.weight, 0.bias were frozen in the checkpoint's run and trained now: of these the optimizer begins "
+        "note: 0.weight, 0.bias were frozen in the checkpoint's run and are trained now: there the optimizer begins "
         "without a state\n"
     ) in thawed
     assert "note: no clip_norm, and the checkpoint's run had clip_norm=1" in thawed
@@ -94,12 +94,22 @@ def deep(frozen: int) -> CompiledTraining:
 
 def test_a_few_names_are_told_and_the_number_of_the_others() -> None:
     (note,) = note_changed_choices(describe_choices(deep(0), None), describe_choices(deep(3), None))
-    assert note.startswith("0.weight, 0.bias, 1.weight and 3 others were trained in the checkpoint's run and frozen ")
+    assert note.startswith("0.weight, 0.bias, 1.weight and 3 others were trained in the checkpoint's run and are ")
 
 
-@pytest.mark.parametrize("saved", [{}, {"trained": None}, {"trained": {"": 3}}, {"trained": [1]}])
+ODD = [{}, {"trained": None}, {"trained": {"loss": 3}}, {"trained": [1]}, {"clip_norm": "x"}, {"clip_norm": 10**400}]
+
+
+@pytest.mark.parametrize("saved", ODD)
 def test_of_a_checkpoint_that_does_not_say_it_nothing_is_said(saved: dict[str, Any]) -> None:
     assert not note_changed_choices(saved, describe_choices(deep(1), None))
+
+
+def test_names_that_no_checkpoint_has_are_passed_over() -> None:
+    """A file may say anything."""
+    own = describe_choices(deep(0), None)
+    ((objective, trained),) = own["trained"].items()
+    assert not note_changed_choices({"trained": {objective: [*trained, 3, [1], {}, None]}}, own)
 
 
 def test_a_script_is_warned_once(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,7 @@ def train(
     """
     request, epochs = training.request, training.epochs
     log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
-    changed = list[str]()
-    saved = _load_checkpoint(job, training, log, changed.append) if request.resume_from is not None else None
+    saved, changed = _load_checkpoint(job, training, log) if request.resume_from is not None else (None, [])
     tell(begin_message(job, training, prepared, saved, changed))
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
@@ -78,11 +77,9 @@ def train(
             break
         if training.test is not None:
             tell({"kind": "testing", "epoch": epoch})
-            with progress.during(Phase.EVALUATING):
-                found = _test_loss(job, training, control)
+            test_loss = _test_loss(job, training, control)
             if control is not None and control.is_over:  # the run that goes on tests again, from the first batch
                 break
-            test_loss = found
         tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), "test_loss": test_loss})
         if log.launched == request.steps:
             break
@@ -154,14 +151,16 @@ def _finish_outcome(
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog, note: Callable[[str], None]) -> Plan:
-    """Go on from the checkpoint that was found, and return the plan that it is of; a collective of all workers.
+def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> tuple[Plan, list[str]]:
+    """Go on from the checkpoint that was found; a collective of all workers.
 
     Args:
         job: this worker's part in the training.
         training: the recipe's model and data, with the options.
         log: goes on with the checkpoint's losses.
-        note: called on rank 0 with what is another choice than in the checkpoint's run.
+
+    Returns:
+        The plan that it is of; and on rank 0 notes on what is another choice than in the checkpoint's run.
 
     Raises:
         PolylaneError: it is damaged, or of another model or run.
@@ -169,12 +168,13 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog, note: Cal
     """
     request = training.request
     assert request.resume_from is not None
-    loaded = job.load_checkpoint(request.resume_from, warn=note)
+    changed = list[str]()
+    loaded = job.load_checkpoint(request.resume_from, warn=changed.append)
     check_same_run(loaded.manifest.run, describe_run(request, sum(training.batch_sizes) or None), loaded.folder)
     if "log" in loaded.manifest.run:
         log.resume(loaded.manifest.run["log"])
     refuse_if_done(loaded.folder, loaded.position, request.steps, training.epochs, sum(training.batch_sizes))
-    return parse_plan(loaded.manifest.plan, "of the checkpoint")
+    return parse_plan(loaded.manifest.plan, "of the checkpoint"), changed
 
 
 def _open_control(job: Job, training: RecipeTraining, log: StepLog, stop: StopRequest, tell: Tell) -> RunControl | None:
@@ -265,7 +265,8 @@ def _test_loss(job: Job, training: RecipeTraining, control: RunControl | None) -
         test = inputs.open_data(training.recipe, "test")
     total = count = 0.0
     batches = job.batches(test, training.request.batch, shuffle=False, collate=training.recipe.collate)
-    for batch in batches if control is None else control.test_batches(batches):
-        sums = job.evaluate_sums(batch)
-        total, count = total + sums[0], count + sums[1]
+    with job.world.progress.during(Phase.EVALUATING):
+        for batch in batches if control is None else control.test_batches(batches):
+            sums = job.evaluate_sums(batch)
+            total, count = total + sums[0], count + sums[1]
     return total / count if count else math.nan

@@ -24,7 +24,7 @@ def describe_choices(prepared: CompiledTraining, clip_norm: float | None) -> dic
         clip_norm: bound on the 2-norm of all gradients, or None.
     """
     trained = {name: prepared.trained_names(name) for name in prepared.partitions}
-    return {"trained": trained, "clip_norm": clip_norm}
+    return {"trained": trained, "clip_norm": None if clip_norm is None else float(clip_norm)}
 
 
 def note_changed_choices(saved: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, ...]:
@@ -35,22 +35,23 @@ def note_changed_choices(saved: Mapping[str, Any], own: Mapping[str, Any]) -> tu
         own: the choices of this run.
     """
     notes = []
-    before = saved["trained"] if isinstance(saved.get("trained"), dict) else {}
+    known = saved["trained"] if isinstance(saved.get("trained"), dict) else {}
     for name, trained in own["trained"].items():
-        if not isinstance(before.get(name), list):
+        if not isinstance(known.get(name), list):
             continue
+        before = [each for each in known[name] if isinstance(each, str)]
         of = f"objective {name}: " if len(own["trained"]) > 1 else ""
-        if frozen := _missing(before[name], trained):
+        if frozen := _missing(before, trained):
             notes.append(
-                f"{of}{_list_names(frozen)} trained in the checkpoint's run and frozen now: this run's checkpoints do "
-                "not keep the optimizer's state of what is frozen"
+                f"{of}{_list_names(frozen, 'trained')} frozen now: this run's checkpoints do not keep the optimizer's "
+                "state of what is frozen"
             )
-        if trained_now := _missing(trained, before[name]):
+        if trained_now := _missing(trained, before):
             notes.append(
-                f"{of}{_list_names(trained_now)} frozen in the checkpoint's run and trained now: of these the "
-                "optimizer begins without a state"
+                f"{of}{_list_names(trained_now, 'frozen')} trained now: there the optimizer begins without a state"
             )
-    if "clip_norm" in saved and saved["clip_norm"] != own["clip_norm"]:
+    is_known = "clip_norm" in saved and isinstance(saved["clip_norm"], float | None)
+    if is_known and saved["clip_norm"] != own["clip_norm"]:
         now, then = (_format_bound(each["clip_norm"]) for each in (own, saved))
         notes.append(f"{now}, and the checkpoint's run had {then}: the numbers are not those of that run")
     return tuple(notes)
@@ -61,11 +62,12 @@ def _missing(names: Sequence[str], among: Sequence[str]) -> list[str]:
     return [name for name in names if name not in known]
 
 
-def _list_names(names: Sequence[str]) -> str:
-    shown = ", ".join(clean_text(str(name)) for name in names[:SHOWN])
+def _list_names(names: Sequence[str], before: str) -> str:
+    shown = ", ".join(clean_text(name) for name in names[:SHOWN])
     others = len(names) - SHOWN
     head = shown if others <= 0 else f"{shown} and {format_plural(others, 'other')}"
-    return f"{head} {'was' if len(names) == 1 else 'were'}"
+    was, now = ("was", "is") if len(names) == 1 else ("were", "are")
+    return f"{head} {was} {before} in the checkpoint's run and {now}"
 
 
 def _format_bound(clip_norm: float | None) -> str:
