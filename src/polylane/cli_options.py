@@ -112,7 +112,7 @@ Grace = Annotated[
         "--grace",
         metavar="SECONDS",
         min=0,
-        help="Time for a checkpoint after SIGTERM or SIGUSR1, before the end.",
+        help="Where checkpoints are saved: time for one after SIGTERM, SIGUSR1 or Ctrl-C, before the end at once.",
     ),
 ]
 RequeueCode = Annotated[

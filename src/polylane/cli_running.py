@@ -64,7 +64,8 @@ def train(
     DIR gets plan.yaml, metrics.jsonl (a line for each step), model.safetensors (loads into the plain model), a late
     step as timeline.json, swimlane.html and trace.json (ui.perfetto.dev), and checkpoints/. Files of an earlier run are
     replaced at a good end; until then this one writes into DIR/unfinished. Exit codes: 1 a worker failed, 2 wrong
-    input, 130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1.
+    input, 130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1. With --save-every or --max-restarts these signals save a checkpoint
+    first, within --grace, and after SIGTERM and SIGUSR1 the exit code is 0.
 
     \b
     Examples:

@@ -13,6 +13,7 @@ import pytest
 from checkpoint.saved_runs import compile_once, on_workers, save_steps
 from fuzzing.checkpoints import mutate_manifest
 from polylane.checkpoint.commit import MANIFEST
+from polylane.checkpoint.manifest import format_manifest, read_manifest
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 
@@ -44,3 +45,20 @@ def test_odd_manifests_are_loaded_or_refused(tmp_path: Path, first: int, count: 
 
     (wrong,) = on_workers(compile_once("data=1"), work)
     assert wrong == []
+
+
+def test_a_manifest_that_is_too_long_is_neither_read_nor_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps("data=1", tmp_path, 1)
+    path = tmp_path / "step-00000001" / MANIFEST
+    manifest, text = read_manifest(path.parent), path.read_text()
+    with path.open("r+") as file:
+        file.truncate((128 << 20) + 1)  # a hole: nothing is read of it
+    with pytest.raises(PolylaneError, match=r"manifest\.json: its size is over 128 MiB, which no manifest has"):
+        read_manifest(path.parent)
+    monkeypatch.setattr("polylane.checkpoint.manifest.MOST_BYTES", len(text))
+    assert format_manifest(manifest) == text
+    monkeypatch.setattr("polylane.checkpoint.manifest.MOST_BYTES", len(text) - 1)
+    with pytest.raises(PolylaneError, match=r"^the manifest of \d+ chunks of \d+ tensors would be over 0 MiB"):
+        format_manifest(manifest)

@@ -311,6 +311,36 @@ def test_metrics_that_cannot_be_written_end_with_a_whole_line(tmp_path: Path) ->
     assert {each.name for each in (tmp_path / "x").iterdir()} == {"metrics.jsonl"}  # no half of a timeline
 
 
+def test_a_restart_goes_on_where_the_disk_is_full(tmp_path: Path) -> None:
+    """As the attempt before it did; a first start is refused, before anything was trained."""
+    said: list[str] = []
+
+    def write() -> list[str]:
+        place = RunFolder(tmp_path / "x", warn=said.append)
+        place.claim()
+        place.begin()
+        place.plan("data=2")
+        for step in range(1, 5):
+            place.metric({"step": step})
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5, 5))
+        place.begin(resumed_at=3)
+        place.plan("data=1, which is longer")
+        place.metric({"step": 4})
+        other = RunFolder(tmp_path / "y", warn=said.append)
+        other.claim()
+        with pytest.raises(PolylaneError, match=r"plan\.yaml cannot be written: File too large"):
+            other.plan("data=1, which is longer")
+        return said
+
+    (told,) = fork_workers(lambda context: write(), 1)
+    assert [each.partition(" cannot ")[2] for each in told] == [
+        "be written: File too large; the training goes on, and the metrics from here on are lost"
+    ]
+    lines = (tmp_path / "x/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert (tmp_path / "x/plan.yaml").read_text() == "data=2"
+
+
 def test_a_folder_that_vanishes_is_noticed_at_the_next_line(tmp_path: Path) -> None:
     said: list[str] = []
     for warn in (said.append, None):

@@ -51,9 +51,11 @@ def test_a_script_is_told_who_takes_long_and_raises_who_hangs(tmp_path: Path) ->
     assert out == f"raised: (1,) {hangs.removeprefix('polylane: the training hangs: ')}\n"
 
 
+@pytest.mark.parametrize("plan", ["pipeline=2", "data=2,servers=2"])
 @pytest.mark.slow
-def test_a_stopped_worker_of_a_script_is_named_under_torchrun(tmp_path: Path) -> None:
+def test_a_stopped_worker_of_a_script_is_named_under_torchrun(tmp_path: Path, plan: str) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = run([*LAUNCH, "script.py", "pipeline=2"], cwd=tmp_path)
+    done = run([*LAUNCH, "script.py", plan], cwd=tmp_path)
     assert done.returncode == 1
+    assert done.stdout.startswith("raised: (1,) rank 1 ")
     assert "polylane: the training hangs: rank 1 " in done.stderr and "rank 0 waits for it" in done.stderr

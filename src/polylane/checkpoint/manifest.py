@@ -22,7 +22,7 @@ from polylane.checkpoint.regions import Rectangle, cover_once, find_overlap
 from polylane.errors import PolylaneError
 from polylane.yaml_file import FileForm, StrictMapping, error_sentence, first_error
 
-MOST_BYTES = 1 << 30  # of a manifest; larger files are not read
+MOST_BYTES = 128 << 20  # of a manifest, about 700,000 chunks of tensors: larger ones are neither written nor read
 MOST_DIMS = 64
 
 Length = Annotated[int, pydantic.Field(ge=0, le=1 << 62)]
@@ -159,9 +159,20 @@ class Manifest(StrictMapping):
 
 
 def format_manifest(manifest: Manifest) -> str:
-    """Return the text of a manifest file."""
+    """Return the text of a manifest file.
+
+    Raises:
+        PolylaneError: it is longer than what is read again.
+    """
     content = json.dumps(manifest.model_dump(mode="json"), separators=(",", ":"), allow_nan=False)
-    return f'{{"polylane_checkpoint":1,"digest":"{_digest(content)}","content":{content}}}\n'
+    text = f'{{"polylane_checkpoint":1,"digest":"{_digest(content)}","content":{content}}}\n'
+    if len(text) > MOST_BYTES:
+        chunks = sum(len(tensor.chunks) for tensor in manifest.tensors.values())
+        raise PolylaneError(
+            f"the manifest of {chunks} chunks of {len(manifest.tensors)} tensors would be over {MOST_BYTES >> 20} MiB, "
+            "which is not read again: take a plan that cuts the model into fewer parts"
+        )
+    return text
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -176,7 +187,10 @@ def read_manifest(folder: Path) -> Manifest:
         if not stat.S_ISREG(status.st_mode):  # a device may have no end, and a pipe no beginning
             raise PolylaneError(f"checkpoint {path}: this is no file")
         if status.st_size > MOST_BYTES:
-            raise PolylaneError(f"checkpoint {path}: its size is over {MOST_BYTES} bytes: this is no manifest")
+            raise PolylaneError(
+                f"checkpoint {path}: its size is over {MOST_BYTES >> 20} MiB, which no manifest has: it was "
+                "edited, or is none; take another checkpoint"
+            )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise PolylaneError(

@@ -101,6 +101,8 @@ def _check_saving(request: TrainRequest) -> TrainRequest:
         raise PolylaneError(
             "--resume auto goes on from the newest checkpoint of the run's folder: name that with --run DIR"
         )
+    if request.saving.resume == "":
+        raise PolylaneError("--resume '': give auto, or the path of a checkpoint")
     if request.trouble.on_hang == "restart" and not request.saving.max_restarts:
         raise PolylaneError("--on-hang restart: say with --max-restarts N how often workers are started again")
     if request.saving.max_restarts and request.saving.save_every is None:

@@ -21,6 +21,7 @@ from polylane.plan import spec as specs
 from polylane.plan.fixed_keys import FixedKeys, parse_auto
 from polylane.plan.spec import Spec
 from polylane.recipe import Recipe, RecipeError
+from polylane.runtime.workers.forked_child import end_forked_children
 
 if TYPE_CHECKING:
     from torch import nn
@@ -149,7 +150,8 @@ def _guard_function(recipe: Recipe, call: str, function: Callable[..., Any]) -> 
 def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
     """Context manager: turn an exception into one sentence that names the recipe's function and the user's line."""
     try:
-        yield
+        with end_forked_children():
+            yield
     except PolylaneError:
         raise
     except (Exception, SystemExit) as error:  # sys.exit() in it would end everything without a word

@@ -59,13 +59,13 @@ def read_report(run: Path) -> HangReport:
     places = [place for place in (run / UNFINISHED / WHY, run / WHY) if place.is_file()]
     if not places:
         told = "is no folder" if not run.is_dir() else "has no report: none of its workers hung or failed"
-        raise PolylaneError(f"polylane why {run}: {run} {told}")
+        raise PolylaneError(f"{run} {told}")
     try:
         if places[0].stat().st_size > LARGEST_BYTES:
             raise ValueError(f"it is larger than {LARGEST_BYTES >> 20} MB")
         return report_file.from_dict(json.loads(places[0].read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
-        raise PolylaneError(f"polylane why {run}: {places[0]} cannot be read: {error}") from None
+        raise PolylaneError(f"{places[0]} cannot be read: {error}") from None
 
 
 def _printable(text: str, keep: str = "") -> str:

@@ -125,6 +125,12 @@ class CompiledTraining:
                     result.setdefault(name, set()).add(self.plan.first_chunk(stage))
         return {name: tuple(sorted(stages)) for name, stages in result.items()}
 
+    def trained_names(self, objective: str) -> list[str]:
+        """Return the parameters that may get a gradient from an objective, by canonical name, in the model's order."""
+        graph = self.graphs[objective].partition.graph
+        used = {name for node in graph.nodes for name in node.parameters}
+        return [name for name, info in graph.parameters.items() if info.trainable and name in used]
+
     def microbatches_of(self, samples: int) -> int:
         """Return the number of microbatches of a batch in training: fewer for a short one, if the model needs it."""
         return count_parts(samples, self.plan.microbatches, self.min_samples.samples)

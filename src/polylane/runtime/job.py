@@ -9,7 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from polylane.errors import PolylaneError, format_plural
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan_file import dump
 from polylane.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
-from polylane.runtime.checkpoint.save import CheckpointSaver, Position
+from polylane.runtime.checkpoint.resumed_choices import describe_choices
+from polylane.runtime.checkpoint.save import CheckpointSaver, Position, parse_folder
 from polylane.runtime.data import loader as data
 from polylane.runtime.data.stream_state import StreamState
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
@@ -80,7 +82,7 @@ class Job:
         self.plan, self.model = prepared.plan, prepared.model
         self._objectives, self._is_closed = tuple(prepared.partitions), False
         self.anomalies: AnomalyDetector | None = None
-        self._position = Position()
+        self._position, self._choices = Position(), describe_choices(prepared, clip_norm)
         self._savers, self._stream = dict[Path, CheckpointSaver](), StreamState()
         self._offered: tuple[Batch | None, Position, StreamState] = None, self._position, self._stream
         self._role: TrainingRole | ServingRole
@@ -94,11 +96,9 @@ class Job:
             atexit.register(self._close_at_exit)
 
     def _resolve_objective(self, name: str | None) -> str:
-        if name is None:
-            return self._objectives[0]
-        if name not in self._objectives:
+        if name is not None and name not in self._objectives:
             raise PolylaneError(f"there is no objective {name!r}, known are {', '.join(self._objectives)}")
-        return name
+        return self._objectives[0] if name is None else name
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -120,13 +120,10 @@ class Job:
         Raises:
             ActionFailed: an operator raised; it says where, with the original error as cause.
             OutOfMemory: the worker asked for memory in vain.
-            PolylaneError: an unknown objective; or this batch, or a later one of the same epoch, has fewer samples than
-                the model needs in training.
+            PolylaneError: an unknown objective; or this batch, or a later one of its epoch, is too short for the model.
         """
         result = self._role.step(batch, self._resolve_objective(objective), self.anomalies)
-        offered, after, stream = self._offered
-        if batch is not offered:
-            after, stream = self._position, self._stream
+        after, stream = self._offered[1:] if batch is self._offered[0] else (self._position, self._stream)
         self._position, self._stream = Position(self._position.step + 1, after.epoch, after.samples), stream
         return result
 
@@ -273,7 +270,7 @@ class Job:
         Raises:
             PolylaneError: on every worker, if it cannot be written; earlier checkpoints are as they were.
         """
-        saver = self.open_saver(Path(folder), keep)
+        saver = self.open_saver(parse_folder("save_checkpoint", folder, self._is_closed), keep)
         saver.finish()
         self.begin_checkpoint(saver)
         if wait:
@@ -289,7 +286,7 @@ class Job:
         Raises:
             PolylaneError: on every worker, if it cannot be begun.
         """
-        facts, role = {"plan": dump(self.plan), "run": dict(run or {})}, self._role
+        facts, role = {"plan": dump(self.plan), "run": {**self._choices, **(run or {})}}, self._role
         saver.begin(self._position, lambda: self._stream.add_to(role.collect_state(), self._rank), facts)
 
     def open_saver(self, folder: Path, keep: int | None) -> CheckpointSaver:
@@ -298,11 +295,12 @@ class Job:
             self._savers[folder] = CheckpointSaver(folder, keep, self._rank, self._role.exchange)
         return self._savers[folder]
 
-    def load_checkpoint(self, path: str | Path) -> LoadedCheckpoint:
+    def load_checkpoint(self, path: str | Path, *, warn: Callable[[str], None] = warnings.warn) -> LoadedCheckpoint:
         """Go on from a checkpoint, whatever plan wrote it; collective, before the first step.
 
         Args:
             path: of a checkpoint's folder, or of a folder of checkpoints, whose newest complete one is taken.
+            warn: called on rank 0 where other parameters are trained than in the checkpoint, or clipped otherwise.
 
         Returns:
             What was loaded. ``job.batches(..., start=job.position)`` goes on from where the training was.
@@ -310,7 +308,9 @@ class Job:
         Raises:
             PolylaneError: on every worker, if there is none, it is damaged, or of another model.
         """
-        loaded = load_checkpoint(Path(path), self._rank, self._role.exchange, self._role.restore_state)
+        folder = parse_folder("load_checkpoint", path, self._is_closed)
+        loaded = load_checkpoint(folder, self._rank, self._role.exchange, self._role.restore_state)
+        loaded.tell_changes(self._choices, self._rank, warn)
         self._position = loaded.position
         self._stream = StreamState((loaded.plain.get("stream"), loaded.position.samples))
         return loaded

@@ -108,7 +108,11 @@ class ServingRole:
     def gather(self, make: Callable[[], Any]) -> list[Any]:
         # The value is made only when all workers ask for it: until then the servers make updates, and count bytes.
         self._receive_result(CollectiveCall.GATHERED, None)
-        return [] if self._closed else self._host.transport.all_gather_object(make())
+        if self._closed:
+            return []
+        value = make()
+        with self._host.watch():
+            return self._host.transport.all_gather_object(value)
 
     def exchange(self, value: Any) -> list[Any]:
         return self.gather(lambda: value)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -170,3 +171,22 @@ def test_polling_is_cheap() -> None:
     for _ in range(10_000):
         stop.is_set()
     assert time.perf_counter() - start < 0.1
+
+
+def test_no_thread_is_started_in_a_signals_handler_and_the_alarm_is_given_back() -> None:
+    stop, before = StopRequest(waits_for_save=True), signal.getsignal(signal.SIGALRM)
+    with LauncherSignals(stop, 60, lambda sentence: None).handled():
+        threads = threading.active_count()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_set() and threading.active_count() == threads
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= 60
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+@pytest.mark.parametrize("grace", [0.0, 0.2])
+def test_the_grace_ends_where_nobody_looks(grace: float) -> None:
+    stop = StopRequest(waits_for_save=True)
+    with pytest.raises(Stopped) as caught, LauncherSignals(stop, grace, lambda sentence: None).handled():
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(10)
+    assert str(caught.value) == f"ended by SIGUSR1: no checkpoint was complete within {grace:g} s (--grace)"

@@ -13,10 +13,10 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError
@@ -24,6 +24,8 @@ from polylane.errors import PolylaneError
 if TYPE_CHECKING:
     from polylane.runtime.checkpoint.save import CheckpointSaver
     from polylane.runtime.job import Job
+
+T = TypeVar("T")
 
 AGREE_SECONDS = 0.5  # between two times that workers agree
 AGREE_APART_SECONDS = 5.0  # of asynchronous replicas, for which the faster ones wait
@@ -146,9 +148,7 @@ class RunControl:
         seconds = (now - self._agreed_at) / max(step - self._agreed_step, 1)
         # All take rank 0's times. The slowest worker's steps would be as good: they are the same steps.
         own = (self._is_asked_to_stop(), self._is_due(step, now), max(1, round(self._pause / max(seconds, 1e-6))))
-        every = self._attempt(lambda: self._saver.advance(own))
-        if every is None:  # the others have heard of a failed checkpoint: now of the rest
-            every = self._saver.advance(own)
+        every = self._advance(own)
         self.is_over = any(stops for stops, _, _ in every)
         _, is_due, steps = every[0]
         if is_due or self.is_over:
@@ -160,6 +160,36 @@ class RunControl:
         if self._saver.is_writing:  # it counts once all have said that it is written
             self._next = min(self._next, step + max(1, steps // LOOKS_WHILE_WRITING))
         return self.is_over
+
+    def test_batches(self, batches: Iterable[T]) -> Iterator[T]:
+        """Yield batches of test data, until all have agreed to end; between two of them, all workers alike.
+
+        The state that a test leaves is the one that it found: a checkpoint of the last step can be saved after any.
+
+        Args:
+            batches: as many on every worker.
+
+        Raises:
+            PolylaneError: on all workers, if a checkpoint could not be written and that is to be an error.
+        """
+        agreed_at, agreed, due = time.monotonic(), 0, 1
+        for number, batch in enumerate(batches, 1):
+            yield batch
+            if number < due:
+                continue
+            seconds = (time.monotonic() - agreed_at) / (number - agreed)
+            every = self._advance((self._is_asked_to_stop(), max(1, round(self._pause / max(seconds, 1e-6)))))
+            self.is_over = any(stops for stops, _ in every)
+            if self.is_over:
+                return
+            agreed_at, agreed, due = time.monotonic(), number, number + every[0][1]
+
+    def _advance(self, own: Any) -> list[Any]:
+        """Return what every worker says, by rank, while the checkpoint that is being written goes on."""
+        every = self._attempt(lambda: self._saver.advance(own))
+        if every is None:  # the others have heard of a failed checkpoint: now of the rest
+            every = self._saver.advance(own)
+        return list(every)
 
     def _is_due(self, step: int, now: float) -> bool:
         if self._interval.steps is not None:

@@ -13,7 +13,7 @@ import fcntl
 import itertools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -169,11 +169,14 @@ class RunFolder:
     def begin(self, resumed_at: int | None = None) -> None:
         """Begin the training: delete what a run that did not end well has left, and open the metrics.
 
+        A restart goes on where nothing can be written, as the attempt before it did: its metrics stay as they are.
+
         Args:
             resumed_at: step of the checkpoint that the run goes on from: metrics up to that step stay; None: a fresh
                 start.
         """
-        with self._writing():
+        self.close()
+        with self._starting("the metrics from here on are lost"):
             self._at.mkdir(exist_ok=True)
             earlier = self.metrics if self.metrics.exists() else self.path / METRICS
             kept = "" if resumed_at is None else lines_until(earlier, resumed_at)
@@ -188,7 +191,7 @@ class RunFolder:
 
     def plan(self, text: str) -> None:
         """Write the plan into plan.yaml."""
-        with self._writing():
+        with self._starting("plan.yaml is that of an earlier attempt"):
             _replace_text(self._at / "plan.yaml", text)
 
     def metric(self, line: dict[str, Any]) -> None:
@@ -295,6 +298,10 @@ class RunFolder:
         except OSError as error:
             file = error.filename or self.path
             raise PolylaneError(f"--run {self.path}: {file} cannot be written: {error.strerror or error}") from error
+
+    def _starting(self, loss: str) -> AbstractContextManager[None]:
+        """Return a context manager for the files of a start: what fails is an error, but where the run goes on."""
+        return self._going_on(loss) if self._has_begun or self.continues else self._writing()
 
     @contextmanager
     def _going_on(self, loss: str) -> Iterator[None]:

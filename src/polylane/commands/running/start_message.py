@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from polylane.commands.running.recipe_training import RecipeTraining
@@ -14,7 +15,9 @@ from polylane.runtime.data.stream_state import keeps_state
 from polylane.runtime.job import Job
 
 
-def begin_message(job: Job, training: RecipeTraining, prepared: CompiledTraining, saved: Plan | None) -> dict[str, Any]:
+def begin_message(
+    job: Job, training: RecipeTraining, prepared: CompiledTraining, saved: Plan | None, changed: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the message.
 
     Args:
@@ -22,6 +25,7 @@ def begin_message(job: Job, training: RecipeTraining, prepared: CompiledTraining
         training: the recipe's model and data, with the options.
         prepared: the training, compiled for the plan.
         saved: the plan of the checkpoint that the run goes on from; None: it begins.
+        changed: notes on choices that are others than in the checkpoint's run.
     """
     in_epoch, epochs, total = len(training.batch_sizes) or None, training.epochs, training.request.steps
     if total is None and in_epoch is not None and epochs is not None:
@@ -37,6 +41,7 @@ def begin_message(job: Job, training: RecipeTraining, prepared: CompiledTraining
         "resumed_at": job.position.step if training.request.resume_from is not None else None,
         "notes": [
             *_note_resumed(job, training),
+            *changed,
             *(note_other_microbatches(prepared, saved) if saved is not None else ()),
             *prepared.main_partition.graph.notes,
             *_note_inexact_sync(prepared.plan),

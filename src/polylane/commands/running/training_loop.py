@@ -51,8 +51,8 @@ def train(
     """
     request, epochs = training.request, training.epochs
     log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
-    saved = _load_checkpoint(job, training, log) if request.resume_from is not None else None
-    tell(begin_message(job, training, prepared, saved))
+    saved, changed = _load_checkpoint(job, training, log) if request.resume_from is not None else (None, [])
+    tell(begin_message(job, training, prepared, saved, changed))
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None
@@ -77,8 +77,9 @@ def train(
             break
         if training.test is not None:
             tell({"kind": "testing", "epoch": epoch})
-            with progress.during(Phase.EVALUATING):
-                test_loss = _test_loss(job, training)
+            test_loss = _test_loss(job, training, control)
+            if control is not None and control.is_over:  # the run that goes on tests again, from the first batch
+                break
         tell({"kind": "epoch", "epoch": epoch, "step": log.launched, **log.epoch_means(), "test_loss": test_loss})
         if log.launched == request.steps:
             break
@@ -150,8 +151,16 @@ def _finish_outcome(
 # Checkpoints ---------------------------------------------------------------------------------------------------------
 
 
-def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> Plan:
-    """Go on from the checkpoint that was found, and return the plan that it is of; a collective of all workers.
+def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> tuple[Plan, list[str]]:
+    """Go on from the checkpoint that was found; a collective of all workers.
+
+    Args:
+        job: this worker's part in the training.
+        training: the recipe's model and data, with the options.
+        log: goes on with the checkpoint's losses.
+
+    Returns:
+        The plan that it is of; and on rank 0 notes on what is another choice than in the checkpoint's run.
 
     Raises:
         PolylaneError: it is damaged, or of another model or run.
@@ -159,12 +168,13 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> Plan:
     """
     request = training.request
     assert request.resume_from is not None
-    loaded = job.load_checkpoint(request.resume_from)
+    changed = list[str]()
+    loaded = job.load_checkpoint(request.resume_from, warn=changed.append)
     check_same_run(loaded.manifest.run, describe_run(request, sum(training.batch_sizes) or None), loaded.folder)
     if "log" in loaded.manifest.run:
         log.resume(loaded.manifest.run["log"])
     refuse_if_done(loaded.folder, loaded.position, request.steps, training.epochs, sum(training.batch_sizes))
-    return parse_plan(loaded.manifest.plan, "of the checkpoint")
+    return parse_plan(loaded.manifest.plan, "of the checkpoint"), changed
 
 
 def _open_control(job: Job, training: RecipeTraining, log: StepLog, stop: StopRequest, tell: Tell) -> RunControl | None:
@@ -245,13 +255,18 @@ def _learning_rate(job: Job) -> float | None:
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 
-def _test_loss(job: Job, training: RecipeTraining) -> float:
-    """Return the mean loss over all test samples, or over what a ``polylane.Mean`` counts."""
+def _test_loss(job: Job, training: RecipeTraining, control: RunControl | None) -> float:
+    """Return the mean loss over all test samples, or over what a ``polylane.Mean`` counts.
+
+    Where all agree to end in the midst of it, it is that of the batches so far.
+    """
     test = training.test
     if isinstance(test, Iterator):
         test = inputs.open_data(training.recipe, "test")
     total = count = 0.0
-    for batch in job.batches(test, training.request.batch, shuffle=False, collate=training.recipe.collate):
-        sums = job.evaluate_sums(batch)
-        total, count = total + sums[0], count + sums[1]
+    batches = job.batches(test, training.request.batch, shuffle=False, collate=training.recipe.collate)
+    with job.world.progress.during(Phase.EVALUATING):
+        for batch in batches if control is None else control.test_batches(batches):
+            sums = job.evaluate_sums(batch)
+            total, count = total + sums[0], count + sums[1]
     return total / count if count else math.nan

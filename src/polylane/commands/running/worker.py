@@ -21,6 +21,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.inspection.memory_prediction import with_predicted_memory
 from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.workers.fork import WorkerContext
+from polylane.runtime.workers.forked_child import end_forked_children
 from polylane.runtime.workers.out_of_memory import OutOfMemory, out_of_memory
 from polylane.runtime.workers.world import World
 
@@ -65,6 +66,7 @@ def watched_by(launcher: int, pages: Mapping[int, tuple[int, int]], world: World
     return world
 
 
+@end_forked_children()
 def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> TrainingOutcome:
     """Train in a worker that shares no memory with the others: rank 0 measures and decides, and its weights count."""
     # What was found on rank 0, which alone looks at the run's folder.

@@ -12,6 +12,7 @@ from polylane.checkpoint.manifest import Manifest, read_manifest
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.checkpoint.store import name_another, open_checkpoint
 from polylane.errors import PolylaneError
+from polylane.runtime.checkpoint.resumed_choices import note_changed_choices
 from polylane.runtime.checkpoint.save import Gather, Position
 from polylane.runtime.transport.serialization import from_json
 
@@ -32,6 +33,17 @@ class LoadedCheckpoint:
     folder: Path
     manifest: Manifest = field(repr=False)  # these two are long: states of random number generators are among them
     plain: Mapping[str, Any] = field(repr=False)
+
+    def tell_changes(self, choices: Mapping[str, Any], rank: int, warn: Callable[[str], None]) -> None:
+        """Tell on rank 0 each choice of the training that goes on which is another than in the checkpoint's run.
+
+        Args:
+            choices: those of this run, as of :func:`.resumed_choices.describe_choices`.
+            rank: rank of this process.
+            warn: called with a sentence for each.
+        """
+        for note in note_changed_choices(self.manifest.run, choices) if rank == 0 else ():
+            warn(note)
 
     @property
     def position(self) -> Position:

@@ -15,6 +15,7 @@ from polylane.graph.batch import flatten, sample_count
 from polylane.runtime.data.sample_errors import RAISED, explain_batch, misfit_error, sample_error
 from polylane.runtime.data.seeded_draws import SeededDataset, SeededStream
 from polylane.runtime.data.stream_state import StreamState
+from polylane.runtime.workers.forked_child import end_forked_children
 
 Collate = Callable[[list[Any]], Any]
 Shares = Callable[[int], Sequence[SampleShare]]
@@ -168,7 +169,8 @@ def _load_mapped(
     for number, batch in enumerate(whole):
         where = f"batch {before + number + 1} of epoch {draws[1] + 1}"
         try:
-            local = next(loaded)
+            with end_forked_children():
+                local = next(loaded)
         except RAISED as error:
             raise explain_batch(
                 where, lambda index: seeded.__getitems__([index])[0], own[number], collate_own, error
@@ -200,7 +202,8 @@ def _load_streamed(
         # Only while the dataset runs are its generators installed: the caller's code between batches has its own.
         with generators:
             try:
-                samples.extend(itertools.islice(stream, size))
+                with end_forked_children():
+                    samples.extend(itertools.islice(stream, size))
             except PolylaneError:
                 raise
             except RAISED as error:

@@ -143,10 +143,7 @@ def _trainer_of(
 
 def _optimized_parameters(holding: LocalModel, name: str) -> tuple[list[str], dict[str, nn.Parameter]]:
     """Return names of all parameters that may get a gradient, in the model's order; and this worker's, by name."""
-    graph = holding.prepared.partitions[name].graph
-    parameters, info = holding.tensors.parameters(), graph.parameters
-    used = {p for node in graph.nodes for p in node.parameters}
-    order = [n for n in info if info[n].trainable and n in used]
+    parameters, order = holding.tensors.parameters(), holding.prepared.trained_names(name)
     return order, {n: parameters[n] for n in order if holding.stage in holding.owning_stages[n]}
 
 

@@ -40,6 +40,7 @@ from polylane.errors import PolylaneError
 from polylane.runtime.transport.serialization import decode, encode
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import FileStore, MeetingPlace
+from polylane.runtime.workers.forked_child import end_forked_children
 from polylane.runtime.workers.out_of_memory import count_system_kills
 from polylane.runtime.workers.parent_tie import INTERRUPTS, tie_to_parent
 from polylane.runtime.workers.stop_request import StopRequest
@@ -382,7 +383,8 @@ def run_worker(
 
     try:
         world = World.of_started_worker(FileStore(place, rank, workers, TIMEOUT), rank, workers, stop)
-        value = worker(WorkerContext(world, send))
+        with end_forked_children():
+            value = worker(WorkerContext(world, send))
         content = io.BytesIO()
         torch.save(value, content)
     except BaseException as error:  # SystemExit and KeyboardInterrupt included

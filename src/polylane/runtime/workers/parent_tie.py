@@ -6,13 +6,14 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 from polylane.runtime.workers.stop_request import STOP_SIGNALS, StopRequest, handle_in_worker
 
 _PR_SET_PDEATHSIG = 1
 
 # Blocked while workers are forked or ended, so that none is forgotten.
-INTERRUPTS = frozenset((signal.SIGINT, *STOP_SIGNALS))
+INTERRUPTS = frozenset((signal.SIGINT, signal.SIGALRM, *STOP_SIGNALS))  # SIGALRM: the end of a grace
 
 
 def tie_to_parent(parent: int, stop: StopRequest | None = None, under_agent: bool = False) -> None:
@@ -27,6 +28,32 @@ def tie_to_parent(parent: int, stop: StopRequest | None = None, under_agent: boo
     handle_in_worker(stop or StopRequest(), parent, under_agent)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
     die_with_parent(parent)
+
+
+def tie_to_agent() -> int | None:
+    """Have the system kill this process when torchrun's agent dies, if that is its parent; return the agent's id.
+
+    The agent starts each worker in a session of its own: the session's leader is this process, or a wrapper. Who is
+    started by something else may have a parent that rightly ends before it does.
+
+    Returns:
+        The process id of the agent; None for a process that none has started.
+    """
+    leader = os.getsid(0)
+    agent = os.getppid() if leader == os.getpid() else _parent_of(leader)
+    if "TORCHELASTIC_RUN_ID" not in os.environ or agent is None or agent <= 1:
+        return None
+    if leader == os.getpid():
+        die_with_parent(agent)
+    return agent
+
+
+def _parent_of(pid: int) -> int | None:
+    """Return the process id of a process's parent; None where it cannot be read."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
 
 
 def die_with_parent(parent: int) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 GRACE = 30.0  # default of seconds from a request to the end
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -138,8 +139,7 @@ class LauncherSignals:
     def __init__(self, stop: StopRequest, grace: float, say: Callable[[str], None]) -> None:
         self._stop, self._grace, self._say, self._process = stop, grace, say, os.getpid()
         self._requested_at: float | None = None
-        self._is_over = False
-        self._timer: threading.Timer | None = None
+        self._alarm_before: Any = None  # handler of SIGALRM before the request
 
     @contextmanager
     def handled(self) -> Iterator[None]:
@@ -156,8 +156,9 @@ class LauncherSignals:
         try:
             yield
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            if self._requested_at is not None:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, self._alarm_before)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -169,25 +170,22 @@ class LauncherSignals:
         now = time.monotonic()
         if not self._stop.waits_for_save:
             raise Stopped(number)
-        if self._is_over:
-            raise Stopped(self._stop.number, f"no checkpoint was complete within {self._grace:g} s (--grace)")
         if self._requested_at is None:
             self._requested_at = now
             self._stop.set(number)
-            self._start_grace(number)
+            self._start_grace()
             self._say(describe_request(number, self._grace))
         elif number == signal.SIGINT or now - self._requested_at > SAME_REQUEST_SECONDS:
             raise Stopped(number)
 
-    def _start_grace(self, number: int) -> None:
-        # The timer only sends the signal again: an exception must come in the main thread.
-        def end() -> None:
-            self._is_over = True
-            os.kill(os.getpid(), number)
+    def _start_grace(self) -> None:
+        # A timer of the system: in a signal handler no thread may be started, and forked processes do not inherit it.
+        self._alarm_before = signal.signal(signal.SIGALRM, self._end_grace)
+        signal.setitimer(signal.ITIMER_REAL, max(self._grace, 1e-6))
 
-        self._timer = threading.Timer(self._grace, end)
-        self._timer.daemon = True
-        self._timer.start()
+    def _end_grace(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            raise Stopped(self._stop.number, f"no checkpoint was complete within {self._grace:g} s (--grace)")
 
 
 def handle_in_worker(stop: StopRequest, launcher: int, under_agent: bool = False) -> None:

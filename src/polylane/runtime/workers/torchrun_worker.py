@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from polylane.runtime.workers.parent_tie import die_with_parent
+from polylane.runtime.workers.parent_tie import tie_to_agent
 from polylane.runtime.workers.stop_request import (
     SAME_REQUEST_SECONDS,
     STOP_SIGNALS,
@@ -90,16 +90,10 @@ class TorchrunWorker:
         self._thread.join()
 
     def _tie_to_agent(self) -> None:
-        # The agent starts each worker in a session of its own: the session's leader is this process, or a wrapper. Who
-        # is started by something else may have a parent that rightly ends before it does.
-        leader = os.getsid(0)
-        agent = os.getppid() if leader == os.getpid() else _parent_of(leader)
-        if "TORCHELASTIC_RUN_ID" not in os.environ or agent is None or agent <= 1:
+        if (agent := tie_to_agent()) is None:
             return
         with suppress(AttributeError, OSError):  # not Linux
             self._agent, self._agent_pid = os.pidfd_open(agent), agent
-        if leader == os.getpid():
-            die_with_parent(agent)
 
     def meet_peers(self, store: Store, size: int) -> None:
         """Learn which processes the agent's other workers are; a collective of all workers of all agents.
@@ -279,12 +273,6 @@ def _restore_signals() -> None:
     """Have every signal end a process that this worker forks, such as a loader's, without a traceback."""
     restore_signals()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _parent_of(pid: int) -> int | None:
-    """Return the process id of a process's parent; None where it cannot be read."""
-    fields = _read_status(pid)
-    return int(fields[1]) if fields else None
 
 
 def _children_of(pid: int) -> list[int]:

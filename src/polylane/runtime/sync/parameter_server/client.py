@@ -212,8 +212,9 @@ class ParameterServerSync(GradientSync):
 
     def server_updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
         self._transport.barrier()
-        self.broadcast_result(CollectiveCall.UPDATES, None)
-        return self._host.gather_updates()
+        with self.blame_local_server():
+            self.broadcast_result(CollectiveCall.UPDATES, None)
+            return self._host.gather_updates()
 
     def server_counters(self) -> tuple[TransportCounters, ...]:
         return self._host.counters
@@ -244,8 +245,9 @@ class ParameterServerSync(GradientSync):
             self._host.broadcast_result(call, value)
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        self.broadcast_result(CollectiveCall.GATHERED, None)
-        return self._host.transport.all_gather_object(value)
+        with self.blame_local_server():
+            self.broadcast_result(CollectiveCall.GATHERED, None)
+            return self._host.transport.all_gather_object(value)
 
     def blame_local_server(self) -> AbstractContextManager[None]:
         return self._host.watch()

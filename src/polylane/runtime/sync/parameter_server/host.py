@@ -19,6 +19,7 @@ from polylane.errors import PeerLost
 from polylane.program.server_assignment import assign_parameters, server_rank
 from polylane.runtime.checkpoint.held_tensors import WorkerState
 from polylane.runtime.checkpoint.saved_state import SavedState
+from polylane.runtime.progress.page import UNWATCHED, Progress
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.messages import Channel, RemoteChannel, open_local_channel
 from polylane.runtime.sync.parameter_server.packing import ServerShard, plan_server_shards
@@ -52,6 +53,7 @@ class ServerHost:
         channels: by the server's number, what this worker exchanges with it, and this worker's end of the channel.
         transports: transports that carry the channels of this process.
         results: pending sends of results to the dedicated servers.
+        progress: the page of this process, where the watch over a script says who was ended for a hang.
     """
 
     world: World
@@ -62,6 +64,7 @@ class ServerHost:
     channels: dict[int, tuple[ServerShard, Channel]] = field(default_factory=dict)
     transports: list[Transport] = field(default_factory=list)
     results: list[PendingTransfer] = field(default_factory=list)
+    progress: Progress = UNWATCHED
 
     @property
     def counters(self) -> tuple[TransportCounters, ...]:
@@ -72,15 +75,18 @@ class ServerHost:
     def watch(self) -> Iterator[None]:
         """Context manager: re-raise PeerLost as the error of a server in this process, if that is not a PeerLost too.
 
-        The other workers have then left because this process failed, not the other way round.
+        The other workers have then left because this process failed, not the other way round. Where one was ended for a
+        hang, and nobody but the user's script is there to be told, that is raised.
         """
         try:
             yield
-        except PeerLost:
+        except PeerLost as lost:
             for server in self.servers:
                 if server.error is not None and not is_peer_loss(server.error):
                     raise server.error from None
-            raise
+            if (explained := self.progress.explain(lost)) is lost:
+                raise
+            raise explained from lost
 
     def broadcast_result(self, call: CollectiveCall, value: Any) -> None:
         """On rank 0: send every dedicated server which method the training workers are in, and its result.
@@ -168,6 +174,7 @@ def open_server_host(world: World, prepared: CompiledTraining, clip_norm: float 
     dedicated = range(plan.workers, world.size)
     transport = c10d.C10dTransport(every, [(0, rank) for rank in dedicated])
     host = ServerHost(every, transport, dedicated, clock.measure_clock_offset(transport) if world.size > 1 else 0.0)
+    host.progress = world.progress
     model = dict(named_parameters(prepared.model, prepared.losses))
     fellows = _open_server_channels(every, [server_rank(plan, q) for q in range(plan.sync.server_count)], host)
     # Every process goes through all servers in the same order: opening a transport is a collective.

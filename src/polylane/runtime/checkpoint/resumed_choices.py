@@ -1,0 +1,74 @@
+"""Resumed choices: what decides how a training goes on, and may be another after a resume; a note says what it was.
+
+chosen by                 kept in a checkpoint
+requires_grad, groups     names of the parameters that each objective's optimizer steps on
+clip_norm, --clip-norm    the bound, or None
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.errors import clean_text, format_plural
+
+SHOWN = 3  # most names in a note
+
+
+def describe_choices(prepared: CompiledTraining, clip_norm: float | None) -> dict[str, Any]:
+    """Return the choices of a training, as the plain facts that a checkpoint keeps.
+
+    Args:
+        prepared: the compiled training.
+        clip_norm: bound on the 2-norm of all gradients, or None.
+    """
+    trained = {name: prepared.trained_names(name) for name in prepared.partitions}
+    return {"trained": trained, "clip_norm": None if clip_norm is None else float(clip_norm)}
+
+
+def note_changed_choices(saved: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return a note for each choice that is another than in the checkpoint's run; none where that is not known.
+
+    Args:
+        saved: facts of the checkpoint's run, those of :func:`describe_choices` among them.
+        own: the choices of this run.
+    """
+    notes = []
+    known = saved["trained"] if isinstance(saved.get("trained"), dict) else {}
+    for name, trained in own["trained"].items():
+        if not isinstance(known.get(name), list):
+            continue
+        before = [each for each in known[name] if isinstance(each, str)]
+        of = f"objective {name}: " if len(own["trained"]) > 1 else ""
+        if frozen := _missing(before, trained):
+            notes.append(
+                f"{of}{_list_names(frozen, 'trained')} frozen now: this run's checkpoints do not keep the optimizer's "
+                "state of what is frozen"
+            )
+        if trained_now := _missing(trained, before):
+            notes.append(
+                f"{of}{_list_names(trained_now, 'frozen')} trained now: there the optimizer begins without a state"
+            )
+    is_known = "clip_norm" in saved and isinstance(saved["clip_norm"], float | None)
+    if is_known and saved["clip_norm"] != own["clip_norm"]:
+        now, then = (_format_bound(each["clip_norm"]) for each in (own, saved))
+        notes.append(f"{now}, and the checkpoint's run had {then}: the numbers are not those of that run")
+    return tuple(notes)
+
+
+def _missing(names: Sequence[str], among: Sequence[str]) -> list[str]:
+    known = set(among)
+    return [name for name in names if name not in known]
+
+
+def _list_names(names: Sequence[str], before: str) -> str:
+    shown = ", ".join(clean_text(name) for name in names[:SHOWN])
+    others = len(names) - SHOWN
+    head = shown if others <= 0 else f"{shown} and {format_plural(others, 'other')}"
+    was, now = ("was", "is") if len(names) == 1 else ("were", "are")
+    return f"{head} {was} {before} in the checkpoint's run and {now}"
+
+
+def _format_bound(clip_norm: float | None) -> str:
+    return "no clip_norm" if clip_norm is None else f"clip_norm={clip_norm:g}"
