@@ -109,7 +109,9 @@ class Story:
         self.again, self.code, self.said, self.left = 7, 0, (self.now + 0.1, SAID), list[str]()
         self.fault = Fault(FaultKind.KILL, 1, 8, 0.5, "restart", 6, False, str(self.log.path))
         self.metrics, self.weights = dict(LINES), torch.ones(3)
-        self.folder, self.damaged = folder, ""
+        self.folder, self.damaged, self.launcher = folder, "", "own"
+        self.refused = list[tuple[float, str]]()  # by the restarted training, which then ended
+        self.ended = self.now + 1
 
     def judge(self) -> list[str]:
         self.log.write("struck", rank=1, step=8, kind="kill", folders=self.folders, damaged=self.damaged)
@@ -117,8 +119,12 @@ class Story:
         save_file({"weight": torch.ones(3)}, self.folder / "unbroken")
         save_file({"weight": self.weights}, self.folder / "weights")
         unbroken = Unbroken(LINES, self.folder / "unbroken", Path(), 2, 0)
-        endings = [Ending(self.code, self.now + 1, self.said[1], [self.said])]
-        trial = FaultTrial(1, COURSE, self.fault, endings, self.log, self.metrics, self.folder / "weights", self.left)
+        said = [self.said, *self.refused]
+        endings = [Ending(self.code, self.ended, "\n".join(line for _, line in said), said)]
+        if self.refused:
+            endings.append(Ending(0, self.ended + 1, "", []))
+        course = replace(COURSE, launcher=self.launcher)
+        trial = FaultTrial(1, course, self.fault, endings, self.log, self.metrics, self.folder / "weights", self.left)
         judge_trial(trial, unbroken, 3, exact=True)
         return trial.broken
 
@@ -175,7 +181,25 @@ def commit_next_after_flip(story: Story) -> None:
     story.folders = ["step-00000003", ".step-00000006.ab12"]
 
 
+def refuse_damaged(story: Story) -> None:
+    """The workers that were started again, which takes long, find that the newest checkpoint is damaged, and end."""
+    flip_byte(story)
+    story.refused = [(story.now + 20, f"polylane: checkpoint {story.damaged} is damaged")]
+    story.code, story.ended = 1, story.now + 21
+
+
+def end_late(story: Story) -> None:
+    refuse_damaged(story)
+    story.ended = story.now + 31
+
+
+def see_no_signal(story: Story) -> None:
+    story.said = (story.now + 0.1, "polylane: worker 1 failed: it ended, and nobody could see how (killed, or left)")
+
+
 BROKEN = {
+    end_late: "the training ended 11.0 s after it",
+    see_no_signal: "nothing named it: polylane: worker 1 failed: it ended",
     flip_byte: "no sentence named the damaged file",
     lose_step: "the metrics of 1 steps are lost, the first is step 9",
     change_loss: "step 9 is ",
@@ -207,7 +231,22 @@ def commit_next(story: Story) -> None:
     story.folders = ["step-00000003", ".step-00000006.ab12"]
 
 
-@pytest.mark.parametrize("change", [lambda story: None, write_next, commit_next, commit_next_after_flip])
+def see_no_signal_of_agents_child(story: Story) -> None:
+    see_no_signal(story)
+    story.launcher = "torchrun"
+
+
+WELL = [
+    lambda story: None,
+    write_next,
+    commit_next,
+    commit_next_after_flip,
+    refuse_damaged,
+    see_no_signal_of_agents_child,
+]
+
+
+@pytest.mark.parametrize("change", WELL)
 def test_the_judge_finds_nothing_where_all_is_well(change: Callable[[Story], None], tmp_path: Path) -> None:
     story = Story(tmp_path)
     change(story)

@@ -29,7 +29,10 @@ def _pattern_of_name(trial: FaultTrial) -> str:
     kind, rank = trial.fault.kind, trial.fault.rank
     who = rf"\b(?:worker|rank) {rank}\b"
     if kind in DEATHS | DAMAGES:
-        return rf"{who}.*{_DEATHS.get(kind, 'SIGKILL')}"
+        named = rf"{who}.*{_DEATHS.get(kind, 'SIGKILL')}"
+        # How a process died is gone once its parent has asked for it: where torchrun's agent does so before the other
+        # workers look, they say that it ended, and the agent's own report has the signal.
+        return named if trial.course.launcher == "own" else rf"{named}|{who} failed: it ended, and nobody could see how"
     if kind is FaultKind.LINK:
         return _LINK
     if kind in HANGS:
@@ -88,13 +91,22 @@ def judge_trial(trial: FaultTrial, unbroken: Unbroken, save_every: int, exact: b
         broken.append(f"nothing named it: {_last_line(trial.endings[0])}")
     elif named - struck["time"] > MOST_SECONDS and trial.fault.kind is not FaultKind.FULL_DISK:
         broken.append(f"it was named after {named - struck['time']:.1f} s")
-    seconds = find_seconds(trial)
-    if len(trial.endings) > 1 and seconds is not None and seconds > MOST_SECONDS:
+    has_ended = len(trial.endings) > 1 and trial.endings[0].code is not None
+    if has_ended and (seconds := _find_end_seconds(trial, struck)) > MOST_SECONDS:
         broken.append(f"the training ended {seconds:.1f} s after it")
     _judge_redone(trial, struck, save_every)
     if exact and trial.endings[-1].code == 0:
         _judge_numbers(trial, unbroken)
     broken += [f"left behind: {each}" for each in trial.left]
+
+
+def _find_end_seconds(trial: FaultTrial, struck: Mapping[str, Any]) -> float:
+    """Return the seconds from the moment at which a training had to end, to its end."""
+    first, since = trial.endings[0], float(struck["time"])
+    if trial.fault.recovery == "restart":  # it ends because the checkpoint that the new workers find is damaged
+        name = _name_damaged(trial)
+        since = next((at for at, line in first.said if name and name in line), since)
+    return first.ended - since
 
 
 def _judge_link(trial: FaultTrial, struck: Mapping[str, Any]) -> None:
@@ -131,8 +143,11 @@ def _damaged_file(trial: FaultTrial) -> Path:
 
 def _is_named_damaged(trial: FaultTrial) -> bool:
     """Return whether a sentence names the damaged file by its folder and name."""
-    name = "/".join(_damaged_file(trial).parts[-2:])
-    return any(name in ending.text for ending in trial.endings)
+    return any(_name_damaged(trial) in ending.text for ending in trial.endings)
+
+
+def _name_damaged(trial: FaultTrial) -> str:
+    return "/".join(_damaged_file(trial).parts[-2:])
 
 
 def _is_passed_over(trial: FaultTrial) -> bool:
