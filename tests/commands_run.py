@@ -23,6 +23,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 import weakref
@@ -200,6 +201,7 @@ def _be_a_new_interpreter() -> None:
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     multiprocessing.process._children.clear()  # type: ignore[attr-defined]
     atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+    tempfile.tempdir = None  # it is found by the environment
     random.seed()
     torch.seed()
     if "numpy" in sys.modules:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import random
+import re
+import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from commands_run import run
+import processes
+from commands_run import run, start
 from polylane.commands.chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, draw_pairs
 from polylane.commands.chaos.launches import Ending
 from polylane.commands.chaos.laws import judge_trial
@@ -32,6 +37,7 @@ COURSE = Course("data=2", "shared_memory", "own")
 
 def chaos(*words: str, seconds: float = 120) -> dict[str, object]:
     ended = run([sys.executable, "-m", "polylane", "chaos", str(RECIPE), "--json", *SHORT, *words], seconds)
+    assert ended.stdout, ended.stderr
     told: dict[str, object] = json.loads(ended.stdout)
     assert (ended.returncode == 0) == (told["broken"] == 0)
     return told
@@ -61,6 +67,35 @@ def test_a_dead_link_changes_nothing() -> None:
     assert [each for each in faults if each["broken"]] == []
     assert {each["recovery"] for each in faults} == {"none", "restart", "resume"}
     assert all(each["hosts"] == 2 for each in faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_what_was_started(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """The table of the faults so far is printed, and no file and no process is left."""
+    words = ["chaos", str(RECIPE), *SHORT, "--plan", "data=2", "--launcher", "torchrun", "--only", "kill"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = start([sys.executable, "-m", "polylane", *words, "--faults", "9"], env=environment)
+    try:
+        assert process.stdout is not None and "kill, rank" in process.stdout.readline()
+        while len(started := list_descendants(process.pid)) < 3:  # torchrun's agent and two workers
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=40)
+    finally:
+        process.kill()
+    assert process.returncode == code, err
+    assert re.search(r"\d faults?, \d struck; \d kept every law", out)
+    assert not list(tmp_path.glob("polylane-*")) and not [pid for pid in started if Path(f"/proc/{pid}/exe").exists()]
+
+
+def list_descendants(pid: int) -> set[int]:
+    """Process ids of all children of a process, and of theirs."""
+    with suppress(OSError):
+        found = processes.children(pid)
+        return found.union(*map(list_descendants, found))
+    return set()
 
 
 def test_draws_follow_the_seed_and_leave_nothing_out() -> None:

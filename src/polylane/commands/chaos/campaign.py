@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.chaos.faults import LAUNCHERS, MEANINGS, TRANSPORTS, Course, FaultKind, draw_fault, draw_pairs
-from polylane.commands.chaos.isolation import isolate_process
+from polylane.commands.chaos.isolation import end_orphans, isolate_process
 from polylane.commands.chaos.two_hosts import TwoHosts
 from polylane.commands.printing import console, make_table, print_json, print_line
 from polylane.errors import PolylaneError, format_plural
+from polylane.runtime.workers.stop_request import Stopped
 
 if TYPE_CHECKING:
     from polylane.commands.chaos.trials import Bench, FaultTrial, Unbroken
@@ -62,12 +65,38 @@ def run(request: ChaosRequest) -> bool:
     from polylane.commands.running import worker  # noqa: F401  what trainings are forked from has imported everything
 
     folder = Path(tempfile.mkdtemp(prefix="polylane-chaos-"))
-    trials = _try_faults(request, Bench(request, folder, hosts), kinds, courses, plans, can_mount)
+    trials: list[FaultTrial] = []
+    try:
+        with _raise_on_sigterm():
+            _try_faults(request, Bench(request, folder, hosts), kinds, courses, plans, can_mount, trials)
+    except (KeyboardInterrupt, Stopped):
+        end_orphans()  # what the trial had launched is killed by now; its workers may outlive that a little
+        if trials and not request.json:
+            _print_outcome(request, trials)
+        raise
+    finally:
+        if not any(trial.broken for trial in trials):
+            shutil.rmtree(folder, ignore_errors=True)
     _print_outcome(request, trials)
-    broken = [trial for trial in trials if trial.broken]
-    if not broken:
-        shutil.rmtree(folder, ignore_errors=True)
-    return not broken and bool(trials)
+    return bool(trials) and not any(trial.broken for trial in trials)
+
+
+@contextmanager
+def _raise_on_sigterm() -> Iterator[None]:
+    """Context manager: SIGTERM raises meanwhile, as Ctrl-C does, so that whatever was started is ended.
+
+    Raises:
+        Stopped: there was one.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _read_plans(request: ChaosRequest) -> dict[str, Spec | Plan]:
@@ -125,7 +154,8 @@ def _try_faults(
     courses: Sequence[Course],
     plans: dict[str, Spec | Plan],
     can_mount: bool,
-) -> list[FaultTrial]:
+    trials: list[FaultTrial],
+) -> None:
     """Try faults until their number is reached, or the time is over; a trial that has begun is finished.
 
     Args:
@@ -135,6 +165,7 @@ def _try_faults(
         courses: the trainings that are drawn from.
         plans: by their lines, the plans of these.
         can_mount: whether a run's folder can be a disk of its own.
+        trials: where each trial is added once it is judged.
 
     Raises:
         PolylaneError: an unbroken training does not end well.
@@ -143,7 +174,6 @@ def _try_faults(
 
     faults = request.faults or (len(kinds) if request.minutes is None else None)
     random_, started = random.Random(request.seed), time.monotonic()
-    trials: list[FaultTrial] = []
     for number, (kind, course) in enumerate(draw_pairs(random_, kinds, courses), 1):
         over = request.minutes is not None and time.monotonic() - started > 60 * request.minutes
         if over or (faults is not None and number > faults):
@@ -164,7 +194,6 @@ def _try_faults(
             _print_trial(trial)
         if not trial.broken:
             shutil.rmtree(place, ignore_errors=True)
-    return trials
 
 
 def _train_unbroken(bench: Bench, course: Course, plan: Spec | Plan) -> Unbroken:
