@@ -64,8 +64,8 @@ def train(
     DIR gets plan.yaml, metrics.jsonl (a line for each step), model.safetensors (loads into the plain model), a late
     step as timeline.json, swimlane.html and trace.json (ui.perfetto.dev), and checkpoints/. Files of an earlier run are
     replaced at a good end; until then this one writes into DIR/unfinished. Exit codes: 1 a worker failed, 2 wrong
-    input, 130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1. With --save-every or --max-restarts these signals save a checkpoint
-    first, within --grace, and after SIGTERM and SIGUSR1 the exit code is 0.
+    input, 130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1. With --save-every or --max-restarts a signal saves a checkpoint first,
+    within --grace, and the code of SIGTERM and SIGUSR1 is --requeue-code.
 
     \b
     Examples:
@@ -77,14 +77,12 @@ def train(
     """
     from polylane.commands import train as command
 
-    shared: dict[str, Any] = {"recipe": recipe, "batch": batch, "settings": tuple(set_ or ()), "seed": seed}
     fewest, most = workers or (None, None)
+    shared: dict[str, Any] = {"recipe": recipe, "batch": batch, "settings": tuple(set_ or ()), "seed": seed}
     split: dict[str, Any] = {"workers": most, "plan": plan, "clip_norm": clip_norm, "json": json}
     length: dict[str, Any] = {"epochs": epochs, "steps": steps, "drop_last": drop_last, "run_folder": run}
     request = TrainRequest(
-        **(shared | split | length),
-        fewest_workers=fewest,
-        on_nan="stop" if stop_on_nan else on_nan,
+        **(shared | split | length | {"fewest_workers": fewest, "on_nan": "stop" if stop_on_nan else on_nan}),
         rates=LearningRateOptions(batch, optimizer, lr, scale_lr, base_batch, warmup),
         saving=SavingOptions(save_every, keep, resume, default_restarts(max_restarts, workers)),
         trouble=TroubleOptions(on_hang, hang_after, on_disk_error, grace, requeue_code),
