@@ -37,7 +37,7 @@ def measure(setting: Setting, folder: Path, measured_seconds: float | None, envi
         predicted = _run(["simulate", str(RECIPE), *where, *plan, *sets], environment)
     except RuntimeError as error:
         return [Row("prediction", "probe and simulate", {"failed": str(error)}, False)]
-    seconds = float(predicted["seconds"])
+    seconds = float(predicted["step_seconds"])
     columns: dict[str, Any] = {"predicted ms": seconds * 1e3}
     if measured_seconds is not None:
         columns |= {"measured ms": measured_seconds * 1e3, "ratio": seconds / measured_seconds}
