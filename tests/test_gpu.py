@@ -108,3 +108,11 @@ def test_on_a_pretended_device(tmp_path: Path, library: Path):
     carried = {row["figures"].get("carried by") for row in rows if row["subject"] == "families"}
     devices = {row["figures"].get("device") for row in rows if row["subject"] == "families"}
     assert carried == {"host memory"} and devices == {"cuda:0"}
+
+
+@pytest.mark.slow
+def test_captured_code_is_checked_on_the_device_that_trains(library: Path):
+    """Where the model runs there; the host checks what keeps tensors of its own, and what needs too much memory."""
+    command, env = [sys.executable, str(ROOT / "tests/fake_cuda/check_device.py")], build.environment(library, 1)
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert ended.stdout == "checked\n", ended.stdout + ended.stderr[-2000:]

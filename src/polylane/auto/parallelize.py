@@ -26,6 +26,7 @@ from polylane.plan.recompute import without_budgets
 from polylane.plan.spec import Spec, default_microbatches
 from polylane.runtime.job import Job
 from polylane.runtime.progress.script_watch import ScriptOnHang, watch_script
+from polylane.runtime.workers.idle_cores import threads_of_idle_cores
 from polylane.runtime.workers.world import World
 
 
@@ -77,12 +78,14 @@ def parallelize(
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
     """
     world = watch_script(World.join(), on_hang, hang_after)
-    problem = TrainingProblem(model, build_objectives(loss, optimizer, scheduler), example, batch_size, init)
+    objectives = build_objectives(loss, optimizer, scheduler)
+    problem = TrainingProblem(model, objectives, example, batch_size, init, device=world.accelerator)
     spec = resolve_plan(world, problem, plan)
     if world.size == 1:
         if not alone:
             _refuse_single_process(spec)
-        chosen = compile_training(problem, _alone(spec, problem.samples), fewer=spec.microbatches is None)
+        with threads_of_idle_cores(world):
+            chosen = compile_training(problem, _alone(spec, problem.samples), fewer=spec.microbatches is None)
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
     together = compile_on_all_ranks(world, problem, spec)

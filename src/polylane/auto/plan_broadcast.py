@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from polylane.plan.spec import Spec
 from polylane.runtime.transport import plain_objects as objects
 from polylane.runtime.transport.serialization import register_type
 from polylane.runtime.workers.failure import Failure
+from polylane.runtime.workers.idle_cores import threads_of_idle_cores
 from polylane.runtime.workers.world import World
 
 T = TypeVar("T")
@@ -92,7 +94,8 @@ def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Pl
     # Cuts rest on measured times, which differ from worker to worker: rank 0 compiles first, and the others compile for
     # the complete plan that it found.
     if world.rank == 0:
-        prepared, refusal = _try_compile(problem, spec)
+        with threads_of_idle_cores(world):
+            prepared, refusal = _try_compile(problem, spec)
         world.all_gather_object(
             (None if prepared is None else prepared.plan, None if refusal is None else str(refusal))
         )
@@ -102,7 +105,8 @@ def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Pl
         decision, refused = world.all_gather_object(None)[0]
         if refused is not None:
             raise PolylaneError(refused)
-        prepared, refusal = _try_compile(problem, decision)
+        with threads_of_idle_cores(world, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
+            prepared, refusal = _try_compile(problem, decision)
     # Every worker learns of every failure, so that none waits for one that has stopped.
     refusals: list[str | None] = world.all_gather_object(None if refusal is None else str(refusal))
     for rank, reason in enumerate(refusals):

@@ -282,9 +282,10 @@ def _find_order(
     """Return the plan with an order of passes found for the measured times of the first objective's graph."""
     name, partition = next(iter(partitions.items()))
     leaves, _ = flatten(problem.take_batch(samples))
-    seconds = measure_both(partition.graph, problem.model, problem.objectives[name].loss, leaves)
-    device = next((p.device.type for p in problem.model.parameters()), "cpu")
-    return find_measured_order(partition, plan, seconds, device, placed)
+    loss, device = problem.objectives[name].loss, problem.device
+    seconds = measure_both(partition.graph, problem.model, loss, leaves, device=device)
+    kind = next((p.device.type for p in problem.model.parameters()), "cpu") if device is None else device.type
+    return find_measured_order(partition, plan, seconds, kind, placed)
 
 
 def _choose_microbatches(
@@ -323,7 +324,7 @@ def _partition_objectives(
     """Return every objective's partition, the known batch layouts of its values, and whether a loss couples samples."""
     partitions, seen, couples = dict[str, Partition](), dict[str, Mapping[str, BatchLayout]](), False
     leaves, _ = flatten(problem.take_batch(samples))
-    clock = seconds or (lambda graph, loss, leaves: measure(graph, problem.model, loss, leaves))
+    clock = seconds or (lambda graph, loss, leaves: measure(graph, problem.model, loss, leaves, problem.device))
     for name, graph in graphs.items():
         loss = problem.objectives[name].loss
         if spec.data > 1 or microbatches > 1:

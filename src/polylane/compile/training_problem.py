@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from polylane.compile.objectives import Init, Objective, Parameters, named_parameters, optimized_names
@@ -38,6 +39,8 @@ class TrainingProblem:
         init: fills the tensors that a module itself owns, for a model on the meta device; None: the module's own
             ``reset_parameters()``.
         in_float64: whether casts to lower types inside keep float64 (for proofs); model and example are float64 then.
+        device: accelerator of the worker that trains, on which captured code is checked and its nodes are timed; None:
+            the device of the model.
     """
 
     model: nn.Module
@@ -46,6 +49,7 @@ class TrainingProblem:
     batch_size: int | None = None
     init: Init | None = None
     in_float64: bool = False
+    device: torch.device | None = None
 
     def __post_init__(self) -> None:
         refuse_uninitialised(self.model)
@@ -96,6 +100,7 @@ class TrainingProblem:
         objective = objective or self.objective
         batch = self.example if samples is None else self.take_batch(samples)
         how: Any = {"trainable": optimized_names(self.parameters, objective.optimizer), "in_float64": self.in_float64}
+        how["check_device"] = self.device
         graph = capture_with_counts(self.model, objective.loss, batch, **how)
         # A few samples may answer otherwise than the batch what the loss asks of it.
         if samples is not None and not are_answered(graph.code.readings, self.flat_example[0]):

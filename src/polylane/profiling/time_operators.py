@@ -5,6 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +14,11 @@ from torch import Tensor, fx, nn
 
 from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.cost.operators.profile import Both
-from polylane.graph.batch import sample_count
+from polylane.graph.batch import sample_count, to_device
 from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
+from polylane.graph.devices import copy_to_device, moved_module
 from polylane.graph.graph import Graph
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.sample_slice import SampleSlice
@@ -40,12 +43,21 @@ def nominal_seconds(graph: Graph) -> tuple[Both, ...]:
     return tuple(result)
 
 
-def measure(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any]) -> tuple[float, ...]:
+def measure(
+    graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any], device: torch.device | None = None
+) -> tuple[float, ...]:
     """Return the seconds of every node of ``graph``, forward plus backward; see :func:`measure_both`."""
-    return tuple(map(sum, measure_both(graph, model, loss, leaves)))
+    return tuple(map(sum, measure_both(graph, model, loss, leaves, device=device)))
 
 
-def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[Any], only: str = "") -> tuple[Both, ...]:
+def measure_both(
+    graph: Graph,
+    model: nn.Module,
+    loss: Loss,
+    leaves: Sequence[Any],
+    only: str = "",
+    device: torch.device | None = None,
+) -> tuple[Both, ...]:
     """Measure the seconds of every node of ``graph``, forward and backward, on the batch ``leaves``.
 
     Each kind of node (same operator, same shapes) runs :data:`REPEATS` times after a warm-up, and so does its backward
@@ -54,15 +66,22 @@ def measure_both(graph: Graph, model: nn.Module, loss: Loss, leaves: Sequence[An
 
     Args:
         graph: captured from ``model`` and ``loss``.
-        model, loss: the user's, on the device to measure.
-        leaves: flat batch on the same device.
+        model, loss: the user's.
+        leaves: flat batch on the model's device.
         only: operator whose nodes alone are measured, with the batch statistics of replicas but without their
             all-reduce; all others count as 0. Default: all nodes, without replicas.
+        device: device to measure, to which all is moved while it is; where the graph does not run there, for want of
+            memory or for tensors that stay on the host, it is measured where the model is. None: there.
     """
     if graph.is_opaque or any(p.is_meta for p in model.parameters()):
         return nominal_seconds(graph)
     whole = ModelWithLoss(model, loss, lambda flat: flat)
     with model_restored(whole):
+        if device is not None and any(parameter.device != device for parameter in whole.parameters()):
+            with suppress(RuntimeError), moved_module(whole, device), model_restored(whole):
+                constants = {name: value.to(device) for name, value in graph.code.constants.items()}
+                code = replace(graph.code, fx=copy_to_device(graph.code.fx, device), constants=constants)
+                return _measured(replace(graph, code=code), whole, to_device(leaves, device), only)
         return _measured(graph, whole, leaves, only)
 
 

@@ -74,6 +74,7 @@ def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> Trai
     resume_from, checkpoints = (Path(each) if each else None for each in world.all_gather_object(found)[0])
     request = replace(request, resume_from=resume_from, checkpoints=checkpoints)
     training = load_materials(request)
+    training = replace(training, problem=replace(training.problem, device=world.accelerator))
     plan = plan_for_started(world, training.problem, request)
     prepared = compile_on_all_ranks(world, training.problem, plan)
     if (saved := gather_saved_plan(world, request)) is not None:

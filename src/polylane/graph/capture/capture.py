@@ -43,6 +43,7 @@ def capture(
     opening: Opening | None = None,
     asks: bool = False,
     draws: StepDraws | None = None,
+    check_device: torch.device | None = None,
 ) -> Graph:
     """Capture ``loss(model, batch)`` as one flat graph that holds for any number of samples.
 
@@ -58,12 +59,14 @@ def capture(
         opening: sizes other than the number of samples that are to be left open; default: none.
         asks: whether it is known that the loss asks about values of its batch (see questions/readings.py).
         draws: numbers of the step for which it is captured, where they decide which way it goes; None: for no one.
+        check_device: device on which the captured code is held against the model, if both run there; None: the model's.
 
     Raises:
         NotOpened: the sizes of ``opening`` cannot be left open.
         PolylaneError: the loss itself fails, or does not return a loss.
     """
     whole, leaves, abstract = _combine(model, loss, batch, draws)
+    whole.check_device = check_device
     literals = LiteralRecorder()
     with _in_mode(whole, training):
         if in_float64:  # the user's code runs in its own precision; the graph is promoted afterwards

@@ -59,6 +59,7 @@ class ModelWithLoss(nn.Module):
         self.rebuild = rebuild
         self.tracing = CaptureRun(draws=draws)
         self.mean = True
+        self.check_device: torch.device | None = None  # of the captured code's self-check; None: where the model is
         self.carried: dict[int, Any] = {}  # leaves that are no tensors and are not read: no inputs of an export
 
     def forward(self, *leaves: Any) -> tuple[Tensor, ...]:

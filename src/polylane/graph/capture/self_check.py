@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +19,11 @@ from polylane.graph.batch import (
     sample_count,
     sampled_leaves,
     take_first_samples,
+    to_device,
 )
 from polylane.graph.capture.export import ModelWithLoss, model_restored
 from polylane.graph.capture.questions.readings import Reading, are_answered
+from polylane.graph.devices import copy_to_device, moved_module
 from polylane.graph.open_sizes import OpenSizes
 from polylane.graph.precision import Promoted, cast_module
 from polylane.graph.sample_slice import SampleSlice
@@ -92,7 +95,9 @@ def first_difference(
     """Compare two consecutive steps of the model and of its captured code; return the first difference.
 
     Differences that are rounding only, as shown in float64, do not count: a library that asks whether it is being
-        exported may choose another kernel.
+        exported may choose another kernel. Both run on ``whole.check_device`` if they can: a model for an accelerator
+        takes minutes on the host. Where memory is short there, or the model makes tensors of its own on the host, they
+        run where the model is.
 
     Args:
         whole: model and loss, restored afterwards.
@@ -107,6 +112,34 @@ def first_difference(
     Returns:
         The first difference, or None if there is none.
     """
+    device = whole.check_device
+    if device is not None and any(parameter.device != device for parameter in whole.parameters()):
+        with suppress(_RunsElsewhere, torch.OutOfMemoryError), moved_module(whole, device):
+            first = to_device(take_first_samples(leaves, FEW), device)
+            with model_restored(whole):
+                if not _run_steps(whole, whole, [first]):
+                    raise _RunsElsewhere
+            there = {name: value.to(device) for name, value in constants.items()}
+            more = [to_device(each, device) for each in others]
+            code, moved = copy_to_device(graph, device), to_device(leaves, device)
+            return _first_difference_here(whole, code, there, moved, sizes, opened, more, readings)
+    return _first_difference_here(whole, graph, constants, leaves, sizes, opened, others, readings)
+
+
+class _RunsElsewhere(Exception):
+    """The model does not run on the device on which its code was to be checked."""
+
+
+def _first_difference_here(
+    whole: ModelWithLoss,
+    graph: fx.Graph,
+    constants: Mapping[str, Tensor],
+    leaves: Sequence[Any],
+    sizes: Collection[int],
+    opened: OpenSizes | None,
+    others: Sequence[Sequence[Any]],
+    readings: Sequence[Reading],
+) -> Difference | None:
     first = take_first_samples(leaves, FEW)
     few = sample_count(first) < sample_count(leaves)
     if few and not (are_answered(readings, first) and runs_without_gradients(whole, first)):
@@ -192,6 +225,8 @@ def _differs_by_rounding_only(captured: _CapturedCode, runs: Sequence[Any]) -> b
         try:
             wide = ([cast_leaves(batch, torch.float64) for batch in batches] for batches in runs)
             return all(_find_difference(captured, batches, _equal_up_to_rounding) is None for batches in wide)
+        except torch.OutOfMemoryError:
+            raise
         except Exception:
             return False
 
@@ -223,6 +258,8 @@ def _run_steps(
             values = [value.detach().clone() for value in result]
             if result[0].requires_grad:
                 result[0].backward()
+        except torch.OutOfMemoryError:  # of an accelerator: no fault of the model
+            raise
         except Exception:
             return seen
         seen += [(step, Difference("the loss"), value) for value in values]

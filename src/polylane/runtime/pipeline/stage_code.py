@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import format_line
 from polylane.graph.capture.leaves import LeafCall
+from polylane.graph.devices import replace_devices
 from polylane.graph.graph import Node
 from polylane.graph.partition import Partition
 from polylane.graph.precision import unwrap_settings
@@ -212,7 +213,7 @@ def extract_stage(
     by_name, watch = {}, PythonCallWatch()
     for node in body:
         values[node] = copied = graph.node_copy(node, lambda n: values[n])
-        copied.args, copied.kwargs = _move_devices(copied.args, device), _move_devices(copied.kwargs, device)
+        copied.args, copied.kwargs = replace_devices(copied.args, device), replace_devices(copied.kwargs, device)
         copied.meta = dict(node.meta)
         described = chosen[node.meta["name"]]
         if described.is_own_python:
@@ -334,17 +335,6 @@ class LocalStageCode:
             recomputation=again,
             weight_groups=groups,
         )
-
-
-def _move_devices(value: Any, device: torch.device) -> Any:
-    """Replace the device that capture saw by the worker's own, in nested arguments."""
-    if isinstance(value, torch.device):
-        return value if value.type == "meta" else device
-    if isinstance(value, (list, tuple)):
-        return type(value)(_move_devices(v, device) for v in value)
-    if isinstance(value, dict):
-        return {key: _move_devices(v, device) for key, v in value.items()}
-    return value
 
 
 def _compile_graph(

@@ -170,6 +170,11 @@ class World:
         """Whether the tensors of this worker's device travel through the host, because its backend carries no other."""
         return self.backend == "gloo" and self.device.type != "cpu"
 
+    @property
+    def accelerator(self) -> torch.device | None:
+        """This worker's device, or None where it computes on the CPU."""
+        return None if self.device.type == "cpu" else self.device
+
     def on_host(self) -> World:
         """Return this world for tensors on the CPU, as gloo and shared memory carry them."""
         return replace(self, device=torch.device("cpu"), is_joined=False)

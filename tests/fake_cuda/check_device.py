@@ -1,0 +1,69 @@
+"""Run on the pretended device: captured code is checked there, and the model is back on the host afterwards."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from polylane.graph.capture import self_check
+from polylane.graph.capture.capture import capture
+from polylane.profiling.time_operators import measure_both
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Network(nn.Module):
+    """Layers whose forward makes a tensor on the device of its input; with ``stray``, one that stays on the host."""
+
+    def __init__(self, stray: bool) -> None:
+        super().__init__()
+        self.inner, self.norm, self.outer = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.stray = torch.ones(8) if stray else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.inner(x)) + torch.arange(8, device=x.device)
+        return self.outer(hidden if self.stray is None else hidden * self.stray)
+
+
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def capture_on_device(stray: bool, short: bool = False) -> set[str]:
+    """Capture and time a network with the device for its checks; return the types of devices that steps ran on."""
+    torch.manual_seed(0)
+    model = Network(stray)
+    batch = torch.randn(8, 6), torch.arange(8) % 3
+    before = {name: (id(t), t.data_ptr(), t.clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    seen, run_steps = set[str](), self_check._run_steps
+
+    def recorded(whole, run, batches):
+        found = {leaf.device.type for leaf in batches[0] if isinstance(leaf, Tensor)}
+        if short and "cuda" in found:
+            raise torch.OutOfMemoryError("no memory")
+        seen.update(found)
+        return run_steps(whole, run, batches)
+
+    self_check._run_steps = recorded
+    try:
+        graph = capture(model, loss, batch, check_device=DEVICE)
+    finally:
+        self_check._run_steps = run_steps
+    plain = capture(model, loss, batch)
+    assert [node.name for node in graph.nodes] == [node.name for node in plain.nodes]
+    assert graph.notes == plain.notes and not graph.is_opaque
+    seconds = measure_both(graph, model, loss, list(batch), device=DEVICE)
+    assert len(seconds) == len(graph.nodes) and all(forward > 0 for forward, _ in seconds)
+    after = {name: (id(t), t.data_ptr(), t) for name, t in model.state_dict(keep_vars=True).items()}
+    for name, (identity, memory, value) in before.items():
+        assert after[name][:2] == (identity, memory), f"{name} is another tensor"
+        assert torch.equal(after[name][2], value) and after[name][2].grad is None, f"{name} has changed"
+    return seen
+
+
+if __name__ == "__main__":
+    assert capture_on_device(stray=False) == {"cuda"}
+    assert "cpu" in capture_on_device(stray=True)
+    assert capture_on_device(stray=False, short=True) == {"cpu"}
+    print("checked")
