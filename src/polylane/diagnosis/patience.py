@@ -8,6 +8,8 @@ held by a debugger, or with the interpreter's
 lock held, outside of such a step              LONG_SECONDS                     that
 a first step, a compilation, weights that are
 written, the start, the script's own code      LONG_SECONDS                     LONG_SECONDS, or that if it is longer
+its end, with the interpreter's lock held:
+Python takes down what the process has made    LONG_SECONDS                     LONG_SECONDS, or that if it is longer
 
 waiting for a host that nothing is heard of, in
 a step that ran before                         the margin                       that, or SILENT_LEAST if it is longer
@@ -26,7 +28,7 @@ MARGIN_SECONDS = 8.0
 LONG_SECONDS = 570.0  # below the ten minutes after which a worker gives up waiting for another one
 SILENT_LEAST = 5.0  # a busy machine may keep a process waiting for a second or two
 SILENT_SECONDS = 30.0  # the process that speaks for a host does not compile or load, whatever its workers do
-START_SECONDS = 60.0  # a start that takes no longer is not worth a word
+START_SECONDS = 60.0  # a start, or an end, that takes no longer is not worth a word
 _STEPS = frozenset({Phase.TRAINING, Phase.EVALUATING})
 
 
@@ -40,7 +42,8 @@ def choose_bound(record: Record, doing: Doing, hang_after: float | None) -> floa
     """
     bound = _usual_bound(record, hang_after)
     # Before the first step a loader may read again what an earlier run has seen.
-    is_bounded = doing in FROZEN or (record.phase is Phase.LOADING and record.round > 0)
+    is_leaving = record.phase is Phase.ENDING and doing is Doing.HOLDS_INTERPRETER
+    is_bounded = (doing in FROZEN and not is_leaving) or (record.phase is Phase.LOADING and record.round > 0)
     if doing is Doing.STOPPED or _runs_again(record) or (hang_after is not None and is_bounded):
         return bound
     return max(bound, LONG_SECONDS)
@@ -55,7 +58,7 @@ def silence_bound(record: Record, hang_after: float | None) -> float:
 def note_bound(record: Record, hang_after: float | None) -> float:
     """Return the seconds without progress after which it is said what a worker is doing."""
     bound = _usual_bound(record, hang_after)
-    return max(bound, START_SECONDS) if record.phase is Phase.STARTING else bound
+    return max(bound, START_SECONDS) if record.phase in (Phase.STARTING, Phase.ENDING) else bound
 
 
 def _runs_again(record: Record) -> bool:

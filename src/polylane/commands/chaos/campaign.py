@@ -25,6 +25,7 @@ from polylane.errors import PolylaneError, format_plural
 from polylane.runtime.workers.stop_request import Stopped
 
 if TYPE_CHECKING:
+    from polylane.commands.chaos.launches import Ending
     from polylane.commands.chaos.trials import Bench, FaultTrial, Unbroken
     from polylane.commands.requests import ChaosRequest
     from polylane.plan.plan import Plan
@@ -206,10 +207,18 @@ def _train_unbroken(bench: Bench, course: Course, plan: Spec | Plan) -> Unbroken
 
     found = bench.train_unbroken(course, plan.processes)
     if not isinstance(found, Unbroken):
-        lines = [line for line in found.text.splitlines() if line.startswith("polylane: ")]
-        said = lines[-1].removeprefix("polylane: ") if lines else f"it ended with code {found.code}"
-        raise PolylaneError(f"{course}: the training does not end well by itself: {said}")
+        raise PolylaneError(f"{course}: the training does not end well by itself: {_describe_end(found)}")
     return found
+
+
+def _describe_end(ending: Ending) -> str:
+    """Return what a training said last of its end, with the exception below that where a worker raised one."""
+    lines = [line for line in ending.text.splitlines() if line.strip()]
+    said = [i for i, line in enumerate(lines) if line.startswith("polylane: ")]
+    if not said:
+        return f"it ended with code {ending.code}"
+    sentence, below = lines[said[-1]].removeprefix("polylane: "), lines[said[-1] + 1 :]
+    return f"{sentence} ({below[-1].strip()})" if below and below[0].startswith("Traceback") else sentence
 
 
 # What is printed -----------------------------------------------------------------------------------------------------

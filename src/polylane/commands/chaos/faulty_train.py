@@ -24,6 +24,13 @@ def main(arguments: Sequence[str]) -> None:
     Args:
         arguments: the command line without the program's name.
     """
+    inject()
+    sys.argv = ["polylane", *arguments]
+    runpy.run_module("polylane", run_name="__main__")
+
+
+def inject() -> None:
+    """Let workers of this process train with the fault in it."""
     from polylane.commands.chaos.injection import train_with_fault
     from polylane.commands.running import worker
 
@@ -31,9 +38,9 @@ def main(arguments: Sequence[str]) -> None:
     fault = Fault.read(Path(path)) if path else None
     log = FaultLog(Path(os.environ[LOG_VARIABLE]))
     worker.train = partial(train_with_fault, fault, log)  # type: ignore[attr-defined]
-    sys.argv = ["polylane", *arguments]
-    runpy.run_module("polylane", run_name="__main__")
 
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+elif __name__ == "__mp_main__":  # a worker that is a new process: multiprocessing imports the launcher's main module
+    inject()

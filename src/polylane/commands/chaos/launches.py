@@ -15,8 +15,10 @@ from pathlib import Path
 
 from polylane.commands.chaos.faults import Course
 from polylane.commands.chaos.two_hosts import DATA_LINK, STORE_ADDRESS, TwoHosts
+from polylane.runtime.workers.world import accelerator_type
 
 POLL_SECONDS = 0.02
+FAULTY_TRAIN = "polylane.commands.chaos.faulty_train"
 
 Poll = Callable[[], int | None]
 Tend = Callable[[Sequence[tuple[float, str]]], None]
@@ -64,8 +66,10 @@ def run_command(
     environment = {**variables, "POLYLANE_TRANSPORT": course.transport}
     out, error = (folder / f"{name}.{time.time_ns()}" for name in ("stdout", "stderr"))
     with ExitStack() as meanwhile:
-        if course.launcher == "own":
+        if course.launcher == "own" and accelerator_type() is None:
             launched = [_fork(words, environment, out, error)]
+        elif course.launcher == "own":
+            launched = [_start_python([FAULTY_TRAIN, *words], environment, out, error)]
         elif hosts is None:
             launched = [
                 _start_torchrun(["--standalone", "--nproc-per-node", str(ranks)], words, environment, out, error)
@@ -161,17 +165,20 @@ def _start_on_hosts(
 def _start_torchrun(
     options: Sequence[str], words: Sequence[str], environment: Mapping[str, str], out: Path, error: Path
 ) -> tuple[int, Poll]:
-    module = "polylane.commands.chaos.faulty_train"
     restarts = words[words.index("--max-restarts") + 1] if "--max-restarts" in words else "0"
     agent = ["torch.distributed.run", *options, "--max-restarts", restarts]
+    return _start_python([*agent, "-m", "--", FAULTY_TRAIN, *words], environment, out, error)
+
+
+def _start_python(module: Sequence[str], environment: Mapping[str, str], out: Path, error: Path) -> tuple[int, Poll]:
+    """Start a module with arguments as a process of its own.
+
+    Workers that are new processes need it: multiprocessing imports the main module of the process that starts them.
+    """
     # A library of torch's that prints for every worker how many threads it gives it, unless this is set.
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     with out.open("ab") as to, error.open("ab") as to_error:
         process = subprocess.Popen(
-            [sys.executable, "-m", *agent, "-m", "--", module, *words],
-            stdout=to,
-            stderr=to_error,
-            env=variables,
-            start_new_session=True,
+            [sys.executable, "-m", *module], stdout=to, stderr=to_error, env=variables, start_new_session=True
         )
     return process.pid, process.poll

@@ -170,7 +170,9 @@ def run_self_check(
     try:
         opened = None if draft.opened is None else draft.opened.sizes
         graph, constants, readings = draft.graph, draft.constants, draft.readings
-        return self_check.first_difference(whole, graph, constants, leaves, sizes, opened, others, readings)
+        # What the user's functions draw is noted of the host's generators.
+        device = None if noted else whole.check_device
+        return self_check.first_difference(whole, graph, constants, leaves, sizes, opened, others, readings, device)
     finally:
         unwrap_autocast(draft.graph)
         for node, target in noted.items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from polylane.graph.autograd_engine import start_autograd_engine
 from polylane.graph.batch import cast_leaves, flatten, sample_count
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture.assign_keys import key_random_operators
@@ -67,6 +68,8 @@ def capture(
     """
     whole, leaves, abstract = _combine(model, loss, batch, draws)
     whole.check_device = check_device
+    if not abstract:
+        start_autograd_engine()
     literals = LiteralRecorder()
     with _in_mode(whole, training):
         if in_float64:  # the user's code runs in its own precision; the graph is promoted afterwards

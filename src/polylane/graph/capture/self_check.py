@@ -91,13 +91,12 @@ def first_difference(
     opened: OpenSizes | None = None,
     others: Sequence[Sequence[Any]] = (),
     readings: Sequence[Reading] = (),
+    device: torch.device | None = None,
 ) -> Difference | None:
     """Compare two consecutive steps of the model and of its captured code; return the first difference.
 
     Differences that are rounding only, as shown in float64, do not count: a library that asks whether it is being
-        exported may choose another kernel. Both run on ``whole.check_device`` if they can: a model for an accelerator
-        takes minutes on the host. Where memory is short there, or the model makes tensors of its own on the host, they
-        run where the model is.
+        exported may choose another kernel.
 
     Args:
         whole: model and loss, restored afterwards.
@@ -108,11 +107,12 @@ def first_difference(
         opened: the other sizes that the code leaves open; None: it leaves none.
         others: flat leaves of batches of other open sizes to try.
         readings: questions to a batch; the code is checked on batches alone that answer as this one does.
+        device: where both run if they can, since a model for an accelerator takes minutes on the host; they run where
+            the model is with None, where memory is short, and where the model makes tensors of its own on the host.
 
     Returns:
         The first difference, or None if there is none.
     """
-    device = whole.check_device
     if device is not None and any(parameter.device != device for parameter in whole.parameters()):
         with suppress(_RunsElsewhere, torch.OutOfMemoryError), moved_module(whole, device):
             first = to_device(take_first_samples(leaves, FEW), device)

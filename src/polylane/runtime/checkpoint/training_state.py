@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.sync.gradient_sync import GradientSync
+from polylane.runtime.workers.world import World
 
 
 class WorkerTrainingState:
@@ -66,7 +68,7 @@ class WorkerTrainingState:
         found.extend(self._sync.collect_state(self._replica))
         for name, trainer in self._trainers.items():
             found.extend(trainer.compressor.collect_state(name, holding, self._replica))
-        found.extend(_collect_random(holding.world.rank))
+        found.extend(_collect_random(holding.world))
         found.plain |= collect_python_state(holding, self._replica)
         if holding.world.rank == 0:
             found.plain |= {"replicas": self.replicas, "weights": state_dict_names(holding)}
@@ -94,7 +96,7 @@ class WorkerTrainingState:
         for name, trainer in self._trainers.items():
             trainer.compressor.restore_state(name, holding, self._replica, saved)
         if saved.was_saved_by(holding.prepared.plan):
-            _restore_random(holding.world.rank, saved)
+            _restore_random(holding.world, saved)
 
     def _variant_of(self, name: str) -> str:
         is_buffer = name not in self._local_model.owning_stages
@@ -106,24 +108,38 @@ class WorkerTrainingState:
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
-def _collect_random(rank: int) -> WorkerState:
+def _collect_random(world: World) -> WorkerState:
     """Return the states of this process's generators, from which the user's own code may draw."""
-    found = WorkerState()
+    found, rank = WorkerState(), world.rank
     torchs, python, *arrays = generator_states()
     found.add(f"random/torch/{rank}", whole_region(torchs.shape), torchs)
+    if world.accelerator is not None:
+        own = _device_module(world.accelerator).get_rng_state(world.accelerator)
+        found.add(f"random/{world.accelerator.type}/{rank}", whole_region(own.shape), own)
     found.plain[f"random/python/{rank}"] = python
     for kind, keys, *rest in arrays:
         found.plain[f"random/numpy/{rank}"] = (kind, keys.tolist(), *rest)
     return found
 
 
-def _restore_random(rank: int, saved: SavedState) -> None:
-    now = torch.get_rng_state()
+def _restore_random(world: World, saved: SavedState) -> None:
+    now, rank = torch.get_rng_state(), world.rank
     if saved.has(f"random/torch/{rank}"):
         saved.fill(f"random/torch/{rank}", whole_region(now.shape), now)
         torch.set_rng_state(now)
+    # A checkpoint of workers on the CPU, or of another kind of accelerator, has no state for this one.
+    if world.accelerator is not None and saved.has(name := f"random/{world.accelerator.type}/{rank}"):
+        device = _device_module(world.accelerator)
+        own = device.get_rng_state(world.accelerator)
+        saved.fill(name, whole_region(own.shape), own)
+        device.set_rng_state(own, world.accelerator)
     if (state := saved.plain.get(f"random/python/{rank}")) is not None:
         random.setstate(state)
     numpy = sys.modules.get("numpy")
     if numpy is not None and (state := saved.plain.get(f"random/numpy/{rank}")) is not None:
         numpy.random.set_state(numpy_state(state))
+
+
+def _device_module(accelerator: torch.device) -> Any:
+    """Return torch's module of a kind of accelerator, such as ``torch.cuda``."""
+    return torch.get_device_module(accelerator)

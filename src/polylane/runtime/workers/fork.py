@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from polylane.errors import PolylaneError
+from polylane.graph.autograd_engine import start_autograd_engine
 from polylane.runtime.transport.serialization import decode, encode
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import FileStore, MeetingPlace
@@ -91,6 +92,7 @@ class WorkerContext:
 def limit_to_one_thread() -> None:
     """Make this process safe to fork; must be called before its first tensor operation."""
     torch.set_num_threads(1)
+    start_autograd_engine()
 
 
 def fork_workers(
