@@ -290,10 +290,10 @@ class Job:
         saver.begin(self._position, lambda: self._stream.add_to(role.collect_state(), self._rank), facts)
 
     def open_saver(self, folder: Path, keep: int | None) -> CheckpointSaver:
-        """Return the saver of a folder of checkpoints, which the job closes."""
-        if folder not in self._savers:
-            self._savers[folder] = CheckpointSaver(folder, keep, self._rank, self._role.exchange)
-        return self._savers[folder]
+        """Return the saver of a folder of checkpoints, which the job closes; it keeps ``keep`` of them from now on."""
+        saver = self._savers.setdefault(folder, CheckpointSaver(folder, keep, self._rank, self._role.exchange))
+        saver.keep = keep
+        return saver
 
     def load_checkpoint(self, path: str | Path, *, warn: Callable[[str], None] = warnings.warn) -> LoadedCheckpoint:
         """Go on from a checkpoint, whatever plan wrote it; collective, before the first step.

@@ -152,12 +152,13 @@ class CheckpointSaver:
         gather: returns every process's plain value, by rank.
 
     Attributes:
+        keep: number of newest complete ones that are kept; None: all.
         stall_seconds: time that checkpoints have cost this worker so far.
         newest: folder of the latest complete checkpoint that this run has written; None before.
     """
 
     def __init__(self, root: Path, keep: int | None, rank: int, gather: Gather) -> None:
-        self._store, self._rank, self._gather = CheckpointStore(root, keep), rank, gather
+        self._root, self.keep, self._rank, self._gather = root, keep, rank, gather
         self._writer = SnapshotWriter()
         self._under_way: _UnderWay | None = None
         # Of the latest distribution: what it was made for, this worker's rectangles, and all tensors.
@@ -218,9 +219,9 @@ class CheckpointSaver:
         if self._rank:
             return "", ""
         try:
-            return str(self._store.begin(position.step)), ""
+            return str(CheckpointStore(self._root).begin(position.step)), ""
         except OSError as refused:
-            return "", f"{self._store.root} cannot be written: {refused.strerror or refused}"
+            return "", f"{self._root} cannot be written: {refused.strerror or refused}"
 
     def _assign(self, digest: str, rectangles: Sequence[WritableRectangle]) -> tuple[list[int], Mapping[str, _Form]]:
         """Return which of its rectangles this worker writes, and all tensors; a collective where workers changed."""
@@ -295,7 +296,8 @@ class CheckpointSaver:
             self.newest, self._under_way = Path(reports[0].committed), None
         elif self._rank == 0 and all(each.written for each in reports) and not self._writer.is_committing:
             try:
-                self._writer.start_commit(self._store, str(now.folder), self._make_manifest(now, reports))
+                store = CheckpointStore(self._root, self.keep)
+                self._writer.start_commit(store, str(now.folder), self._make_manifest(now, reports))
             except PolylaneError as refused:
                 now.error = str(refused)
 
