@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,10 @@ from polylane.commands.running.resume import (
     prepare_checkpoints,
     refuse_if_done,
 )
+from polylane.commands.running.step_log import StepLog
+from polylane.commands.running.training_loop import resume_log
 from polylane.errors import PolylaneError
+from polylane.runtime.checkpoint.load import LoadedCheckpoint
 from polylane.runtime.checkpoint.save import Position
 
 REQUEST = TrainRequest(recipe="any.py", batch=8, rates=LearningRateOptions(8))
@@ -88,3 +93,33 @@ def test_an_exit_code_is_not_asked_of_torchruns_workers(monkeypatch: pytest.Monk
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(PolylaneError, match=r"--requeue-code is not for torchrun: the exit code is torchrun's own"):
         command.run(replace(REQUEST, trouble=TroubleOptions(requeue_code=75)))
+
+
+LOG = {"steps": 5, "samples": 40, "seconds": 1.5, "loss": 0.25, "epoch": [2.0, 16.0, 0.5]}
+EDITED: dict[str, Any] = {
+    "no mapping": [],
+    "a step less": {**LOG, "steps": 4},
+    "no number": {**LOG, "steps": "[/b]"},
+    "without an end": {**LOG, "samples": float("inf")},
+    "a list as loss": {**LOG, "loss": [0.5]},
+    "no means": {**LOG, "epoch": 1},
+    "means of more": {**LOG, "epoch": [1, 2, 3, 4]},
+    "nothing": {},
+}
+
+
+def log_after(state: object) -> StepLog:
+    log, manifest = StepLog(lambda message: None, lambda: 1), SimpleNamespace(run={"log": state}, **vars(Position(5)))
+    resume_log(log, LoadedCheckpoint(Path("x"), manifest, {}))  # type: ignore[arg-type]
+    return log
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_a_log_that_was_edited_is_one_sentence(name: str) -> None:
+    with pytest.raises(PolylaneError, match=r"x/manifest.json: run.log is not the one of a run that made 5 steps"):
+        log_after(EDITED[name])
+
+
+def test_a_log_goes_on_where_a_run_has_kept_one() -> None:
+    assert log_after(LOG).state()["steps"] == 5
+    assert log_after(None).state()["steps"] == 0
