@@ -21,6 +21,7 @@ from polylane.commands.running.resume import (
     prepare_checkpoints,
     refuse_if_done,
 )
+from polylane.commands.running.run_folder import RunFolder
 from polylane.commands.running.step_log import StepLog
 from polylane.commands.running.training_loop import resume_log
 from polylane.errors import PolylaneError
@@ -93,6 +94,22 @@ def test_an_exit_code_is_not_asked_of_torchruns_workers(monkeypatch: pytest.Monk
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(PolylaneError, match=r"--requeue-code is not for torchrun: the exit code is torchrun's own"):
         command.run(replace(REQUEST, trouble=TroubleOptions(requeue_code=75)))
+
+
+def test_on_other_hosts_nobody_looks_at_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = ("model()", "data(split)", "loss(model, batch)", "optimizer(parameters)")
+    (tmp_path / "r.py").write_text("".join(f"def {each}: ...\n" for each in functions))
+    (tmp_path / "file").write_text("in the folder's place, on this host")
+    request = replace(REQUEST, recipe=str(tmp_path / "r.py"), plan="data=2", run_folder=tmp_path / "file")
+    train = command._claim_and_train
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        if rank == "0":
+            with pytest.raises(PolylaneError, match="file is not a folder"):
+                train(request, RunFolder(tmp_path / "file"), lambda request: "trained")
+        else:
+            assert train(request, RunFolder(tmp_path / "file"), lambda request: "trained") == "trained"
 
 
 LOG = {"steps": 5, "samples": 40, "seconds": 1.5, "loss": 0.25, "epoch": [2.0, 16.0, 0.5]}
