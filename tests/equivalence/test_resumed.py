@@ -172,9 +172,15 @@ def test_on_its_own_plan_it_goes_on_bit_for_bit(plan: str, steps: int, saved: An
         assert torch.equal(value, resumed[name]), name
 
 
+# Replicas that train separately, each in other stages and shards: their numbers are their own, and the same.
+SEPARATE = tuple(
+    f"data=2,{degrees}every=3,outer=0.7:0.9,microbatches=2" for degrees in ("", "tensor=2,", "pipeline=2,")
+)
+
 # All pairs, slow; and quickly every second plan with the next but one.
 PAIRS = [
     *(pytest.param(first, then, NEXT, marks=pytest.mark.slow) for first in PLANS for then in PLANS),
+    *(pytest.param(first, then, NEXT, marks=pytest.mark.slow) for first in SEPARATE for then in SEPARATE),
     *(pytest.param(first, PLANS[i + 2], QUICK_NEXT) for i, first in enumerate(PLANS[:-2]) if i % 3 == 1),
 ]
 
