@@ -8,6 +8,7 @@ import pytest
 
 from checkpoint.saved_runs import compile_once, on_workers, train
 from polylane.checkpoint.commit import commit_folder, list_steps
+from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 
 STEPS = range(1, 13)
@@ -35,3 +36,13 @@ def test_each_save_says_how_many_are_kept(tmp_path: Path) -> None:
 
     (kept,) = on_workers(compile_once("data=1"), work)
     assert kept == [[1], [1, 2], [1, 2, 3], [3, 4], [5]]
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5, "3"])
+def test_who_keeps_none_is_refused(keep: object, tmp_path: Path) -> None:
+    def work(job: Job) -> None:
+        with pytest.raises(PolylaneError, match=r"job\.save_checkpoint\(keep=.*\): give a whole number from 1 on, or"):
+            job.save_checkpoint(tmp_path, keep=keep)  # type: ignore[arg-type]
+
+    on_workers(compile_once("data=1"), work)
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -69,6 +70,24 @@ def test_a_run_does_not_save_beside_later_checkpoints_or_those_of_another_run(sa
             go_on(wrong)
         assert go_on(wrong, saves=False) == wrong and go_on(wrong, run=tmp_path / "new") == wrong
     assert {go_on(place) for place in (second, saved, saved / FOLDER)} == {second}
+
+
+def test_what_is_passed_over_is_said(saved: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(saved, tmp_path / "run")
+    request, said = replace(REQUEST, saving=SavingOptions("1", resume="auto")), list[str]()
+    first, second = (run / FOLDER / f"step-{step:08d}" for step in (1, 2))
+    assert prepare_checkpoints(request, run, warn=said.append).resume_from == second and said == []
+    with (second / "rank-00000.safetensors").open("ab") as file:
+        file.write(b"more")
+    assert prepare_checkpoints(request, run, warn=said.append).resume_from == first
+    (sentence,) = said
+    assert re.match(
+        rf"checkpoint {second}/rank-00000.safetensors: has \d+ bytes, expected .*; {first} is taken", sentence
+    )
+    (first / "manifest.json").write_text("{}")
+    said.clear()
+    assert prepare_checkpoints(request, run, warn=said.append).resume_from is None
+    assert [each.endswith("; the run begins anew") for each in said] == [True, True]
 
 
 @pytest.mark.parametrize("plan", ["data=1", "data=2,every=3"])  # of the latter, every replica's own weights

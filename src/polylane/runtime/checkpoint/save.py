@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ import torch
 from polylane.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, SavedTensor
 from polylane.checkpoint.read_tensors import DTYPE_NAMES
 from polylane.checkpoint.store import CheckpointStore
-from polylane.errors import PolylaneError, format_value
+from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import WorkerState
 from polylane.runtime.checkpoint.snapshot import ShardToWrite, SnapshotWriter, WrittenShards
 from polylane.runtime.transport.serialization import encode, serializable, to_json
@@ -119,27 +118,6 @@ class _UnderWay:
     written: WrittenShards | None = None
     error: str = ""
     committed: str = ""
-
-
-def parse_folder(call: str, folder: object, is_closed: bool) -> Path:
-    """Return the folder that a method of a job was given for checkpoints.
-
-    Args:
-        call: name of the method.
-        folder: what it was given: a text or a path.
-        is_closed: whether the job is closed, and its workers have left each other.
-
-    Raises:
-        PolylaneError: it is no path, or the job is closed.
-    """
-    if is_closed:
-        raise PolylaneError(
-            f"job.{call}: the job is closed, and its workers have left: call it before job.close(), or inside of the "
-            "job's with block"
-        )
-    if not isinstance(folder, str | os.PathLike) or not str(folder):
-        raise PolylaneError(f"job.{call}({format_value(folder)}): give the path of a folder, as a text or a Path")
-    return Path(folder)
 
 
 class CheckpointSaver:
