@@ -97,3 +97,11 @@ def test_what_is_wrong_is_noticed() -> None:
     assert sorted(one.name for one in outcomes) == sorted(NOTICED)
     for one in outcomes:
         assert NOTICED[one.name] in one.wrong and bool(NOTICED[one.name]) == bool(one.wrong), one
+
+
+def test_trainings_do_not_go_on_from_what_was_edited() -> None:
+    """Those to which the edit says nothing do."""
+    inputs = [one for number in range(300) if (one := make_input(1, number)).name.endswith(" resumed")]
+    outcomes = list(run_inputs(inputs, warm_up()))
+    assert [(one.name, one.wrong, one.said) for one in outcomes if one.wrong] == []
+    assert 2 in {one.code for one in outcomes} <= {0, 2}

@@ -20,6 +20,10 @@ WRITING = {"dump", "dumps", "PicklingError", "PickleError"}  # of these modules:
 # Functions by the end of their dotted name.
 RUNNING = {
     "torch.load": "unpickles",
+    "serialization.load": "unpickles",
+    "checkpoint.load": "unpickles the metadata",
+    "pandas.read_pickle": "unpickles",
+    "pd.read_pickle": "unpickles",
     "torch.jit.load": "runs a program",
     "torch.package.PackageImporter": "runs a program",
     "torch.hub.load": "runs a program",
@@ -39,6 +43,8 @@ OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list", "scatt
     "recv_object_list",
 }
 DISTRIBUTED = ("dist", "distributed", "c10d", "distributed_c10d")
+# Modules whose every message is a pickle.
+MESSAGING = ("distributed.rpc",)
 BUILT_IN = {"eval", "exec", "compile", "__import__"}
 # Methods of any object: multiprocessing's connections and queues unpickle, those of sockets do not take to being told
 # apart here, so that each use is looked at.
@@ -50,7 +56,7 @@ METHODS = {
 QUEUES = {"Queue", "JoinableQueue", "Manager", "BaseManager", "Pool", "ProcessPoolExecutor"}
 
 _WORTH_PARSING = re.compile(
-    "|".join(rf"\b{word}\b" for word in RUNNING_MODULES | LAST | OBJECTS | BUILT_IN | set(METHODS) | QUEUES)
+    "|".join(rf"\b{word}\b" for word in RUNNING_MODULES | LAST | OBJECTS | BUILT_IN | set(METHODS) | QUEUES | {"rpc"})
 )
 
 # Places that stay: file and function, what is called there, and why that is right.
@@ -83,8 +89,8 @@ def find_places(text: str) -> Iterator[tuple[int, str, str]]:
     if not _WORTH_PARSING.search(text):  # parsing the whole library takes seconds
         return
     for function, node in _with_functions(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in RUNNING_MODULES:
-            yield node.lineno, function, f"from {node.module} import"
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, function, name) for name in _judge_imports(node))
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in RUNNING_MODULES and alias.asname:
@@ -103,12 +109,27 @@ def _judge(node: ast.Attribute | ast.Name) -> Iterator[str]:
     if name.partition(".")[0] in RUNNING_MODULES:
         if last not in WRITING:
             yield name
-    elif (last in LAST and any(f".{name}".endswith(f".{each}") for each in RUNNING)) or (
-        last in OBJECTS and owner in DISTRIBUTED
+    elif (
+        (last in LAST and any(f".{name}".endswith(f".{each}") for each in RUNNING))
+        or (last in OBJECTS and owner in DISTRIBUTED)
+        or any(name.endswith(each) for each in MESSAGING)
     ):
         yield name
     elif last in METHODS or last in QUEUES:
         yield f".{last}"
+
+
+def _judge_imports(node: ast.ImportFrom) -> Iterator[str]:
+    """Yield what is brought in one by one, under whatever name, and so is not seen where it is called."""
+    module = node.module or ""
+    if module.split(".")[0] in RUNNING_MODULES:
+        yield f"from {module} import"
+    for name in (alias.name for alias in node.names):
+        whole = f"{module}.{name}"
+        is_running = any(f".{whole}".endswith(f".{each}") for each in RUNNING)
+        is_distributed = name in OBJECTS and module.split(".")[-1] in DISTRIBUTED
+        if is_running or is_distributed or any(each in whole for each in MESSAGING):
+            yield f"from {module} import {name}"
 
 
 def _dotted(node: ast.expr) -> str:
@@ -160,6 +181,18 @@ PLANTED = {
     "torch.load(x, weights_only=True)": ["torch.load"],
     "torch.distributed.all_gather_object(a, b)": ["torch.distributed.all_gather_object"],
     "world.all_gather_object(a)": [],
+    "from torch.distributed import all_gather_object as gather": ["from torch.distributed import all_gather_object"],
+    "from polylane.runtime.transport.plain_objects import all_gather": [],
+    "from torch import load": ["from torch import load"],
+    "from torch.serialization import load": ["from torch.serialization import load"],
+    "import torch.distributed.checkpoint as dcp\ntorch.distributed.checkpoint.load(x)": [
+        "torch.distributed.checkpoint.load"
+    ],
+    "from torch.distributed.checkpoint import load": ["from torch.distributed.checkpoint import load"],
+    "from torch.distributed.rpc import rpc_sync": ["from torch.distributed.rpc import rpc_sync"],
+    "torch.distributed.rpc.rpc_sync(a)": ["torch.distributed.rpc"],
+    "from yaml import safe_load": [],
+    "import pandas as pd\npd.read_pickle(x)": ["pd.read_pickle"],
     "import torch.distributed as dist\ndist.all_gather_object(a, b)": ["dist.all_gather_object"],
     "yaml.load(x, Loader)": ["yaml.load"],
     "eval(x)": ["eval"],

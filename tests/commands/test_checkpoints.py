@@ -109,17 +109,23 @@ def test_a_worker_that_is_killed_is_started_again(folder: Path, unbroken: list[d
     assert metrics(folder, "killed") == unbroken
 
 
-def test_a_signal_saves_and_the_run_goes_on(folder: Path, unbroken: list[dict[str, object]]) -> None:
-    process = start(folder, "asked", f"--save-every 1h --requeue-code 75 {SLOW}")
-    wait_for_step(folder, "asked", 4)
-    process.send_signal(signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGUSR1, 0, marks=pytest.mark.slow)]
+)
+def test_a_signal_saves_and_the_run_goes_on(
+    folder: Path, unbroken: list[dict[str, object]], number: signal.Signals, code: int
+) -> None:
+    name, requeue = number.name, f"--requeue-code {code}" if code else ""
+    process = start(folder, name, f"--save-every 1h {requeue} {SLOW}")
+    wait_for_step(folder, name, 4)
+    process.send_signal(number)
     done = finish(process)
-    assert done.returncode == 75 and "go on with --resume auto" in done.stdout, done.stderr
-    assert len(metrics(folder, "asked")) < len(unbroken)
-    done = finish(start(folder, "asked", "--save-every 1h --resume auto --requeue-code 75"))
+    assert done.returncode == code and "go on with --resume auto" in done.stdout, done.stderr
+    assert len(metrics(folder, name)) < len(unbroken)
+    done = finish(start(folder, name, f"--save-every 1h --resume auto {requeue}"))
     assert done.returncode == 0 and "note: goes on from" in done.stdout, done.stderr
-    assert metrics(folder, "asked") == unbroken
-    again = finish(start(folder, "asked", "--save-every 1h --resume auto"))
+    assert metrics(folder, name) == unbroken
+    again = finish(start(folder, name, "--save-every 1h --resume auto"))
     assert again.returncode == 0 and "there is nothing left to train" in again.stderr
 
 

@@ -152,6 +152,24 @@ def test_torchrun_tells_its_workers_to_end(folder: Path, training: subprocess.Po
     assert err.index("polylane: ended") < err.index("Traceback")
 
 
+@pytest.mark.slow
+def test_under_torchrun_a_signal_waits_for_a_checkpoint(folder: Path) -> None:
+    """Of the step after which all workers have heard of it, from which torchrun's workers or others go on."""
+    line = "--save-every 1h --set pause=0.002"
+    process = start(folder, f"--epochs 100000 {line}", ())
+    while len(steps(folder)) < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert "polylane: SIGTERM: saving a checkpoint after this step, then the training ends" in err
+    found = re.search(r"ended after (\d+) steps; run/x/checkpoints/step-0+\1 has all", out)
+    assert found is not None and steps(folder) == list(range(1, int(found[1]) + 1)), out + err
+    more = int(found[1]) + 2
+    assert start(folder, f"--steps {more} --resume auto {line}").wait(60) == 0
+    assert steps(folder) == list(range(1, more + 1))
+
+
 @pytest.mark.parametrize("training", [()], indirect=True)
 @pytest.mark.slow
 def test_workers_end_with_their_agent(folder: Path, training: subprocess.Popen[str]) -> None:

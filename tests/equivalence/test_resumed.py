@@ -39,14 +39,28 @@ PLANS = (
     "data=3,shard=parameters,microbatches=2",
     "data=2,servers=2,microbatches=2",
 )
-OWN = (  # those whose numbers are their own
+OWN = (  # those whose numbers are their own, and other combinations; PowerSGD compresses before the checkpoint
     "data=2,every=3",
+    "data=2,every=3,warmup=2",
     "data=2,every=3,outer=0.7:0.9",
-    "data=2,compress=powersgd:2",
+    "data=2,tensor=2,every=3",
+    "data=2,tensor=2,every=3,outer=0.7:0.9",
+    "data=2,pipeline=2,every=2,outer=0.7:0.9",
+    "data=2,wire=bfloat16",
+    "data=2,wire=float16",
+    f"data=2,compress=powersgd:2:{AT - 2}",
+    "data=2,tensor=2,compress=powersgd:2:0",
     "data=2,compress=top_k:0.25",
+    "data=2,pipeline=2,compress=top_k:0.25",
+    "data=2,shard=gradients",
+    "data=4,shard=parameters,within=2,microbatches=1",
+    "data=2,tensor=2,shard=parameters",
+    "data=2,pipeline=2,shard=optimizer",
     "pipeline=2,schedule=pipedream,microbatches=2",
+    "data=2,pipeline=2,schedule=pipedream",
     "pipeline=2,schedule=pipedream-2bw,microbatches=2",
     "data=2,servers=1,dedicated=yes",
+    "data=2,tensor=2,servers=1",
 )
 
 
@@ -137,7 +151,7 @@ QUICK = (  # one of every kind of state; all are slow
     "data=2,microbatches=2",
     "pipeline=2,tensor=2,microbatches=2",
     "data=2,every=3,outer=0.7:0.9",
-    "data=2,compress=powersgd:2",
+    f"data=2,compress=powersgd:2:{AT - 2}",
     "pipeline=2,schedule=pipedream,microbatches=2",
     "data=2,servers=1,dedicated=yes",
 )
@@ -158,9 +172,15 @@ def test_on_its_own_plan_it_goes_on_bit_for_bit(plan: str, steps: int, saved: An
         assert torch.equal(value, resumed[name]), name
 
 
+# Replicas that train separately, each in other stages and shards: their numbers are their own, and the same.
+SEPARATE = tuple(
+    f"data=2,{degrees}every=3,outer=0.7:0.9,microbatches=2" for degrees in ("", "tensor=2,", "pipeline=2,")
+)
+
 # All pairs, slow; and quickly every second plan with the next but one.
 PAIRS = [
     *(pytest.param(first, then, NEXT, marks=pytest.mark.slow) for first in PLANS for then in PLANS),
+    *(pytest.param(first, then, NEXT, marks=pytest.mark.slow) for first in SEPARATE for then in SEPARATE),
     *(pytest.param(first, PLANS[i + 2], QUICK_NEXT) for i, first in enumerate(PLANS[:-2]) if i % 3 == 1),
 ]
 

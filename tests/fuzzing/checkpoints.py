@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
+import tempfile
 import zlib
+from collections.abc import Mapping
+from pathlib import Path
 
+from fuzzing.isolation import FuzzInput, run_here
 from fuzzing.mutations import mutate_data, mutate_text
+from fuzzing.warm_start import warm_up
 from polylane.checkpoint.manifest import Chunk, Manifest, SavedTensor, format_manifest
 
 _DATA = bytes(range(64))
@@ -70,3 +76,27 @@ def mutated_checkpoint(draw: random.Random) -> dict[str, bytes | None]:
     else:
         manifest = mutate_manifest(draw, MANIFEST)
     return {"c/step-00000003/manifest.json": manifest, "c/step-00000003/rank-00000.safetensors": shard}
+
+
+@functools.cache
+def trained_checkpoint(recipe: str) -> Mapping[str, bytes]:
+    """Return the files of the checkpoint of a short training, by name."""
+    with tempfile.TemporaryDirectory(prefix="polylane-fuzz-") as folder:
+        words = ("train", "tiny.py", "--plan", "data=1", "--batch", "12", "--steps", "1", "--save-every", "1")
+        outcome = run_here(FuzzInput("", (*words, "--run", folder), {"tiny.py": recipe.encode()}), warm_up())
+        assert (outcome.code, outcome.wrong) == (0, ""), outcome
+        (saved,) = (Path(folder) / "checkpoints").iterdir()
+        return {file.name: file.read_bytes() for file in saved.iterdir()}
+
+
+def edited_checkpoint(draw: random.Random, files: Mapping[str, bytes]) -> dict[str, bytes | None]:
+    """Return the files of a checkpoint of which a part of the manifest was edited, with a digest that is right."""
+    content = json.loads(files["manifest.json"])["content"]
+    part = draw.choice(
+        ("run", "run", "run", "plain", "plain", "plan", "tensors", "weights", "step", "epoch", "samples")
+    )
+    content[part] = mutate_data(draw, content[part])
+    text = json.dumps(content, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    manifest = f'{{"polylane_checkpoint":1,"digest":"{digest}","content":{text}}}\n'.encode()
+    return {f"c/step-00000001/{name}": data for name, data in ({**files, "manifest.json": manifest}).items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from fuzzing.checkpoints import mutated_checkpoint
+from fuzzing.checkpoints import edited_checkpoint, mutated_checkpoint, trained_checkpoint
 from fuzzing.isolation import FuzzInput
 from fuzzing.mutations import mutate_data, mutate_text, odd_number, odd_word
 from fuzzing.recipes import WHOLE, broken_recipe
@@ -269,6 +269,14 @@ def draw_checkpoint(draw: random.Random) -> FuzzInput:
     return made
 
 
+def draw_resumed(draw: random.Random) -> FuzzInput:
+    """A training that is to go on from a checkpoint that was edited."""
+    words = ("--plan", "data=1", "--batch", "12", "--steps", "2", "--resume", "c", "--run", "run/a")
+    made = _input("train", "tiny.py", *words)
+    made.files.update(edited_checkpoint(draw, trained_checkpoint(TINY)))
+    return made
+
+
 def draw_words(draw: random.Random) -> FuzzInput:
     """A command line of odd words."""
     command = draw.choice(("train", "verify", "inspect", "simulate", "plan", "lanes", "probe", odd_word(draw)))
@@ -292,5 +300,6 @@ KINDS: dict[Callable[[random.Random], FuzzInput], int] = {
     draw_run_folder: 2,
     draw_words: 6,
     draw_checkpoint: 12,
+    draw_resumed: 3,
 }
 CHEAP = {draw_stages_file, draw_lanes_options, draw_plan_file, draw_cluster_file, draw_words, draw_checkpoint}

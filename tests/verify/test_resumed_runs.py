@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from checkpoint.saved_runs import halving, momentum, small_model
-from polylane.commands.verify_resume import describe
+from polylane.commands.verify_resume import describe, note_idle_rules
 from polylane.compile.objectives import Objective
 from polylane.errors import PolylaneError
+from polylane.plan.spec import parse
 from polylane.runtime.checkpoint import training_state
 from polylane.verify.resuming.resumed_run import verify_resumed
 from training import batch_of, classify
@@ -25,6 +28,47 @@ def test_a_resumed_training_is_the_unbroken_one() -> None:
     assert verdict.undetermined == ("optimizer/loss/0.bias/momentum_buffer",)
     sentence = describe(verdict)
     assert sentence.startswith("Equal: 2 workers") and "1e-09 is allowed" in sentence
+
+
+RULES = (
+    "data=2,every=2",
+    "data=2,every=4,warmup=1",
+    "data=2,every=2,outer=0.7:0.9",
+    "data=2,tensor=2,every=2",
+    "data=2,compress=powersgd:1:1",
+    "data=2,compress=top_k:0.25",
+    "data=2,wire=float16",
+    "data=2,shard=gradients",
+    "data=2,shard=parameters",
+    "data=2,servers=2",
+    "data=2,servers=1,dedicated=yes",
+    "pipeline=2,schedule=pipedream,microbatches=2",
+    "pipeline=2,schedule=pipedream-2bw,microbatches=2",
+)
+
+
+@pytest.mark.parametrize("plan", [RULES[0], *(pytest.param(each, marks=pytest.mark.slow) for each in RULES[1:])])
+def test_by_every_kind_of_synchronization(plan: str) -> None:
+    verdict = verify_resumed(small_model(), OBJECTIVE, BATCHES, plan)
+    assert verdict.passed, describe(verdict)
+    assert note_idle_rules(parse(plan).sync, len(BATCHES)) == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"),
+    [
+        (
+            "data=2,compress=powersgd:1",
+            "PowerSGD compresses from step 11 on, .* of step 2: with --steps 22 it has",
+        ),
+        ("data=2,every=4,warmup=3", "replicas train separately from step 4 on, .*: with --steps 8 it has"),
+        ("data=2,every=4,outer=0.7", "the outer optimizer steps from step 4 on, .*: with --steps 8 it has"),
+    ],
+)
+def test_what_begins_after_the_checkpoint_is_said(plan: str, says: str) -> None:
+    (note,) = note_idle_rules(parse(plan).sync, 4)
+    assert re.match(f"note: {says}", note)
+    assert note_idle_rules(parse(plan).sync, 40) == []
 
 
 def test_state_that_is_lost_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

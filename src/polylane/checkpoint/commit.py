@@ -62,7 +62,7 @@ def commit_folder(root: str, unfinished: str, step: int, manifest: str, keep: in
     os.rename(unfinished, folder)
     _sync_folder(root)
     others = [each for _, each in list_steps(root) if each != folder]
-    for old in others[: len(others) - (keep - 1)] if keep is not None else []:
+    for old in others[: max(len(others) + 1 - keep, 0)] if keep is not None else []:
         _put_aside(root, old)
     _remove_put_aside(root)
     return folder

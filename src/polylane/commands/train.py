@@ -83,11 +83,11 @@ def run(request: TrainRequest) -> None:
 def _claim_and_train(request: TrainRequest, place: RunFolder, train: Callable[[TrainRequest], T]) -> T:
     request = replace(request, plan=_choose_plan(request))
     inputs.open_recipe(request)  # a mistake in it is reported before polylane imports torch
-    place.check()
-    with place.claimed(os.environ.get("RANK", "0") == "0"):  # under torchrun only rank 0 writes
+    # Under torchrun only rank 0 writes, and looks: the folder need not be there on other hosts.
+    with place.claimed(os.environ.get("RANK", "0") == "0"):
         request = replace(request, model_path=place.model)
         if os.environ.get("RANK", "0") == "0":
-            request = prepare_checkpoints(request, place.path, place.continues)
+            request = prepare_checkpoints(request, place.path, place.continues, warn)
         return train(request)
 
 

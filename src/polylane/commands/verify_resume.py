@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import console, print_json
 from polylane.errors import format_plural
+from polylane.plan.sync import PowerSGDOptions, SyncOptions
 
 if TYPE_CHECKING:
     from polylane.commands.requests import VerifyRequest
@@ -45,7 +46,8 @@ def run(request: VerifyRequest, plan: Spec | Plan) -> bool:
     batches = inputs.whole_batches(recipe, request.batch, request.steps, request.seed)
     objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
     note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, without a break and from a checkpoint"
-    print(note, file=sys.stderr if request.json else sys.stdout, flush=True)
+    for line in (note, *note_idle_rules(plan.sync, request.steps)):
+        print(line, file=sys.stderr if request.json else sys.stdout, flush=True)
     verdict = verify_resumed(
         model, objective, batches, plan, other, clip_norm=request.clip_norm, seed=request.seed, init=recipe.init
     )
@@ -54,6 +56,28 @@ def run(request: VerifyRequest, plan: Spec | Plan) -> bool:
     else:
         _show(verdict)
     return verdict.passed
+
+
+def note_idle_rules(sync: SyncOptions, steps: int) -> list[str]:
+    """Return a note for each way to synchronize that begins after the checkpoint, which then has nothing of it.
+
+    Args:
+        sync: how the plan's replicas synchronize.
+        steps: steps of the unbroken training, of which half are before the checkpoint.
+    """
+    first = dict[str, int]()  # by what begins, the first step that leaves something of it
+    if isinstance(sync.compress, PowerSGDOptions):
+        first["PowerSGD compresses"] = sync.compress.start + 1
+    if sync.every > 1 and sync.outer is not None:
+        first["the outer optimizer steps"] = sync.warmup + sync.every
+    elif sync.every > 1:
+        first["replicas train separately"] = sync.warmup + 1
+    return [
+        f"note: {what} from step {step} on, and the checkpoint is that of step {steps // 2}: with --steps {2 * step} "
+        "it has something of that"
+        for what, step in first.items()
+        if step > steps // 2
+    ]
 
 
 def _show(verdict: ResumeVerdict) -> None:

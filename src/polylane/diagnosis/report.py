@@ -25,7 +25,7 @@ class Doing(StrEnum):
     IN_SYSTEM = "waits inside the operating system (a disk, or a file system over the network)"
     LOADING = "is in its loader"
     COMPILING = "captures or compiles"
-    SAVING = "writes weights"
+    SAVING = "writes weights or a checkpoint"
     STARTING = "starts"
     IN_USER_CODE = "is in the user's code"
     AT_BREAKPOINT = "is at a breakpoint of Python's debugger"

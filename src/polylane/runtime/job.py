@@ -22,9 +22,10 @@ from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError, format_plural
 from polylane.observe.timeline import Timeline
 from polylane.plan.plan_file import dump
+from polylane.runtime.checkpoint.call_arguments import check_keep, parse_folder
 from polylane.runtime.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from polylane.runtime.checkpoint.resumed_choices import describe_choices
-from polylane.runtime.checkpoint.save import CheckpointSaver, Position, parse_folder
+from polylane.runtime.checkpoint.save import CheckpointSaver, Position
 from polylane.runtime.data import loader as data
 from polylane.runtime.data.stream_state import StreamState
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
@@ -264,8 +265,7 @@ class Job:
         Args:
             folder: folder of the run's checkpoints.
             keep: number of newest complete checkpoints that are kept; None: all.
-            wait: return when it is complete. Else it is written beside the next steps, and complete at the latest
-                when the next call of this method begins, or :meth:`close`.
+            wait: return when it is complete; else it is at the latest when the next call begins, or :meth:`close`.
 
         Raises:
             PolylaneError: on every worker, if it cannot be written; earlier checkpoints are as they were.
@@ -290,10 +290,10 @@ class Job:
         saver.begin(self._position, lambda: self._stream.add_to(role.collect_state(), self._rank), facts)
 
     def open_saver(self, folder: Path, keep: int | None) -> CheckpointSaver:
-        """Return the saver of a folder of checkpoints, which the job closes."""
-        if folder not in self._savers:
-            self._savers[folder] = CheckpointSaver(folder, keep, self._rank, self._role.exchange)
-        return self._savers[folder]
+        """Return the saver of a folder of checkpoints, which the job closes; it keeps ``keep`` of them from now on."""
+        saver = self._savers.setdefault(folder, CheckpointSaver(folder, keep, self._rank, self._role.exchange))
+        saver.keep = check_keep(keep)
+        return saver
 
     def load_checkpoint(self, path: str | Path, *, warn: Callable[[str], None] = warnings.warn) -> LoadedCheckpoint:
         """Go on from a checkpoint, whatever plan wrote it; collective, before the first step.

@@ -8,6 +8,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+# What a line raises that no run has written.
+_NOT_OURS = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+
 
 class MetricsFile:
     """File of metrics: each line is written whole, at once, so that it can be read during the run and survives its end.
@@ -61,7 +64,7 @@ def lines_until(metrics: Path, step: int) -> str:
             # The test after an epoch's last step is made again: the checkpoint is from before it.
             if content["step"] <= step - ("train_loss" in content):
                 kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+        except _NOT_OURS:
             continue  # torn, or not ours
     return "".join(kept)
 
@@ -70,6 +73,6 @@ def find_last_step(metrics: Path) -> int:
     """Return the number of the last step in a file of metrics; 0 where it says none."""
     with suppress(OSError, UnicodeDecodeError):
         for line in reversed(metrics.read_text(encoding="utf-8").splitlines()):
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(*_NOT_OURS):
                 return int(json.loads(line)["step"])
     return 0

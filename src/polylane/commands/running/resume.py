@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,13 +39,16 @@ class NothingLeft(PolylaneError):
         )
 
 
-def prepare_checkpoints(request: TrainRequest, run_folder: Path, continues: bool = False) -> TrainRequest:
+def prepare_checkpoints(
+    request: TrainRequest, run_folder: Path, continues: bool = False, warn: Callable[[str], None] = warnings.warn
+) -> TrainRequest:
     """Return a request with the checkpoint to go on from, and the plan of that where it is the one asked for.
 
     Args:
         request: the options of the command line, with the plan that was chosen.
         run_folder: the run's folder, which this process has claimed.
         continues: whether torchrun has started this run again: its own newest checkpoint counts, not where it began.
+        warn: called with a sentence about each checkpoint that is damaged, where an earlier one is taken, or none.
 
     Raises:
         PolylaneError: there is no checkpoint, it is damaged; or a new run would mix its checkpoints with an earlier
@@ -56,7 +60,7 @@ def prepare_checkpoints(request: TrainRequest, run_folder: Path, continues: bool
     request = replace(request, checkpoints=own.root)
     if continues and request.saves_checkpoints:
         own.remove_leftovers()
-        if (latest := own.find_newest()) is not None:
+        if (latest := find_newest(own, warn)) is not None:
             return resume_from(request, latest)
     if request.saving.resume is None:
         if request.saves_checkpoints and (known := own.list_steps()):
@@ -67,13 +71,27 @@ def prepare_checkpoints(request: TrainRequest, run_folder: Path, continues: bool
         return request
     if request.saving.resume == "auto":
         own.remove_leftovers()
-        newest = own.find_newest()
+        newest = find_newest(own, warn)
         return request if newest is None else resume_from(request, newest)
     folder = open_checkpoint(Path(request.saving.resume))[0]
     if request.saves_checkpoints:
         own.remove_leftovers()
         _refuse_to_mix(own, folder, run_folder)
     return resume_from(request, folder)
+
+
+def find_newest(own: CheckpointStore, warn: Callable[[str], None]) -> Path | None:
+    """Return the newest complete checkpoint of a run; None if there is none. Of later ones it is said what they lack.
+
+    Args:
+        own: checkpoints of the run's folder.
+        warn: called with a sentence about each that is passed over.
+    """
+    newest = own.find_newest()
+    instead = "the run begins anew" if newest is None else f"{newest} is taken"
+    for damaged in own.find_damaged(newest):
+        warn(f"{damaged}; {instead}")
+    return newest
 
 
 def _refuse_to_mix(own: CheckpointStore, folder: Path, run_folder: Path) -> None:

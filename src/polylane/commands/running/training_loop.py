@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from polylane.checkpoint.commit import MANIFEST
+from polylane.checkpoint.store import name_another
 from polylane.commands import user_inputs as inputs
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import RecipeTraining
@@ -21,9 +23,10 @@ from polylane.commands.running.step_log import StepLog, Tell, TrainingOutcome, l
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
-from polylane.errors import NotFinite, PolylaneError
+from polylane.errors import NotFinite, PolylaneError, format_plural
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import parse_plan
+from polylane.runtime.checkpoint.load import LoadedCheckpoint
 from polylane.runtime.checkpoint.save import Position
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue, earliest_fault
@@ -171,10 +174,34 @@ def _load_checkpoint(job: Job, training: RecipeTraining, log: StepLog) -> tuple[
     changed = list[str]()
     loaded = job.load_checkpoint(request.resume_from, warn=changed.append)
     check_same_run(loaded.manifest.run, describe_run(request, sum(training.batch_sizes) or None), loaded.folder)
-    if "log" in loaded.manifest.run:
-        log.resume(loaded.manifest.run["log"])
+    resume_log(log, loaded)
     refuse_if_done(loaded.folder, loaded.position, request.steps, training.epochs, sum(training.batch_sizes))
     return parse_plan(loaded.manifest.plan, "of the checkpoint"), changed
+
+
+def resume_log(log: StepLog, loaded: LoadedCheckpoint) -> None:
+    """Let a log go on after the steps of a checkpoint, where that is of a run that kept one.
+
+    Args:
+        log: of the run that goes on, without steps yet.
+        loaded: the checkpoint that it goes on from.
+
+    Raises:
+        PolylaneError: the manifest says of the log what no run does.
+    """
+    state = loaded.manifest.run.get("log")
+    if state is None:  # a script has saved it
+        return
+    try:
+        log.resume(state)
+        is_alike = log.launched == loaded.position.step
+    except (LookupError, TypeError, ValueError, OverflowError):
+        is_alike = False
+    if not is_alike:
+        raise PolylaneError(
+            f"checkpoint {loaded.folder / MANIFEST}: run.log is not the one of a run that made "
+            f"{format_plural(loaded.position.step, 'step')}: it was edited; {name_another(loaded.folder)}"
+        )
 
 
 def _open_control(job: Job, training: RecipeTraining, log: StepLog, stop: StopRequest, tell: Tell) -> RunControl | None:

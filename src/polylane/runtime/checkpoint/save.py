@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,7 @@ import torch
 from polylane.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, SavedTensor
 from polylane.checkpoint.read_tensors import DTYPE_NAMES
 from polylane.checkpoint.store import CheckpointStore
-from polylane.errors import PolylaneError, format_value
+from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import WorkerState
 from polylane.runtime.checkpoint.snapshot import ShardToWrite, SnapshotWriter, WrittenShards
 from polylane.runtime.transport.serialization import encode, serializable, to_json
@@ -121,27 +120,6 @@ class _UnderWay:
     committed: str = ""
 
 
-def parse_folder(call: str, folder: object, is_closed: bool) -> Path:
-    """Return the folder that a method of a job was given for checkpoints.
-
-    Args:
-        call: name of the method.
-        folder: what it was given: a text or a path.
-        is_closed: whether the job is closed, and its workers have left each other.
-
-    Raises:
-        PolylaneError: it is no path, or the job is closed.
-    """
-    if is_closed:
-        raise PolylaneError(
-            f"job.{call}: the job is closed, and its workers have left: call it before job.close(), or inside of the "
-            "job's with block"
-        )
-    if not isinstance(folder, str | os.PathLike) or not str(folder):
-        raise PolylaneError(f"job.{call}({format_value(folder)}): give the path of a folder, as a text or a Path")
-    return Path(folder)
-
-
 class CheckpointSaver:
     """Writes checkpoints of one run; every worker has one, and calls the same methods at the same steps.
 
@@ -152,12 +130,13 @@ class CheckpointSaver:
         gather: returns every process's plain value, by rank.
 
     Attributes:
+        keep: number of newest complete ones that are kept; None: all.
         stall_seconds: time that checkpoints have cost this worker so far.
         newest: folder of the latest complete checkpoint that this run has written; None before.
     """
 
     def __init__(self, root: Path, keep: int | None, rank: int, gather: Gather) -> None:
-        self._store, self._rank, self._gather = CheckpointStore(root, keep), rank, gather
+        self._root, self.keep, self._rank, self._gather = root, keep, rank, gather
         self._writer = SnapshotWriter()
         self._under_way: _UnderWay | None = None
         # Of the latest distribution: what it was made for, this worker's rectangles, and all tensors.
@@ -218,9 +197,9 @@ class CheckpointSaver:
         if self._rank:
             return "", ""
         try:
-            return str(self._store.begin(position.step)), ""
+            return str(CheckpointStore(self._root).begin(position.step)), ""
         except OSError as refused:
-            return "", f"{self._store.root} cannot be written: {refused.strerror or refused}"
+            return "", f"{self._root} cannot be written: {refused.strerror or refused}"
 
     def _assign(self, digest: str, rectangles: Sequence[WritableRectangle]) -> tuple[list[int], Mapping[str, _Form]]:
         """Return which of its rectangles this worker writes, and all tensors; a collective where workers changed."""
@@ -295,7 +274,8 @@ class CheckpointSaver:
             self.newest, self._under_way = Path(reports[0].committed), None
         elif self._rank == 0 and all(each.written for each in reports) and not self._writer.is_committing:
             try:
-                self._writer.start_commit(self._store, str(now.folder), self._make_manifest(now, reports))
+                store = CheckpointStore(self._root, self.keep)
+                self._writer.start_commit(store, str(now.folder), self._make_manifest(now, reports))
             except PolylaneError as refused:
                 now.error = str(refused)
 

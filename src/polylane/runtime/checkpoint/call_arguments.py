@@ -1,0 +1,42 @@
+"""Call arguments: what a job's methods for checkpoints are given by a script, checked before anything is begun."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from polylane.errors import PolylaneError, format_value
+
+
+def parse_folder(call: str, folder: object, is_closed: bool) -> Path:
+    """Return the folder that a method of a job was given for checkpoints.
+
+    Args:
+        call: name of the method.
+        folder: what it was given: a text or a path.
+        is_closed: whether the job is closed, and its workers have left each other.
+
+    Raises:
+        PolylaneError: it is no path, or the job is closed.
+    """
+    if is_closed:
+        raise PolylaneError(
+            f"job.{call}: the job is closed, and its workers have left: call it before job.close(), or inside of the "
+            "job's with block"
+        )
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
+        raise PolylaneError(f"job.{call}({format_value(folder)}): give the path of a folder, as a text or a Path")
+    return Path(folder)
+
+
+def check_keep(keep: object) -> int | None:
+    """Return the number of checkpoints that a method of a job was told to keep; None: all.
+
+    Raises:
+        PolylaneError: it is no whole number of at least 1.
+    """
+    if keep is None or (isinstance(keep, int) and not isinstance(keep, bool) and keep >= 1):
+        return keep
+    raise PolylaneError(
+        f"job.save_checkpoint(keep={format_value(keep)}): give a whole number from 1 on, or None for all"
+    )
