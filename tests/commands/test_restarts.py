@@ -73,6 +73,20 @@ def test_it_goes_on_from_the_newest_that_is_whole_and_says_which_is_not(tmp_path
     assert restarted.endswith(f"from {first}") and starter.starts == [None, first]
 
 
+def test_a_damaged_newest_one_is_passed_over_for_an_earlier_one(tmp_path: Path) -> None:
+    """A byte that has another value leaves sizes as they are: nobody is there who could name an earlier checkpoint."""
+    save_steps("data=1", tmp_path, 1, 2)
+    first, second = (tmp_path / f"step-{step:08d}" for step in (1, 2))
+    shard = second / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-3] ^= 1
+    shard.write_bytes(content)
+    starter = Failing(RAISED)
+    damaged, restarted = train(tmp_path, starter)
+    assert f"{shard}: " in damaged and "its checksum is" in damaged and damaged.endswith(f"; {first} is taken")
+    assert restarted.endswith(f"from {first}") and starter.starts == [None, first]
+
+
 def test_after_a_hang_only_where_that_is_asked_for(tmp_path: Path) -> None:
     (said,) = train(tmp_path, Failing(HUNG), on_hang="restart")
     assert "rank 1 is stopped" in said and said.endswith("restart 1 of 2, from the beginning")

@@ -108,7 +108,7 @@ class CheckpointReader:
             common = held.intersect(wanted)
             if common is None:
                 continue
-            part = self._read_chunk(name, chunk, saved)[common.slices_in(held)]
+            part = self.read_chunk(name, chunk, saved)[common.slices_in(held)]
             target[common.slices_in(wanted)].copy_(part)
             found += common.volume
         if found != wanted.volume:
@@ -116,7 +116,7 @@ class CheckpointReader:
                 f"checkpoint {self.folder}: chunks of {name} hold {found} elements of a part, expected {wanted.volume}"
             )
 
-    def _read_chunk(self, name: str, chunk: Chunk, saved: SavedTensor) -> Tensor:
+    def read_chunk(self, name: str, chunk: Chunk, saved: SavedTensor) -> Tensor:
         """Return a chunk's tensor, and check it; the latest is kept, of which several pieces may be wanted."""
         key = (chunk.file, chunk.key)
         if self._latest is not None and self._latest[0] == key:
@@ -144,6 +144,18 @@ class CheckpointReader:
             )
         self._latest = key, tensor
         return tensor
+
+
+def check_contents(folder: Path, manifest: Manifest) -> None:
+    """Read all of a checkpoint, and hold each chunk against its checksum.
+
+    Raises:
+        PolylaneError: a chunk is damaged; the first in the manifest's order is named.
+    """
+    reader = CheckpointReader(folder, manifest)
+    for name, saved in manifest.tensors.items():
+        for chunk in saved.chunks:
+            reader.read_chunk(name, chunk, saved)
 
 
 def _first_line(error: Exception) -> str:

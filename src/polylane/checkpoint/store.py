@@ -52,22 +52,6 @@ class CheckpointStore:
         """
         return next((folder for _, folder in reversed(self.list_steps()) if _is_complete(folder)), None)
 
-    def find_damaged(self, newest: Path | None) -> list[str]:
-        """Return what is wrong with each checkpoint that was passed over for an earlier one, in a sentence.
-
-        Args:
-            newest: what :meth:`find_newest` has returned.
-        """
-        found = list[str]()
-        for _, folder in reversed(self.list_steps()):
-            if folder == newest:
-                break
-            try:
-                check_files(folder, read_manifest(folder))
-            except PolylaneError as damaged:
-                found.append(str(damaged))
-        return found
-
     def begin(self, step: int) -> Path:
         """Make and return the folder that a checkpoint of a step is written into.
 

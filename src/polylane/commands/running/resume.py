@@ -81,16 +81,33 @@ def prepare_checkpoints(
 
 
 def find_newest(own: CheckpointStore, warn: Callable[[str], None]) -> Path | None:
-    """Return the newest complete checkpoint of a run; None if there is none. Of later ones it is said what they lack.
+    """Return the newest checkpoint of a run that is whole; None if there is none. Of later ones it is said what is
+    wrong.
+
+    Its files are read and held against their checksums: nobody is there who could choose an earlier one.
 
     Args:
         own: checkpoints of the run's folder.
         warn: called with a sentence about each that is passed over.
     """
-    newest = own.find_newest()
+    from polylane.checkpoint.manifest import read_manifest
+    from polylane.checkpoint.read_tensors import check_contents
+    from polylane.checkpoint.store import check_files
+
+    passed_over, newest = list[str](), None
+    for _, folder in reversed(own.list_steps()):
+        try:
+            manifest = read_manifest(folder)
+            check_files(folder, manifest)
+            check_contents(folder, manifest)
+        except PolylaneError as damaged:
+            passed_over.append(str(damaged))
+        else:
+            newest = folder
+            break
     instead = "the run begins anew" if newest is None else f"{newest} is taken"
-    for damaged in own.find_damaged(newest):
-        warn(f"{damaged}; {instead}")
+    for sentence in passed_over:
+        warn(f"{sentence}; {instead}")
     return newest
 
 
