@@ -50,7 +50,7 @@ EQUAL = {
 
 # What computes numbers of its own, which are compared with the same plan on the CPU.
 OWN = {
-    2: ("data=2,every=2", "data=2,compress=powersgd", "data=2,wire=bfloat16", "pipeline=2,schedule=pipedream"),
+    2: ("data=2,every=2", "data=2,compress=powersgd:2:1", "data=2,wire=bfloat16", "pipeline=2,schedule=pipedream"),
     4: ("pipeline=4,schedule=pipedream-2bw,microbatches=4", "data=4,every=2"),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 import polylane
@@ -28,6 +30,7 @@ def measure(setting: Setting, device: torch.device) -> list[Row]:
 def _measure_plan(plan: str, figures: dict[str, int], device: torch.device) -> Row:
     batch = gpt.tokens(8, figures["length"], figures["vocabulary"])
     torch.manual_seed(0)
+    gc.collect()  # of the plan before, whose tensors would be taken for memory that is held throughout
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     job = polylane.parallelize(gpt.model(**figures), gpt.loss, gpt.optimizer, example=batch, plan=plan)
     batch = tuple(tensor.to(device) for tensor in batch)
@@ -43,8 +46,10 @@ def _measure_plan(plan: str, figures: dict[str, int], device: torch.device) -> R
         with AllocationMeter() as meter:
             job.step(batch)
         found = meter.peak_bytes + held
-    predicted = _predict(plan, figures, device)
     job.close()
+    del job
+    gc.collect()
+    predicted = _predict(plan, figures, device)
     columns = {"measured": format_size(found), "predicted": format_size(round(predicted)), "ratio": predicted / found}
     return Row("memory", plan, columns, 0.8 < predicted / found < 1.25 if device.type == "cuda" else None)
 
