@@ -15,7 +15,7 @@ from torch import nn
 
 from polylane.auto.on_workers import resolve_plan
 from polylane.auto.plan_broadcast import compile_on_all_ranks
-from polylane.compile.compiled_training import compile_training
+from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import Init, OptimizerFactory, SchedulerFactory, build_objectives
 from polylane.compile.training_problem import TrainingProblem
 from polylane.diagnosis.page_layout import Phase
@@ -78,20 +78,35 @@ def parallelize(
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
     """
     world = watch_script(World.join(), on_hang, hang_after)
-    objectives = build_objectives(loss, optimizer, scheduler)
-    problem = TrainingProblem(model, objectives, example, batch_size, init, device=world.accelerator)
+    of_loss = build_objectives(loss, optimizer, scheduler)
+    problem = TrainingProblem(model, of_loss, example, batch_size, init, device=world.accelerator)
     spec = resolve_plan(world, problem, plan)
     if world.size == 1:
-        if not alone:
-            _refuse_single_process(spec)
-        with threads_of_idle_cores(world):
-            chosen = compile_training(problem, _alone(spec, problem.samples), fewer=spec.microbatches is None)
+        chosen = _compile_alone(world, problem, spec, alone)
         return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
     together = compile_on_all_ranks(world, problem, spec)
     job = Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
     world.progress.enter(Phase.SCRIPT)
     return job
+
+
+def _compile_alone(world: World, problem: TrainingProblem, spec: Spec | Plan, alone: bool) -> CompiledTraining:
+    """Return the training that a single worker makes of a plan.
+
+    Args:
+        world: this worker, the only one.
+        problem: what is to be trained.
+        spec: the plan that was asked for, in one line or complete.
+        alone: whether it may be a plan for several workers.
+
+    Raises:
+        PolylaneError: it is one, and may not be.
+    """
+    if not alone:
+        _refuse_single_process(spec)
+    with threads_of_idle_cores(world):
+        return compile_training(problem, _alone(spec, problem.samples), fewer=spec.microbatches is None)
 
 
 def _refuse_single_process(spec: Spec | Plan) -> None:

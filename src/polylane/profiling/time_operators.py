@@ -18,9 +18,10 @@ from polylane.graph.batch import sample_count, to_device
 from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.self_check import placeholder_value, tensors_by_role
-from polylane.graph.devices import copy_to_device, moved_module
 from polylane.graph.graph import Graph
+from polylane.graph.operators.device_arguments import copy_to_device
 from polylane.graph.operators.keyed_random import KEYED
+from polylane.graph.python_state.moved_module import moved_module
 from polylane.graph.sample_slice import SampleSlice
 
 REPEATS = 3
@@ -66,7 +67,7 @@ def measure_both(
 
     Args:
         graph: captured from ``model`` and ``loss``.
-        model, loss: the user's.
+        model, loss: the user's, which are as they were afterwards.
         leaves: flat batch on the model's device.
         only: operator whose nodes alone are measured, with the batch statistics of replicas but without their
             all-reduce; all others count as 0. Default: all nodes, without replicas.

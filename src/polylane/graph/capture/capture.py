@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from polylane.graph.autograd_engine import start_autograd_engine
 from polylane.graph.batch import cast_leaves, flatten, sample_count
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture.assign_keys import key_random_operators
@@ -28,6 +27,7 @@ from polylane.graph.flops import DTYPE_NAMES
 from polylane.graph.graph import Code, Graph, TensorInfo
 from polylane.graph.operators.sync_batch_norm import sync_batch_norms
 from polylane.graph.precision import LiteralRecorder, cast_module, promote_to_float64, wrap_autocast
+from polylane.graph.python_state.autograd_engine import start_autograd_engine
 from polylane.graph.python_state.side_effects import SideEffects
 
 
@@ -68,8 +68,6 @@ def capture(
     """
     whole, leaves, abstract = _combine(model, loss, batch, draws)
     whole.check_device = check_device
-    if not abstract:
-        start_autograd_engine()
     literals = LiteralRecorder()
     with _in_mode(whole, training):
         if in_float64:  # the user's code runs in its own precision; the graph is promoted afterwards
@@ -119,6 +117,8 @@ def _combine(
     if sample_count(leaves) < 2:  # from one sample, sizes that follow the batch cannot be told from others
         leaves = resize_batch(leaves, 2)
     abstract = any(p.is_meta for p in model.parameters())
+    if not abstract:
+        start_autograd_engine()
     if abstract:
         leaves = [leaf.to("meta") if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return ModelWithLoss(model, loss, rebuild, draws), leaves, abstract

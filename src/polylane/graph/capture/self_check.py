@@ -23,9 +23,10 @@ from polylane.graph.batch import (
 )
 from polylane.graph.capture.export import ModelWithLoss, model_restored
 from polylane.graph.capture.questions.readings import Reading, are_answered
-from polylane.graph.devices import copy_to_device, moved_module
 from polylane.graph.open_sizes import OpenSizes
+from polylane.graph.operators.device_arguments import copy_to_device
 from polylane.graph.precision import Promoted, cast_module
+from polylane.graph.python_state.moved_module import moved_module
 from polylane.graph.sample_slice import SampleSlice
 from polylane.graph.sparse_gradients import densify
 

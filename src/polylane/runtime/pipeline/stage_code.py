@@ -13,8 +13,8 @@ from torch import Tensor, fx
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import format_line
 from polylane.graph.capture.leaves import LeafCall
-from polylane.graph.devices import replace_devices
 from polylane.graph.graph import Node
+from polylane.graph.operators.device_arguments import replace_devices
 from polylane.graph.partition import Partition
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
