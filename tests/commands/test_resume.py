@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_a_run_does_not_save_beside_later_checkpoints_or_those_of_another_run(sa
 
     def go_on(resume: Path, saves: bool = True, run: Path = saved) -> Path | None:
         saving = SavingOptions("1" if saves else None, resume=str(resume))
-        return prepare_checkpoints(replace(REQUEST, saving=saving), run).resume_from
+        return prepare_checkpoints(replace(REQUEST, saving=saving), run, pytest.fail).resume_from
 
     first, second = (saved / FOLDER / f"step-{step:08d}" for step in (1, 2))
     copy = shutil.copytree(second, tmp_path / second.name)
@@ -63,6 +64,47 @@ def test_a_run_does_not_save_beside_later_checkpoints_or_those_of_another_run(sa
             go_on(wrong)
         assert go_on(wrong, saves=False) == wrong and go_on(wrong, run=tmp_path / "new") == wrong
     assert {go_on(place) for place in (second, saved, saved / FOLDER)} == {second}
+
+
+def go_on_by_itself(run: Path) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint that --resume auto takes, and what is said."""
+    said = list[str]()
+    saving = SavingOptions("1", resume="auto")
+    return prepare_checkpoints(replace(REQUEST, saving=saving), run, said.append).resume_from, said
+
+
+def test_a_checkpoint_that_is_passed_over_is_named(saved: Path, tmp_path: Path) -> None:
+    """Nobody would look for the reason why days of training are made again, or a training begins anew."""
+    run = shutil.copytree(saved, tmp_path / "run")
+    first, second = (run / FOLDER / f"step-{step:08d}" for step in (1, 2))
+    assert go_on_by_itself(run) == (second, [])
+    (second / "rank-00000.safetensors").write_text("")
+    newest, said = go_on_by_itself(run)
+    assert newest == first
+    (sentence,) = said
+    assert re.search(r"/step-00000002/.*: has 0 bytes, expected \d+ bytes: this checkpoint is passed over$", sentence)
+    (first / "manifest.json").write_text("{")
+    newest, said = go_on_by_itself(run)
+    assert newest is None and len(said) == 3
+    assert said[1].startswith(f"checkpoint {first / 'manifest.json'}: is no JSON")
+    assert said[2] == (
+        f"{run / FOLDER}: none of the checkpoints in it is complete: the training begins at its first step"
+    )
+    assert go_on_by_itself(tmp_path / "new") == (None, [])
+
+
+def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(saved: Path, tmp_path: Path) -> None:
+    """A link to itself is what root cannot read either; others lack the permission."""
+    run = shutil.copytree(saved, tmp_path / "run")
+    for folder in (run / FOLDER).iterdir():
+        (folder / "manifest.json").unlink()
+        (folder / "manifest.json").symlink_to("manifest.json")
+    newest, said = go_on_by_itself(run)
+    assert newest is None and "Too many levels of symbolic links" in said[0] and "begins at its first" in said[-1]
+    shutil.rmtree(run / FOLDER)
+    (run / FOLDER).symlink_to(FOLDER)
+    with pytest.raises(PolylaneError, match=f"{FOLDER}: cannot be read: Too many levels"):
+        go_on_by_itself(run)
 
 
 @pytest.mark.parametrize("plan", ["data=1", "data=2,every=3"])  # of the latter, every replica's own weights

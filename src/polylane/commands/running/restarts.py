@@ -61,7 +61,7 @@ def train_with_restarts(
             pause()
             store = CheckpointStore(request.checkpoints)
             store.remove_leftovers()  # of the one that was being written
-            newest = store.find_newest()
+            newest = store.find_newest(warn)
             request = replace(request, resume_from=newest or request.resume_from)
             again = "from the beginning" if request.resume_from is None else f"from {request.resume_from}"
             fewer = starter.take_fewer() if is_lost(error) else ""

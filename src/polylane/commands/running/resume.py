@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,12 +38,15 @@ class NothingLeft(PolylaneError):
         )
 
 
-def prepare_checkpoints(request: TrainRequest, run_folder: Path, continues: bool = False) -> TrainRequest:
+def prepare_checkpoints(
+    request: TrainRequest, run_folder: Path, warn: Callable[[str], None], continues: bool = False
+) -> TrainRequest:
     """Return a request with the checkpoint to go on from, and the plan of that where it is the one asked for.
 
     Args:
         request: the options of the command line, with the plan that was chosen.
         run_folder: the run's folder, which this process has claimed.
+        warn: called with a sentence about each checkpoint that is passed over, since it is not complete.
         continues: whether torchrun has started this run again: its own newest checkpoint counts, not where it began.
 
     Raises:
@@ -56,7 +59,7 @@ def prepare_checkpoints(request: TrainRequest, run_folder: Path, continues: bool
     request = replace(request, checkpoints=own.root)
     if continues and request.saves_checkpoints:
         own.remove_leftovers()
-        if (latest := own.find_newest()) is not None:
+        if (latest := own.find_newest(warn)) is not None:
             return resume_from(request, latest)
     if request.saving.resume is None:
         if request.saves_checkpoints and (known := own.list_steps()):
@@ -67,8 +70,11 @@ def prepare_checkpoints(request: TrainRequest, run_folder: Path, continues: bool
         return request
     if request.saving.resume == "auto":
         own.remove_leftovers()
-        newest = own.find_newest()
-        return request if newest is None else resume_from(request, newest)
+        if (newest := own.find_newest(warn)) is not None:
+            return resume_from(request, newest)
+        if own.list_steps():
+            warn(f"{own.root}: none of the checkpoints in it is complete: the training begins at its first step")
+        return request
     folder = open_checkpoint(Path(request.saving.resume))[0]
     if request.saves_checkpoints:
         own.remove_leftovers()
