@@ -342,6 +342,17 @@ def test_a_restart_goes_on_where_the_disk_is_full(tmp_path: Path) -> None:
     assert (tmp_path / "x/plan.yaml").read_text() == "data=2"
 
 
+def test_what_cannot_be_replaced_is_named_and_not_what_was_to_take_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    (folder / MODEL).mkdir(parents=True)
+    place = RunFolder(folder)
+    with place.claimed(writes=True):
+        place.begin()
+        place.model.write_text("weights")
+        with pytest.raises(PolylaneError, match=rf"--run {folder}: {folder}/{MODEL} cannot be written: Is a directory"):
+            place.finish()
+
+
 @pytest.mark.parametrize(
     ("loss", "is_own", "kept"),
     [(0.25, False, [1, 2]), (0.5, True, []), (0.5, False, []), (math.nan, True, [1, 2]), (math.nan, False, [])],

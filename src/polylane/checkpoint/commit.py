@@ -106,7 +106,16 @@ def _remove_put_aside(root: str) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(root):
             if REMOVED.match(name):
-                shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+                _remove(os.path.join(root, name))
+
+
+def _remove(path: str) -> None:
+    """Remove a folder; of one that is a link to another disk, the link alone."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _removed_name(root: str) -> str:

@@ -301,7 +301,7 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            file = error.filename or self.path
+            file = error.filename2 or error.filename or self.path  # of a rename, what it was to replace
             raise PolylaneError(f"--run {self.path}: {file} cannot be written: {error.strerror or error}") from error
 
     def _starting(self, loss: str) -> AbstractContextManager[None]:
