@@ -285,6 +285,20 @@ def test_what_is_removed_is_put_aside_first(tmp_path: Path, monkeypatch: pytest.
     assert not store.list_steps() and not folder.exists()
 
 
+def test_a_checkpoint_that_is_a_link_or_a_file_leaves_nothing(begun: Any, tmp_path: Path) -> None:
+    """Somebody has moved a checkpoint to a larger disk: it is not this run's to remove, and the link is."""
+    root, (_, two) = tmp_path / "checkpoints", begun("data=1")
+    root.mkdir()
+    elsewhere = shutil.copytree(two / "step-00000002", tmp_path / "elsewhere")
+    (root / "step-00000001").symlink_to(elsewhere)
+    (root / "step-00000002").write_text("")
+    unfinished = shutil.copytree(elsewhere, root / ".step-00000002.01234567")
+    (unfinished / "manifest.json").unlink()
+    CheckpointStore(root, 1).commit(unfinished, read_manifest(elsewhere))
+    assert [each.name for each in root.iterdir()] == ["step-00000002"]
+    assert (root / "step-00000002").is_dir() and (elsewhere / "manifest.json").exists()
+
+
 def test_the_same_step_again_is_never_without_a_checkpoint(begun: Any, tmp_path: Path) -> None:
     """The old one is put aside before the new one has its name: killed between the two, the new one is found."""
     root, (_, two) = tmp_path / "checkpoints", begun("data=1")

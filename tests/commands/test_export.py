@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from safetensors.torch import load_file
 from checkpoint.saved_runs import compile_once, on_workers, save_steps, small_model, train
 from polylane.cli import main
 from polylane.runtime.job import Job
+
+LONG = "a" * 300  # no file can have this name: as of a folder without permission, nobody may say what is there
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,14 @@ def test_a_file_is_replaced_only_by_force(run_folder: Path, tmp_path: Path, caps
     assert (told["step"], told["tensors"], told["bytes"]) == (2, len(load_file(out)), out.stat().st_size)
 
 
+def test_what_is_no_file_is_not_replaced(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As root a rename would put a file in the place of a device, such as /dev/null."""
+    os.mkfifo(tmp_path / "pipe")
+    assert export(run_folder, tmp_path / "pipe", "--force") == 2
+    assert "pipe: it is there already, and is no file" in capsys.readouterr().err
+    assert (tmp_path / "pipe").is_fifo() and [each.name for each in tmp_path.iterdir()] == ["pipe"]
+
+
 def test_what_cannot_be_exported_is_one_sentence(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +75,8 @@ def test_what_cannot_be_exported_is_one_sentence(
         ((tmp_path / "none", tmp_path / "x"), "none: there is no such folder"),
         ((run_folder, tmp_path), "is a folder"),
         ((run_folder, tmp_path / "a.txt" / "x"), "cannot be written"),
+        ((tmp_path / LONG, tmp_path / "x"), "cannot be read: File name too long"),
+        ((run_folder, tmp_path / LONG), "cannot be written"),
     ):
         assert export(*words) == 2
         (line,) = capsys.readouterr().err.splitlines()

@@ -112,6 +112,9 @@ def test_why_names_the_folder_once(folder: Path) -> None:
     command = [sys.executable, "-m", "polylane", "why", "nothing"]
     done = commands_run.run(command, cwd=folder)
     assert (done.returncode, done.stderr) == (2, "polylane: nothing is no folder\n")
+    (folder / "loop").symlink_to("loop")  # which nobody can read, as a folder without the permission
+    done = commands_run.run([*command[:-1], "loop"], cwd=folder)
+    assert (done.returncode, done.stderr) == (2, "polylane: loop cannot be read: Too many levels of symbolic links\n")
     (folder / "points.d").mkdir()
     (folder / "points.d" / "why.json").write_text("{")
     done = commands_run.run([*command[:-1], "points.d"], cwd=folder)

@@ -6,8 +6,6 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,11 +20,7 @@ from polylane.commands.running.resume import (
     prepare_checkpoints,
     refuse_if_done,
 )
-from polylane.commands.running.run_folder import RunFolder
-from polylane.commands.running.step_log import StepLog
-from polylane.commands.running.training_loop import resume_log
 from polylane.errors import PolylaneError
-from polylane.runtime.checkpoint.load import LoadedCheckpoint
 from polylane.runtime.checkpoint.save import Position
 
 REQUEST = TrainRequest(recipe="any.py", batch=8, rates=LearningRateOptions(8))
@@ -61,7 +55,7 @@ def test_a_run_does_not_save_beside_later_checkpoints_or_those_of_another_run(sa
 
     def go_on(resume: Path, saves: bool = True, run: Path = saved) -> Path | None:
         saving = SavingOptions("1" if saves else None, resume=str(resume))
-        return prepare_checkpoints(replace(REQUEST, saving=saving), run).resume_from
+        return prepare_checkpoints(replace(REQUEST, saving=saving), run, pytest.fail).resume_from
 
     first, second = (saved / FOLDER / f"step-{step:08d}" for step in (1, 2))
     copy = shutil.copytree(second, tmp_path / second.name)
@@ -72,22 +66,43 @@ def test_a_run_does_not_save_beside_later_checkpoints_or_those_of_another_run(sa
     assert {go_on(place) for place in (second, saved, saved / FOLDER)} == {second}
 
 
-def test_what_is_passed_over_is_said(saved: Path, tmp_path: Path) -> None:
+def go_on_by_itself(run: Path) -> tuple[Path | None, list[str]]:
+    """Return the checkpoint that --resume auto takes, and what is said."""
+    said = list[str]()
+    saving = SavingOptions("1", resume="auto")
+    return prepare_checkpoints(replace(REQUEST, saving=saving), run, said.append).resume_from, said
+
+
+def test_a_checkpoint_that_is_passed_over_is_named(saved: Path, tmp_path: Path) -> None:
+    """Nobody would look for the reason why days of training are made again, or a training begins anew."""
     run = shutil.copytree(saved, tmp_path / "run")
-    request, said = replace(REQUEST, saving=SavingOptions("1", resume="auto")), list[str]()
     first, second = (run / FOLDER / f"step-{step:08d}" for step in (1, 2))
-    assert prepare_checkpoints(request, run, warn=said.append).resume_from == second and said == []
-    with (second / "rank-00000.safetensors").open("ab") as file:
-        file.write(b"more")
-    assert prepare_checkpoints(request, run, warn=said.append).resume_from == first
+    assert go_on_by_itself(run) == (second, [])
+    (second / "rank-00000.safetensors").write_text("")
+    newest, said = go_on_by_itself(run)
+    assert newest == first
     (sentence,) = said
-    assert re.match(
-        rf"checkpoint {second}/rank-00000.safetensors: has \d+ bytes, expected .*; {first} is taken", sentence
-    )
-    (first / "manifest.json").write_text("{}")
-    said.clear()
-    assert prepare_checkpoints(request, run, warn=said.append).resume_from is None
-    assert [each.endswith("; the run begins anew") for each in said] == [True, True]
+    assert re.search(r"/step-00000002/.*: has 0 bytes, expected \d+ bytes: this checkpoint is passed over$", sentence)
+    (first / "manifest.json").write_text("{")
+    newest, said = go_on_by_itself(run)
+    assert newest is None and len(said) == 3
+    assert said[1].startswith(f"checkpoint {first / 'manifest.json'}: is no JSON")
+    assert said[2] == (f"{run / FOLDER}: none of the checkpoints in it is whole: the training begins at its first step")
+    assert go_on_by_itself(tmp_path / "new") == (None, [])
+
+
+def test_checkpoints_that_cannot_be_read_are_not_taken_for_none(saved: Path, tmp_path: Path) -> None:
+    """A link to itself is what root cannot read either; others lack the permission."""
+    run = shutil.copytree(saved, tmp_path / "run")
+    for folder in (run / FOLDER).iterdir():
+        (folder / "manifest.json").unlink()
+        (folder / "manifest.json").symlink_to("manifest.json")
+    newest, said = go_on_by_itself(run)
+    assert newest is None and "Too many levels of symbolic links" in said[0] and "begins at its first" in said[-1]
+    shutil.rmtree(run / FOLDER)
+    (run / FOLDER).symlink_to(FOLDER)
+    with pytest.raises(PolylaneError, match=f"{FOLDER}: cannot be read: Too many levels"):
+        go_on_by_itself(run)
 
 
 @pytest.mark.parametrize("plan", ["data=1", "data=2,every=3"])  # of the latter, every replica's own weights
@@ -113,49 +128,3 @@ def test_an_exit_code_is_not_asked_of_torchruns_workers(monkeypatch: pytest.Monk
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(PolylaneError, match=r"--requeue-code is not for torchrun: the exit code is torchrun's own"):
         command.run(replace(REQUEST, trouble=TroubleOptions(requeue_code=75)))
-
-
-def test_on_other_hosts_nobody_looks_at_the_runs_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    functions = ("model()", "data(split)", "loss(model, batch)", "optimizer(parameters)")
-    (tmp_path / "r.py").write_text("".join(f"def {each}: ...\n" for each in functions))
-    (tmp_path / "file").write_text("in the folder's place, on this host")
-    request = replace(REQUEST, recipe=str(tmp_path / "r.py"), plan="data=2", run_folder=tmp_path / "file")
-    train = command._claim_and_train
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        if rank == "0":
-            with pytest.raises(PolylaneError, match="file is not a folder"):
-                train(request, RunFolder(tmp_path / "file"), lambda request: "trained")
-        else:
-            assert train(request, RunFolder(tmp_path / "file"), lambda request: "trained") == "trained"
-
-
-LOG = {"steps": 5, "samples": 40, "seconds": 1.5, "loss": 0.25, "epoch": [2.0, 16.0, 0.5]}
-EDITED: dict[str, Any] = {
-    "no mapping": [],
-    "a step less": {**LOG, "steps": 4},
-    "no number": {**LOG, "steps": "[/b]"},
-    "without an end": {**LOG, "samples": float("inf")},
-    "a list as loss": {**LOG, "loss": [0.5]},
-    "no means": {**LOG, "epoch": 1},
-    "means of more": {**LOG, "epoch": [1, 2, 3, 4]},
-    "nothing": {},
-}
-
-
-def log_after(state: object) -> StepLog:
-    log, manifest = StepLog(lambda message: None, lambda: 1), SimpleNamespace(run={"log": state}, **vars(Position(5)))
-    resume_log(log, LoadedCheckpoint(Path("x"), manifest, {}))  # type: ignore[arg-type]
-    return log
-
-
-@pytest.mark.parametrize("name", EDITED)
-def test_a_log_that_was_edited_is_one_sentence(name: str) -> None:
-    with pytest.raises(PolylaneError, match=r"x/manifest.json: run.log is not the one of a run that made 5 steps"):
-        log_after(EDITED[name])
-
-
-def test_a_log_goes_on_where_a_run_has_kept_one() -> None:
-    assert log_after(LOG).state()["steps"] == 5
-    assert log_after(None).state()["steps"] == 0

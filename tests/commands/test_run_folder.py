@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -339,6 +340,35 @@ def test_a_restart_goes_on_where_the_disk_is_full(tmp_path: Path) -> None:
     lines = (tmp_path / "x/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
     assert (tmp_path / "x/plan.yaml").read_text() == "data=2"
+
+
+def test_what_cannot_be_replaced_is_named_and_not_what_was_to_take_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    (folder / MODEL).mkdir(parents=True)
+    place = RunFolder(folder)
+    with place.claimed(writes=True):
+        place.begin()
+        place.model.write_text("weights")
+        with pytest.raises(PolylaneError, match=rf"--run {folder}: {folder}/{MODEL} cannot be written: Is a directory"):
+            place.finish()
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_own", "kept"),
+    [(0.25, False, [1, 2]), (0.5, True, []), (0.5, False, []), (math.nan, True, [1, 2]), (math.nan, False, [])],
+)
+def test_metrics_of_another_run_are_not_those_of_the_run_that_goes_on(
+    loss: float, is_own: bool, kept: list[int], tmp_path: Path
+) -> None:
+    """An earlier run without checkpoints has left them, and this one goes on from somewhere else."""
+    folder = tmp_path / "x"
+    folder.mkdir()
+    lines = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.25}, {"step": 3, "loss": 0.125}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    place = RunFolder(folder)
+    with place.claimed(writes=True):
+        place.begin(2, loss, is_own)
+        assert [json.loads(line)["step"] for line in place.metrics.read_text().splitlines()] == kept
 
 
 def test_a_folder_that_vanishes_is_noticed_at_the_next_line(tmp_path: Path) -> None:

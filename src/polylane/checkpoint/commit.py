@@ -20,17 +20,32 @@ REMOVED = re.compile(r"\.removed-[0-9a-f]{8}\Z")
 def list_steps(root: str, form: re.Pattern[str] = STEP) -> list[tuple[int, str]]:
     """Return (step, folder) of the folders with a manifest, the oldest first.
 
+    A folder of which nobody may say whether there is one counts: who reads it says why that cannot be done.
+
     Args:
         root: folder of the run's checkpoints.
         form: pattern of the folders' names, whose first group is the step.
+
+    Raises:
+        OSError: what is in the folder cannot be read.
     """
     found = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for name in os.listdir(root):
             folder = os.path.join(root, name)
-            if (match := form.match(name)) and os.path.exists(os.path.join(folder, MANIFEST)):
+            if (match := form.match(name)) and _may_exist(os.path.join(folder, MANIFEST)):
                 found.append((int(match[1]), folder))
     return sorted(found)
+
+
+def _may_exist(path: str) -> bool:
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # no permission, a disk that fails
+        return True
+    return True
 
 
 def commit_folder(root: str, unfinished: str, step: int, manifest: str, keep: int | None) -> str:
@@ -91,7 +106,16 @@ def _remove_put_aside(root: str) -> None:
     with contextlib.suppress(OSError):
         for name in os.listdir(root):
             if REMOVED.match(name):
-                shutil.rmtree(os.path.join(root, name), ignore_errors=True)
+                _remove(os.path.join(root, name))
+
+
+def _remove(path: str) -> None:
+    """Remove a folder; of one that is a link to another disk, the link alone."""
+    if os.path.islink(path) or not os.path.isdir(path):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _removed_name(root: str) -> str:

@@ -13,15 +13,18 @@ Files are on the disk before their folder gets its name, and the newest is found
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from polylane.checkpoint.commit import MANIFEST, UNFINISHED, commit_folder, list_steps, remove_unfinished
 from polylane.checkpoint.manifest import Manifest, format_manifest, read_manifest
 from polylane.errors import PolylaneError
+
+Check = Callable[[Path, Manifest], None]
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,34 @@ class CheckpointStore:
 
         One without its name yet is among them where no other is: the run died after it had put aside the earlier
         checkpoint of the same step, which this one replaces.
+
+        Raises:
+            PolylaneError: the folder cannot be read.
         """
         root = str(self.root)
-        return [(step, Path(folder)) for step, folder in list_steps(root) or list_steps(root, UNFINISHED)]
+        try:
+            return [(step, Path(folder)) for step, folder in list_steps(root) or list_steps(root, UNFINISHED)]
+        except OSError as error:
+            raise PolylaneError(f"checkpoints {root}: cannot be read: {error.strerror or error}") from None
 
-    def find_newest(self) -> Path | None:
+    def find_newest(self, warn: Callable[[str], None] | None = None, check: Check | None = None) -> Path | None:
         """Return the folder of the newest complete checkpoint; None if there is none.
 
         Complete is one with a whole manifest, and files of the sizes that it says. Others are passed over.
+
+        Args:
+            warn: called with a sentence about each that is passed over.
+            check: further test of one that is complete, which raises PolylaneError for one to be passed over.
+
+        Raises:
+            PolylaneError: the folder cannot be read.
         """
-        return next((folder for _, folder in reversed(self.list_steps()) if _is_complete(folder)), None)
+        for _, folder in reversed(self.list_steps()):
+            if not (reason := _why_incomplete(folder) or _why_refused(folder, check)):
+                return folder
+            if warn is not None:
+                warn(f"{reason}: this checkpoint is passed over")
+        return None
 
     def begin(self, step: int) -> Path:
         """Make and return the folder that a checkpoint of a step is written into.
@@ -80,9 +101,19 @@ class CheckpointStore:
         with contextlib.suppress(OSError):
             for step, folder in list_steps(str(self.root), UNFINISHED):
                 named = self.root / f"step-{step:08d}"
-                if _is_complete(Path(folder)) and not named.exists():
+                if not _why_incomplete(Path(folder)) and not named.exists():
                     Path(folder).rename(named)
         remove_unfinished(str(self.root))
+
+
+def _why_refused(folder: Path, check: Check | None) -> str:
+    """Return what a test of a complete checkpoint has against it, or an empty text."""
+    try:
+        if check is not None:
+            check(folder, read_manifest(folder))
+    except PolylaneError as refusal:
+        return str(refusal)
+    return ""
 
 
 def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
@@ -94,11 +125,15 @@ def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
     Raises:
         PolylaneError: there is none, or it is damaged.
     """
-    if not path.is_dir():
-        told = "is a file, and a checkpoint is a folder" if path.exists() else "there is no such folder"
-        raise PolylaneError(f"checkpoint {path}: {told}")
+    try:
+        if not stat.S_ISDIR(path.stat().st_mode):
+            raise PolylaneError(f"checkpoint {path}: is a file, and a checkpoint is a folder")
+    except (FileNotFoundError, NotADirectoryError):
+        raise PolylaneError(f"checkpoint {path}: there is no such folder") from None
+    except OSError as error:
+        raise PolylaneError(f"checkpoint {path}: cannot be read: {error.strerror or error}") from None
     for root in (path, path / "checkpoints"):
-        if not (path / MANIFEST).exists() and CheckpointStore(root).list_steps():
+        if not os.path.lexists(path / MANIFEST) and CheckpointStore(root).list_steps():
             newest = CheckpointStore(root).find_newest()
             if newest is None:
                 raise PolylaneError(f"checkpoint {root}: none of the checkpoints in it is complete")
@@ -127,24 +162,30 @@ def check_files(folder: Path, manifest: Manifest) -> None:
 def name_another(folder: Path) -> str:
     """Return what to do about a checkpoint that is damaged: the path of the newest other one that is complete."""
     for _, other in reversed(CheckpointStore(folder.parent).list_steps()):
-        if other.name != folder.name and _is_complete(other):
+        if other.name != folder.name and not _why_incomplete(other):
             return f"take another checkpoint, such as {other}"
     return f"take another checkpoint; {folder.parent} has no other complete one"
 
 
-def _is_complete(folder: Path) -> bool:
-    """Return whether a folder has a whole manifest, and the files that it names in the sizes that it says."""
+def _why_incomplete(folder: Path) -> str:
+    """Return why a folder lacks a whole manifest or files of the sizes that it says; empty where it has all."""
     try:
         files = read_manifest(folder).files
-    except PolylaneError:
-        return False
-    return all(_measure_file(folder / name)[0] == size for name, size in files.items())
+    except PolylaneError as error:
+        return str(error)
+    for name, size in files.items():
+        found, said = _measure_file(folder / name)
+        if found != size:
+            return f"checkpoint {folder / name}: {said}, expected {size} bytes"
+    return ""
 
 
 def _measure_file(path: Path) -> tuple[int, str]:
     """Return the size of a file in bytes, -1 where there is none, and what an error says of it."""
     try:
         status = path.stat()
+        if stat.S_ISREG(status.st_mode):  # who may not read it is told so: safetensors says that it is not there
+            os.close(os.open(path, os.O_RDONLY))
     except OSError as error:
         return -1, f"cannot be read ({error.strerror or error})"
     return (status.st_size, f"has {status.st_size} bytes") if stat.S_ISREG(status.st_mode) else (-1, "is no file")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from polylane.commands.printing import print_json, print_line
 from polylane.commands.requests import ExportRequest
 from polylane.errors import PolylaneError, format_plural
@@ -14,9 +16,9 @@ def run(request: ExportRequest) -> None:
         PolylaneError: there is no complete checkpoint, it is damaged, or the file is there already or cannot be
             written.
     """
-    if request.out.is_dir():
+    if os.path.isdir(request.out):
         raise PolylaneError(f"{request.out} is a folder: give the name of a file in it, such as model.safetensors")
-    if request.out.exists() and not request.force:
+    if os.path.exists(request.out) and not request.force:
         raise PolylaneError(f"{request.out} is there already: give --force to replace it, or another name")
     from polylane.checkpoint.read_tensors import read_weights
     from polylane.checkpoint.store import open_checkpoint

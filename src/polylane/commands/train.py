@@ -87,7 +87,7 @@ def _claim_and_train(request: TrainRequest, place: RunFolder, train: Callable[[T
     with place.claimed(os.environ.get("RANK", "0") == "0"):
         request = replace(request, model_path=place.model)
         if os.environ.get("RANK", "0") == "0":
-            request = prepare_checkpoints(request, place.path, place.continues, warn)
+            request = prepare_checkpoints(request, place.path, warn, place.continues)
         return train(request)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import sys
 import time
 from pathlib import Path
@@ -56,9 +58,12 @@ def read_report(run: Path) -> HangReport:
     Raises:
         PolylaneError: there is none, or it cannot be read.
     """
-    places = [place for place in (run / UNFINISHED / WHY, run / WHY) if place.is_file()]
+    try:
+        places = [place for place in (run / UNFINISHED / WHY, run / WHY) if _is_file(place)]
+    except OSError as error:
+        raise PolylaneError(f"{run} cannot be read: {error.strerror or error}") from None
     if not places:
-        told = "is no folder" if not run.is_dir() else "has no report: none of its workers hung or failed"
+        told = "is no folder" if not os.path.isdir(run) else "has no report: none of its workers hung or failed"
         raise PolylaneError(f"{run} {told}")
     try:
         if places[0].stat().st_size > LARGEST_BYTES:
@@ -66,6 +71,18 @@ def read_report(run: Path) -> HangReport:
         return report_file.from_dict(json.loads(places[0].read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise PolylaneError(f"{places[0]} cannot be read: {error}") from None
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether there is a file.
+
+    Raises:
+        OSError: nobody may say.
+    """
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _printable(text: str, keep: str = "") -> str:

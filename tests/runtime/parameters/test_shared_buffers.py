@@ -27,7 +27,7 @@ def test_the_next_graph_gets_what_the_last_one_wrote() -> None:
                 seen.append(tensors["mean"][0].item())
                 tensors["mean"] += 10**step
             buffers.mark_updated(stages_of_buffers(partition))
-        return seen, buffers.owning_stage("mean"), transport.counters.messages["all_reduce"]
+        return seen, buffers.owning_stage("mean", {0, 1}), transport.counters.messages["all_reduce"]
 
     first, second, third = run_local(3, worker)
     assert first[0] == [0.0, 111.0] and second[0] == [1.0, 11.0] and third[0] == []

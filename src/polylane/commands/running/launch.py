@@ -41,7 +41,7 @@ class Reporter:
     def __call__(self, rank: int, message: dict[str, Any]) -> None:
         content = {key: value for key, value in message.items() if key != "kind"}
         if message["kind"] == "begin":
-            self._place.begin(message["resumed_at"])
+            self._place.begin(message["resumed_at"], message["resumed_loss"], message["resumed_own"])
             self._place.plan(message["plan"])
             self._display.begin(message)
         elif message["kind"] == "testing":

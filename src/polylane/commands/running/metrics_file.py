@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -67,6 +68,25 @@ def lines_until(metrics: Path, step: int) -> str:
         except _NOT_OURS:
             continue  # torn, or not ours
     return "".join(kept)
+
+
+def belongs_to_checkpoint(metrics: Path, step: int, loss: float, otherwise: bool) -> bool:
+    """Return whether a file of metrics is of the run that saved a checkpoint: both have the loss of its step.
+
+    Args:
+        metrics: path of the file.
+        step: step of the checkpoint.
+        loss: of that step, as the checkpoint has it; not finite where it has none.
+        otherwise: returned where one of them does not have it.
+    """
+    if math.isfinite(loss):
+        with suppress(OSError, UnicodeDecodeError):
+            for line in reversed(metrics.read_text(encoding="utf-8").splitlines()):
+                with suppress(ValueError, KeyError, TypeError):
+                    content = json.loads(line)
+                    if content["step"] == step and "loss" in content:
+                        return bool(content["loss"] == loss)
+    return otherwise
 
 
 def find_last_step(metrics: Path) -> int:

@@ -49,7 +49,7 @@ def train_with_restarts(
         WorkerFailed: a worker died once more than workers are started again.
     """
     from polylane.checkpoint.store import CheckpointStore
-    from polylane.commands.running.resume import find_newest
+    from polylane.commands.running.resume import find_whole
 
     for restart in itertools.count(1):
         try:
@@ -62,7 +62,7 @@ def train_with_restarts(
             pause()
             store = CheckpointStore(request.checkpoints)
             store.remove_leftovers()  # of the one that was being written
-            newest = find_newest(store, warn)
+            newest = find_whole(store, warn)
             request = replace(request, resume_from=newest or request.resume_from)
             again = "from the beginning" if request.resume_from is None else f"from {request.resume_from}"
             fewer = starter.take_fewer() if is_lost(error) else ""

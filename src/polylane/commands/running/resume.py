@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ class NothingLeft(PolylaneError):
 
     Args:
         folder: folder of the checkpoint of its last step.
-        step: that step.
+        step: number of the run's last step.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -40,15 +39,15 @@ class NothingLeft(PolylaneError):
 
 
 def prepare_checkpoints(
-    request: TrainRequest, run_folder: Path, continues: bool = False, warn: Callable[[str], None] = warnings.warn
+    request: TrainRequest, run_folder: Path, warn: Callable[[str], None], continues: bool = False
 ) -> TrainRequest:
     """Return a request with the checkpoint to go on from, and the plan of that where it is the one asked for.
 
     Args:
         request: the options of the command line, with the plan that was chosen.
         run_folder: the run's folder, which this process has claimed.
+        warn: called with a sentence about each checkpoint that is passed over, since it is not complete.
         continues: whether torchrun has started this run again: its own newest checkpoint counts, not where it began.
-        warn: called with a sentence about each checkpoint that is damaged, where an earlier one is taken, or none.
 
     Raises:
         PolylaneError: there is no checkpoint, it is damaged; or a new run would mix its checkpoints with an earlier
@@ -60,7 +59,7 @@ def prepare_checkpoints(
     request = replace(request, checkpoints=own.root)
     if continues and request.saves_checkpoints:
         own.remove_leftovers()
-        if (latest := find_newest(own, warn)) is not None:
+        if (latest := find_whole(own, warn)) is not None:
             return resume_from(request, latest)
     if request.saving.resume is None:
         if request.saves_checkpoints and (known := own.list_steps()):
@@ -71,8 +70,11 @@ def prepare_checkpoints(
         return request
     if request.saving.resume == "auto":
         own.remove_leftovers()
-        newest = find_newest(own, warn)
-        return request if newest is None else resume_from(request, newest)
+        if (newest := find_whole(own, warn)) is not None:
+            return resume_from(request, newest)
+        if own.list_steps():
+            warn(f"{own.root}: none of the checkpoints in it is whole: the training begins at its first step")
+        return request
     folder = open_checkpoint(Path(request.saving.resume))[0]
     if request.saves_checkpoints:
         own.remove_leftovers()
@@ -80,35 +82,21 @@ def prepare_checkpoints(
     return resume_from(request, folder)
 
 
-def find_newest(own: CheckpointStore, warn: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint of a run that is whole; None if there is none. Of later ones it is said what is
-    wrong.
+def find_whole(own: CheckpointStore, warn: Callable[[str], None]) -> Path | None:
+    """Return the newest checkpoint of a run that is whole; None if there is none.
 
     Its files are read and held against their checksums: nobody is there who could choose an earlier one.
 
     Args:
         own: checkpoints of the run's folder.
         warn: called with a sentence about each that is passed over.
-    """
-    from polylane.checkpoint.manifest import read_manifest
-    from polylane.checkpoint.read_tensors import check_contents
-    from polylane.checkpoint.store import check_files
 
-    passed_over, newest = list[str](), None
-    for _, folder in reversed(own.list_steps()):
-        try:
-            manifest = read_manifest(folder)
-            check_files(folder, manifest)
-            check_contents(folder, manifest)
-        except PolylaneError as damaged:
-            passed_over.append(str(damaged))
-        else:
-            newest = folder
-            break
-    instead = "the run begins anew" if newest is None else f"{newest} is taken"
-    for sentence in passed_over:
-        warn(f"{sentence}; {instead}")
-    return newest
+    Raises:
+        PolylaneError: the folder cannot be read.
+    """
+    from polylane.checkpoint.read_tensors import check_contents
+
+    return own.find_newest(warn, check_contents)
 
 
 def _refuse_to_mix(own: CheckpointStore, folder: Path, run_folder: Path) -> None:

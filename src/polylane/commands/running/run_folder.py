@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from polylane.commands.printing import dump_json
-from polylane.commands.running.metrics_file import MetricsFile, find_last_step, lines_until
+from polylane.commands.running.metrics_file import MetricsFile, belongs_to_checkpoint, find_last_step, lines_until
 from polylane.diagnosis import report_file
 from polylane.diagnosis.report import HangReport
 from polylane.errors import PolylaneError
@@ -166,20 +167,24 @@ class RunFolder:
         except OSError:  # a file system without locks
             pass
 
-    def begin(self, resumed_at: int | None = None) -> None:
+    def begin(self, resumed_at: int | None = None, loss: float = math.nan, is_own: bool = True) -> None:
         """Begin the training: delete what a run that did not end well has left, and open the metrics.
 
         A restart goes on where nothing can be written, as the attempt before it did: its metrics stay as they are.
 
         Args:
-            resumed_at: step of the checkpoint that the run goes on from: metrics up to that step stay; None: a fresh
-                start.
+            resumed_at: step of the checkpoint that the run goes on from: metrics up to that step stay, unless they are
+                another run's; None: a fresh start.
+            loss: of that step in the checkpoint; not finite where it has none.
+            is_own: whether the checkpoint is one of this folder's.
         """
         self.close()
         with self._starting("the metrics from here on are lost"):
             self._at.mkdir(exist_ok=True)
             earlier = self.metrics if self.metrics.exists() else self.path / METRICS
-            kept = "" if resumed_at is None else lines_until(earlier, resumed_at)
+            kept = ""
+            if resumed_at is not None and belongs_to_checkpoint(earlier, resumed_at, loss, is_own):
+                kept = lines_until(earlier, resumed_at)
             if resumed_at is not None:  # before anything is deleted: whenever this process ends, these lines are there
                 _replace_text(self.metrics, kept)
             if self._at != self.path and not self.continues:
@@ -296,7 +301,7 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            file = error.filename or self.path
+            file = error.filename2 or error.filename or self.path  # of a rename, what it was to replace
             raise PolylaneError(f"--run {self.path}: {file} cannot be written: {error.strerror or error}") from error
 
     def _starting(self, loss: str) -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from polylane.commands.requests import TrainRequest
 from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.resumed_microbatches import note_other_microbatches
 from polylane.compile.compiled_training import CompiledTraining
@@ -16,7 +17,12 @@ from polylane.runtime.job import Job
 
 
 def begin_message(
-    job: Job, training: RecipeTraining, prepared: CompiledTraining, saved: Plan | None, changed: Sequence[str] = ()
+    job: Job,
+    training: RecipeTraining,
+    prepared: CompiledTraining,
+    saved: Plan | None,
+    loss: float,
+    changed: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the message.
 
@@ -25,6 +31,7 @@ def begin_message(
         training: the recipe's model and data, with the options.
         prepared: the training, compiled for the plan.
         saved: the plan of the checkpoint that the run goes on from; None: it begins.
+        loss: of the checkpoint's step; NaN where it has none.
         changed: notes on choices that are others than in the checkpoint's run.
     """
     in_epoch, epochs, total = len(training.batch_sizes) or None, training.epochs, training.request.steps
@@ -39,6 +46,8 @@ def begin_message(
         "steps": total,
         "epochs": epochs or (-(-total // in_epoch) if total and in_epoch else None),
         "resumed_at": job.position.step if training.request.resume_from is not None else None,
+        "resumed_loss": loss,
+        "resumed_own": _is_own_checkpoint(training.request),
         "notes": [
             *_note_resumed(job, training),
             *changed,
@@ -48,6 +57,13 @@ def begin_message(
             *_note_short_epoch(training),
         ],
     }
+
+
+def _is_own_checkpoint(request: TrainRequest) -> bool:
+    """Return whether the run goes on from a checkpoint of its own folder."""
+    if request.resume_from is None or request.checkpoints is None:
+        return False
+    return request.resume_from.parent.resolve() == request.checkpoints.resolve()
 
 
 def _note_resumed(job: Job, training: RecipeTraining) -> list[str]:

@@ -55,7 +55,7 @@ def train(
     request, epochs = training.request, training.epochs
     log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
     saved, changed = _load_checkpoint(job, training, log) if request.resume_from is not None else (None, [])
-    tell(begin_message(job, training, prepared, saved, changed))
+    tell(begin_message(job, training, prepared, saved, log.loss, changed))
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None

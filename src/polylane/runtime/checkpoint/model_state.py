@@ -56,7 +56,7 @@ def model_tensors(holding: LocalModel) -> Iterator[HeldTensor]:
     """
     parameters, buffers = holding.tensors.parameters(), holding.tensors.buffers()
     local = holding.local_names()
-    elsewhere = {*holding.owning_stages, *_stage_buffers(holding)} - local
+    elsewhere = {*holding.owning_stages, *holding.stages_of_buffers()} - local
     for name, tensor in {**parameters, **buffers}.items():
         if name in elsewhere:
             continue
@@ -73,15 +73,9 @@ def speaks_for(holding: LocalModel, name: str) -> bool:
     """
     if name in holding.owning_stages:
         return holding.stage == min(holding.owning_stages[name])
-    if name in _stage_buffers(holding):
-        return holding.stage == holding.buffers.owning_stage(name)
+    if (users := holding.stages_of_buffers().get(name)) is not None:
+        return holding.stage == holding.buffers.owning_stage(name, users)
     return holding.world.rank == 0
-
-
-def _stage_buffers(holding: LocalModel) -> set[str]:
-    """Return the names of the buffers that any stage uses."""
-    partitions = holding.prepared.partitions.values()
-    return {name for each in partitions for stage in range(each.stages) for name in each.buffers(stage)}
 
 
 def state_dict_names(holding: LocalModel) -> dict[str, str]:

@@ -85,7 +85,7 @@ class WorkerTrainingState:
         for held in model_tensors(holding):
             name = held.name.partition("/")[2]
             saved.fill(held.name + self._variant_of(name), held.region, held.local)
-        holding.buffers.mark_restored()
+        holding.buffers.mark_restored(holding.stages_of_buffers())
         for name, trainer in self._trainers.items():
             if not self._sync.server_parameters:
                 parts = optimized_parts(holding, trainer.local_parameters)

@@ -96,6 +96,8 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
                 "which is the name of another weight: rename one of them"
             )
         state |= parts
+    if os.path.exists(path) and not os.path.isfile(path):  # the rename would take its place
+        raise PolylaneError(f"the weights cannot be written to {path}: it is there already, and is no file")
     # In the same folder: os.replace is atomic only within one file system.
     unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

@@ -38,8 +38,8 @@ class FullTensors:
         tied: dict[str, str] = {}
         for partition in holding.prepared.partitions.values():
             tied |= partition.graph.tied
-            for stage in range(partition.stages):
-                stages |= {name: holding.buffers.owning_stage(name) for name in partition.buffers(stage)}
+        users = holding.stages_of_buffers()
+        stages |= {name: holding.buffers.owning_stage(name, among) for name, among in users.items()}
         with holding.shards.full_parameters():
             state = {name: value.detach() for name, value in self._tensors.model.state_dict(keep_vars=True).items()}
             # Tied weights are gathered once: each name of theirs gets a copy of the same value.

@@ -13,7 +13,7 @@ from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.parameters.shards import ShardSpec
-from polylane.runtime.parameters.shared_buffers import SharedBuffers
+from polylane.runtime.parameters.shared_buffers import SharedBuffers, stages_of_buffers
 from polylane.runtime.pipeline.connections import Connections, column_ranks
 from polylane.runtime.sync.zero.flat_shards import Shards, empty_storage, flat_buffer_of
 from polylane.runtime.sync.zero.units import WHOLE, ShardUnits, build_all_units, shard_group
@@ -98,6 +98,14 @@ class LocalModel:
             # Tensors of other stages too: the user's own code may read any of them between steps.
             every = {**self.tensors.parameters(), **self.tensors.buffers()}
             weights.broadcast_weights(every, self.transport, world.device)
+
+    def stages_of_buffers(self) -> dict[str, frozenset[int]]:
+        """Return the stages that use each buffer, in any graph so far; several on the same workers are the first."""
+        first, found = self.prepared.plan.first_chunk, dict[str, frozenset[int]]()
+        for partition in self.prepared.partitions.values():
+            for name, stages in stages_of_buffers(partition).items():
+                found[name] = found.get(name, frozenset()).union(map(first, stages))
+        return found
 
     def local_names(self) -> set[str]:
         """Return names of the parameters and buffers that this worker keeps up to date."""

@@ -66,9 +66,9 @@ class SharedBuffers:
         if self.stages > 1:
             self._current_stages |= used
 
-    def mark_restored(self) -> None:
-        """Record that every stage has the current value of all buffers, as before the first step."""
-        self._current_stages.clear()
+    def mark_restored(self, used: Mapping[str, frozenset[int]]) -> None:
+        """Record that a checkpoint was loaded: the stages that use a buffer have its value, and all that of others."""
+        self._current_stages = dict(used) if self.stages > 1 else {}
 
     def _broadcast_buffer(self, name: str, own: Tensor, owns: bool) -> Tensor:
         if self.pieces is None:
@@ -78,9 +78,15 @@ class SharedBuffers:
         whole = broadcast_from_owner(part, True, self.transport, self.column)
         return self.pieces.local_shard(name, whole)
 
-    def owning_stage(self, name: str) -> int:
-        """Return the lowest stage that has a buffer's current value."""
-        return min(self._current_stages.get(name, {0}))
+    def owning_stage(self, name: str, among: Collection[int]) -> int:
+        """Return the lowest stage that has a buffer's current value.
+
+        Args:
+            name: of the buffer.
+            among: the stages that use it: before the first step each has its value, and others need not.
+        """
+        current = self._current_stages.get(name, frozenset(among))
+        return min(current.intersection(among) or current)
 
 
 def stages_of_buffers(partition: Partition) -> dict[str, frozenset[int]]:
