@@ -167,6 +167,13 @@ def test_what_is_made_for_a_run_that_never_begins_goes(tmp_path: Path) -> None:
 # ---- weights -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", [MODEL, "plan.yaml", WHY])
+def test_a_folder_where_a_file_of_the_run_goes_is_refused_before_the_run(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(PolylaneError, match=f"{name} there is a folder, and a file of the run: move it away"):
+        RunFolder(tmp_path).claim()
+
+
 def test_weights_are_replaced_by_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     weights.save_safetensors({"a": torch.ones(2)}, path)

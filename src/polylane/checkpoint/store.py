@@ -46,9 +46,11 @@ class CheckpointStore:
         checkpoint of the same step, which this one replaces.
 
         Raises:
-            PolylaneError: the folder cannot be read.
+            PolylaneError: the folder cannot be read, or is none.
         """
         root = str(self.root)
+        if os.path.lexists(root) and not os.path.isdir(root):
+            raise PolylaneError(f"checkpoints {root}: cannot be read: it is no folder, or a link to none")
         try:
             return [(step, Path(folder)) for step, folder in list_steps(root) or list_steps(root, UNFINISHED)]
         except OSError as error:

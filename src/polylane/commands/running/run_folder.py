@@ -92,6 +92,9 @@ class RunFolder:
             raise PolylaneError(f"--run {self.path}: {existing} is not a folder")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PolylaneError(f"--run {self.path}: {existing} cannot be written to")
+        for name in ALL_NAMES:  # which this run replaces at its end, when it is too late to choose another folder
+            if (self.path / name).is_dir():
+                raise PolylaneError(f"--run {self.path}: {name} there is a folder, and a file of the run: move it away")
 
     @contextmanager
     def claimed(self, writes: bool) -> Iterator[None]:
