@@ -351,11 +351,14 @@ def test_a_restart_goes_on_where_the_disk_is_full(tmp_path: Path) -> None:
 
 def test_what_cannot_be_replaced_is_named_and_not_what_was_to_take_its_place(tmp_path: Path) -> None:
     folder = tmp_path / "x"
-    (folder / MODEL).mkdir(parents=True)
+    folder.mkdir()
+    (folder / MODEL).write_text("of an earlier run")
     place = RunFolder(folder)
     with place.claimed(writes=True):
         place.begin()
         place.model.write_text("weights")
+        (folder / MODEL).unlink()
+        (folder / MODEL).mkdir()  # meanwhile
         with pytest.raises(PolylaneError, match=rf"--run {folder}: {folder}/{MODEL} cannot be written: Is a directory"):
             place.finish()
 
