@@ -148,7 +148,8 @@ def _leave_the_session(given: dict[str, Any]) -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):  # those of tests and of their time limits
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # what is ignored stays so, as it does where Python starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 

@@ -38,6 +38,11 @@ torch._dynamo.config.fake_tensor_cache_enabled = False
 settings.register_profile("few", max_examples=25, derandomize=True)
 
 
+# A shell lets what it starts in the background ignore Ctrl-C, and so would every process that a test starts and
+# interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # A worker that gets this signal prints where all its threads are.
 STACKS_SIGNAL = signal.SIGUSR2
 

@@ -63,6 +63,18 @@ def test_warm_is_as_cold(name: str, tmp_path: Path) -> None:
         assert told(commands_run.run(command, stdin=second, **options)) == told(cold)
 
 
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    """As where a shell starts a command in the background."""
+    command = [sys.executable, "-c", CODES["signals"]]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        cold, warm = subprocess.run(command, capture_output=True, text=True, check=False), commands_run.run(command)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert told(warm) == told(cold)
+    assert "SIG_IGN" in warm.stdout
+
+
 @pytest.mark.parametrize("words", [["--version"], ["train"], ["lanes", "1f1b", "--stages", "2", "--microbatches", "2"]])
 def test_the_command_is_as_cold(words: list[str]) -> None:
     """All three ways in: the module, warm and cold, and the command that an installation puts beside Python."""
