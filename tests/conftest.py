@@ -14,6 +14,13 @@ from typing import Any
 # Tests fork, and a forked process cannot use an accelerator that its parent has looked for.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# Else every run rewrites the assertions of all tests anew, and every process that starts cold compiles all of polylane.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Torch's threads wait for their next operator by spinning, which takes the cores from all others. Read at its import.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 gc.disable()  # before the imports: nothing of what they and the collection make is garbage, and looking takes a third
 
 import pytest  # noqa: E402
