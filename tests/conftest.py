@@ -33,6 +33,8 @@ TESTS = Path(__file__).parent
 for _folder in (TESTS, *(TESTS / name for name in ("equivalence", "graph", "optim", "placement", "plan"))):
     sys.path.insert(0, str(_folder))
 
+from huge_pages import collapse_memory  # noqa: E402
+
 # Workers are forked from this process. A process whose OpenMP pool has started hangs in its children: never start it.
 torch.set_num_threads(1)
 
@@ -86,3 +88,4 @@ def pytest_collection_finish() -> None:
     gc.enable()
     # What tests keep for each other (graphs, by the thousand objects) stays too: look at it seldom.
     gc.set_threshold(10_000, 20, 50)
+    collapse_memory()  # workers are forked by the thousand
