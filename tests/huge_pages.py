@@ -6,11 +6,14 @@ Linux gathers the pages where it can (from version 6.1 on); where it cannot, all
 from __future__ import annotations
 
 import ctypes
+import itertools
+import os
 from pathlib import Path
 
 HUGE = 2 << 20
 MADV_COLLAPSE = 25  # of linux/mman.h
 MAPPINGS = Path("/proc/self/maps")
+FORKS = 64  # a fork divides the pages that are written afterwards, and a process grows
 
 
 def collapse_memory() -> int:
@@ -26,3 +29,15 @@ def collapse_memory() -> int:
         for page in range(-(-start // HUGE) * HUGE, end - HUGE + 1, HUGE) if is_own else ():
             gathered += libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(HUGE), MADV_COLLAPSE) == 0
     return gathered
+
+
+def keep_collapsed() -> None:
+    """Gather this process's memory now, and again before every so many of its forks."""
+    process, forks = os.getpid(), itertools.count(1)
+
+    def collapse_again() -> None:
+        if os.getpid() == process and next(forks) % FORKS == 0:
+            collapse_memory()
+
+    collapse_memory()
+    os.register_at_fork(before=collapse_again)
