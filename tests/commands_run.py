@@ -18,6 +18,7 @@ import logging
 import multiprocessing.process
 import multiprocessing.util
 import os
+import pkgutil
 import random
 import runpy
 import signal
@@ -34,6 +35,7 @@ from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
 import torch
+import torch.nn.functional as F
 
 SECONDS = 120
 
@@ -44,15 +46,30 @@ _ITS_PARAMETERS = inspect.signature(_start_cold)
 
 @cache
 def warm() -> None:
-    """Import what the commands import when they are called, also what torch imports when a first model is captured."""
+    """Import what the commands import when they are called, and do what torch does once, at a first capture."""
+    import scipy.optimize
+    import scipy.sparse  # noqa: F401
+    import sympy.codegen.ast  # noqa: F401
     import torch.distributed.run
+    import torch.utils.serialization.config
 
-    from polylane.commands import inspect, train, verify  # noqa: F401
-    from polylane.commands.running import worker  # noqa: F401
+    import polylane
     from polylane.graph.capture.capture import capture
 
-    model = torch.nn.Linear(2, 2)
-    capture(model, lambda model, batch: model(batch).sum(), torch.zeros(2, 2), trainable=["weight", "bias"])
+    for each in pkgutil.walk_packages(polylane.__path__, "polylane."):
+        if not each.name.endswith("__main__"):
+            importlib.import_module(each.name)
+    torch.overrides.get_overridable_functions()
+    model = torch.nn.Sequential(
+        torch.nn.Conv1d(1, 2, 3), torch.nn.BatchNorm1d(2), torch.nn.Flatten(), torch.nn.Linear(8, 2)
+    )
+    trainable = [name for name, _ in model.named_parameters()]
+    capture(
+        model,
+        lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        (torch.zeros(4, 1, 6), torch.zeros(4).long()),
+        trainable=trainable,
+    )
 
 
 def run(
@@ -148,7 +165,8 @@ def _leave_the_session(given: dict[str, Any]) -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):  # those of tests and of their time limits
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # what is ignored stays so, as it does where Python starts
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 

@@ -14,6 +14,13 @@ from typing import Any
 # Tests fork, and a forked process cannot use an accelerator that its parent has looked for.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# Else every run rewrites the assertions of all tests anew, and every process that starts cold compiles all of polylane.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Torch's threads wait for their next operator by spinning, which takes the cores from all others. Read at its import.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 gc.disable()  # before the imports: nothing of what they and the collection make is garbage, and looking takes a third
 
 import pytest  # noqa: E402
@@ -26,6 +33,8 @@ TESTS = Path(__file__).parent
 for _folder in (TESTS, *(TESTS / name for name in ("equivalence", "graph", "optim", "placement", "plan"))):
     sys.path.insert(0, str(_folder))
 
+from huge_pages import keep_collapsed  # noqa: E402
+
 # Workers are forked from this process. A process whose OpenMP pool has started hangs in its children: never start it.
 torch.set_num_threads(1)
 
@@ -34,9 +43,14 @@ torch.set_num_threads(1)
 # hardly any operator comes twice, and keeping takes longer than inferring.
 torch._dynamo.config.fake_tensor_cache_enabled = False
 
-# A fourth of the examples that laws are tried on, the same in every run; `make test-all` takes all, and new ones.
-settings.register_profile("few", max_examples=25, derandomize=True)
+# A sixth of the examples that laws are tried on, the same in every run; `make test-all` takes all, and new ones.
+settings.register_profile("few", max_examples=16, derandomize=True)
 
+
+# A shell lets what it starts in the background ignore Ctrl-C, and so would every process that a test starts and
+# interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A worker that gets this signal prints where all its threads are.
 STACKS_SIGNAL = signal.SIGUSR2
@@ -74,3 +88,4 @@ def pytest_collection_finish() -> None:
     gc.enable()
     # What tests keep for each other (graphs, by the thousand objects) stays too: look at it seldom.
     gc.set_threshold(10_000, 20, 50)
+    keep_collapsed()  # workers are forked by the thousand

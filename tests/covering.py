@@ -56,5 +56,5 @@ def except_slow(values: Iterable[Any], slow: Sequence[Any]) -> list[Any]:
 
 
 def examples(most: int, least: int = 3) -> int:
-    """Of so many examples of a law a fourth is tried always, others in every run; all of them in `make test-all`."""
+    """Of so many examples of a law a sixth is tried always, others in every run; all of them in `make test-all`."""
     return max(least, most * settings().max_examples // 100)

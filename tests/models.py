@@ -102,8 +102,9 @@ def t5() -> Case:
     def model() -> nn.Module:
         from transformers import T5Config, T5ForConditionalGeneration
 
-        sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4}
-        return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+        sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 4, "d_ff": 32, "num_heads": 4}
+        layers = {"num_layers": 1, "num_decoder_layers": 2}
+        return T5ForConditionalGeneration(T5Config(**sizes, **layers, decoder_start_token_id=0))
 
     def batch(samples: int, seed: int) -> dict[str, Tensor]:
         inputs, _ = tokens(samples, seed)
@@ -228,8 +229,8 @@ TINY: dict[str, dict[str, str]] = {
     "unet": {"width": "4", "depth": "2"},
     "inception": {"width": "4", "blocks": "2"},
     "two_devices": {},
-    "hf_llama": {**TEXT, "kv_heads": "2"},
-    "hf_gpt2": TEXT,
+    "hf_llama": {**TEXT, "layers": "1", "kv_heads": "2"},
+    "hf_gpt2": {**TEXT, "layers": "1"},
 }
 
 

@@ -15,6 +15,8 @@ import pytest
 
 import commands_run
 
+TESTS = str(Path(__file__).parent)
+
 HELD = """
 import sys, time
 try:
@@ -61,6 +63,22 @@ def test_warm_is_as_cold(name: str, tmp_path: Path) -> None:
         with pytest.warns(UserWarning):
             warnings.warn("mind", stacklevel=1)  # in the child it is said again
         assert told(commands_run.run(command, stdin=second, **options)) == told(cold)
+
+
+IGNORING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+import commands_run
+print(commands_run.run([sys.executable, "-c", sys.argv[1]]).stdout, end="")
+"""
+
+
+@pytest.mark.slow  # it starts cold
+def test_an_ignored_interrupt_stays_ignored() -> None:
+    """As where a shell starts a command in the background."""
+    command, environment = [sys.executable, "-c", IGNORING, CODES["signals"]], {**os.environ, "PYTHONPATH": TESTS}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert found.startswith("[<Handlers.SIG_IGN: 1>, <Handlers.SIG_DFL: 0>")
 
 
 @pytest.mark.parametrize("words", [["--version"], ["train"], ["lanes", "1f1b", "--stages", "2", "--microbatches", "2"]])

@@ -103,6 +103,10 @@ def _check_size(size: int) -> None:
         raise PolylaneError(f"the file has more than {MOST_BYTES / 2**20:.0f} MiB, the most that is read")
 
 
+def _too_many_levels(line: int) -> PolylaneError:
+    return PolylaneError(f"line {line}: there are more than {MOST_LEVELS} levels, one inside the other")
+
+
 @dataclass
 class _Open:
     """A mapping or list whose end has not been read yet.
@@ -136,6 +140,11 @@ class _Builder:
         try:
             while not isinstance(event := self._events.get_event(), yaml.StreamEndEvent):
                 self._take(event)
+        except yaml.MarkedYAMLError as error:
+            # libyaml reads a line ahead of its events, and bounds levels too: by more than we do, so ours are exceeded.
+            if "nesting depth" in str(error.problem) and error.problem_mark:
+                raise _too_many_levels(error.problem_mark.line + 1) from error
+            raise
         finally:
             self._events.dispose()
         if len(self._documents) > 1:
@@ -152,7 +161,7 @@ class _Builder:
             self._add(self._scalar(event, line), line)
         elif isinstance(event, yaml.MappingStartEvent | yaml.SequenceStartEvent):
             if len(self._open) == MOST_LEVELS:
-                raise PolylaneError(f"line {line}: there are more than {MOST_LEVELS} levels, one inside the other")
+                raise _too_many_levels(line)
             if self._open and isinstance(self._open[-1].value, dict) and not self._open[-1].key:
                 raise PolylaneError(f"line {line}: a key must be a name or a number, not a mapping or a list")
             self._open.append(_Open({} if isinstance(event, yaml.MappingStartEvent) else []))

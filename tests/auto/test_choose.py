@@ -65,7 +65,7 @@ def chosen_of_four(model: str, workers: range | tuple[int, ...]) -> SearchResult
 
 
 @pytest.mark.parametrize(
-    ("workers", "model"), covering.one_in(2, covering.pairs([1, 2, 3, 4], ["deep", "branches"]), first=1, several=True)
+    ("workers", "model"), covering.one_in(4, covering.pairs([1, 2, 3, 4], ["deep", "branches"]), first=1, several=True)
 )
 def test_only_plans_of_so_many_workers(workers: int, model: str) -> None:
     answer = chosen_of_four(model, (workers,))

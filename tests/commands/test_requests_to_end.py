@@ -75,7 +75,7 @@ def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in each.items() if "second" not in k} for each in every]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_test_that_outlasts_the_grace_is_given_up_for_a_checkpoint(folder: Path, number: signal.Signals) -> None:
     """It takes 40 s to test here; the run that goes on tests again, and says what the unbroken one says."""
     process = start(folder, "--run broken --save-every 1h --grace 15 --set pause=0.5")

@@ -215,7 +215,7 @@ def test_the_same_script_with_a_dedicated_server(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("plan", "count", "cold"),
     [
-        ("data=2,servers=1,dedicated=yes", 3, False),
+        pytest.param("data=2,servers=1,dedicated=yes", 3, False, marks=pytest.mark.slow),
         pytest.param("data=2,servers=2,staleness=any", 2, True, marks=pytest.mark.slow),
         pytest.param("data=2,servers=1,dedicated=yes", 3, True, marks=pytest.mark.slow),
     ],

@@ -147,7 +147,7 @@ def same_weights(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("plan", "loss", "lengths"),
     [
-        ("data=2", mean_of_labels, LENGTHS),
+        pytest.param("data=2", mean_of_labels, LENGTHS, marks=pytest.mark.slow),  # as pictures are
         ("pipeline=2,microbatches=3", counted, LENGTHS),
         ("tensor=2", mean_of_labels, LENGTHS),
         ("sequence=3", mean_of_labels, LENGTHS),  # two places are fewer than its ranks

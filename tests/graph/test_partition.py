@@ -180,7 +180,7 @@ def in_stages(
 CUTTABLE = [name for name in (*models.CASES, *models.TINY) if name != "branching"]
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, covering.one_in(2, CUTTABLE)))
+@pytest.mark.parametrize("name", covering.one_in(3, covering.one_in(2, CUTTABLE), first=2))
 def test_stages_by_hand_give_the_same_numbers(name: str) -> None:
     graph, model, case = captured(name, in_float64=True)
     leaves, rebuild = flatten(case.batch(3, 2))
@@ -244,12 +244,12 @@ def cuttable(n: int) -> list[Any]:
     return [each for each in every if each.values[0] in CUTTABLE]
 
 
-@pytest.mark.parametrize("name", cuttable(2))
+@pytest.mark.parametrize("name", covering.one_in(2, cuttable(4), first=1))
 def test_the_graph_of_evaluation_is_cut_where_the_first_was(name: str) -> None:
     cut_alike(captured(name)[0], captured(name, training=False)[0])
 
 
-@pytest.mark.parametrize("name", covering.one_in(2, cuttable(3)))
+@pytest.mark.parametrize("name", covering.one_in(3, cuttable(3), first=2))
 def test_a_graph_for_other_batches_is_cut_where_the_first_was(name: str) -> None:
     graph, other = captured(name)[0], captured(name, samples=3)[0]
     for reference, partition in cut_alike(graph, other):

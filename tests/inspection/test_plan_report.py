@@ -109,7 +109,7 @@ def really_sent(prepared: CompiledTraining, batch: Any) -> dict[tuple[int, int, 
 @pytest.mark.parametrize(
     ("line", "samples"),
     covering.one_in(
-        2,
+        3,
         [
             ("pipeline=2,tensor=2", 8),
             ("data=2,pipeline=2,microbatches=1", 5),

@@ -133,7 +133,10 @@ def tied() -> nn.Module:
     return Tied().double()
 
 
-@pytest.mark.parametrize(("plan", "name"), covering.pairs(["[data=2 | tensor=2],microbatches=2", BOTH], [*FACTORIES]))
+@pytest.mark.parametrize(
+    ("plan", "name"),
+    covering.one_in(2, covering.pairs(["[data=2 | tensor=2],microbatches=2", BOTH], [*FACTORIES]), several=True),
+)
 def test_what_several_stages_hold_counts_once(plan: str, name: str) -> None:
     factory = FACTORIES[name]
     reference = plainly(tied(), BATCHES, microbatches=2, optimizer=factory)

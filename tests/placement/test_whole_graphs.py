@@ -20,14 +20,14 @@ NAMES = tuple(name for name in (*models.TINY, *models.CASES) if name != "branchi
 DEGREES: tuple[dict[str, int], ...] = ({"tensor": 2}, {"tensor": 3}, {"sequence": 2}, {"sequence": 2, "tensor": 2})
 
 
-@pytest.mark.parametrize(("name", "degree"), covering.one_in(3, covering.pairs(NAMES, [2, 3]), several=True))
+@pytest.mark.parametrize(("name", "degree"), covering.one_in(4, covering.pairs(NAMES, [2, 3]), several=True))
 def test_any_choice_computes_the_same(name: str, degree: int) -> None:
     case = subject(name)
     shown, offered = case.at(degree)
     compare(case, {"x": random_split(shown, offered, degree, Random(f"{name} {degree}"))})
 
 
-@pytest.mark.parametrize("name", covering.one_in(3, NAMES, first=1))
+@pytest.mark.parametrize("name", covering.one_in(4, NAMES))
 def test_any_choices_on_two_axes_compute_the_same(name: str) -> None:
     case, random = subject(name), Random(name)
     splits: dict[str, AxisSplit] = {}
@@ -39,7 +39,7 @@ def test_any_choices_on_two_axes_compute_the_same(name: str) -> None:
 @pytest.mark.parametrize(
     "name, degrees",
     covering.one_in(
-        2,
+        3,
         [
             pytest.param(name, degrees, marks=[] if i % len(DEGREES) == j else pytest.mark.slow)
             for i, name in enumerate(NAMES)

@@ -195,7 +195,8 @@ class Choosing(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "plan", covering.one_in(2, ["pipeline=2,microbatches=2", "tensor=2", "data=2,shard=parameters", "data=2,every=2"])
+    "plan",
+    covering.one_in(4, ["pipeline=2,microbatches=2", "tensor=2", "data=2,shard=parameters", "data=2,every=2"], first=2),
 )
 def test_the_runtime_itself_calls_what_it_must(plan: str) -> None:
     """Leaves; captures of batches of other forms in mid-training, and in evaluation mode."""

@@ -125,7 +125,7 @@ def test_a_worker_holds_its_part_and_saves_the_whole(tmp_path: Path) -> None:
     same([plain.state_dict()], expected)
 
 
-@pytest.mark.parametrize("plan", covering.one_in(2, ["tensor=2", "data=2,tensor=2"], first=1))
+@pytest.mark.parametrize("plan", covering.one_in(2, ["tensor=2", "data=2,tensor=2"]))
 def test_batches_of_another_form_and_evaluation(plan: str) -> None:
     """Captured anew, when the worker holds only parts of the weights."""
 

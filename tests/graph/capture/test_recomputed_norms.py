@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import covering
 from polylane.compile.objectives import Objective
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
@@ -139,7 +140,9 @@ def test_statistics_of_instances_move_alike() -> None:
     assert not graph.notes
 
 
-@pytest.mark.parametrize("plan", ["pipeline=2,microbatches=4", "data=2,replicas=round-robin,microbatches=4"])
+@pytest.mark.parametrize(
+    "plan", covering.one_in(2, ["pipeline=2,microbatches=4", "data=2,replicas=round-robin,microbatches=4"])
+)
 def test_trainings_with_checkpointed_norms_are_those_of_one_device(plan: str) -> None:
     """Each microbatch moves the statistics twice, as it does where one device accumulates gradients."""
     verdict = verify(Normalized(one_of_two, False, norm), Objective("loss", loss, adamw), [batch(1), batch(2)], plan)

@@ -23,7 +23,7 @@ from polylane.runtime.pipeline.stage_runner import find_failing_node
 from recomputing import SAMPLES, assert_equal, captured, drop, predicted, run_passes, seeded, stage_runner
 from training import classify
 
-FAST = ("vit", "lstm", "moe", "custom_function", "nested", "branching")
+FAST = ("lstm", "moe", "custom_function", "nested", "branching")
 SLOW = tuple(name for name in models.CASES if name not in FAST)
 EXAMPLES = ("digits", "gpt", "unet", "hf_llama")
 every_model = pytest.mark.parametrize(

@@ -57,6 +57,7 @@ ECHO_GRACE_SECONDS = 0.8  # wait after an echo ("peer lost") for the report of t
 EXIT_SECONDS = 5.0  # wait for workers to exit by themselves after their results have arrived
 TERM_SECONDS = 2.0  # wait between SIGTERM and SIGKILL
 POLL_SECONDS = 0.2  # interval of checks for workers that died without closing their pipe
+REAP_SECONDS = 0.001  # interval of checks for the exit code of a worker that has closed its pipe
 PIPE_BYTES = 1 << 20  # capacity of a report pipe, so that workers seldom wait for a busy parent
 
 # Environment of another job's rendezvous, of which this process may be a worker: removed in children.
@@ -266,7 +267,8 @@ class _WorkerTeam(Generic[T]):
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            connection.wait(alive, min(left, POLL_SECONDS))
+            if connection.wait(alive, min(left, POLL_SECONDS)):
+                time.sleep(REAP_SECONDS)
         return True
 
     def end_all(self) -> None:
