@@ -43,6 +43,7 @@ def test_measuring_leaves_no_trace(name: str) -> None:
     assert torch.equal(random, torch.get_rng_state())
 
 
+@pytest.mark.slow  # it measures time, which a busy machine distorts
 def test_measured_nodes_add_up_to_a_step() -> None:
     graph, model, case, leaves = captured("two_devices", 64)
     rebuild = flatten(case.batch(64, 1))[1]
