@@ -61,6 +61,18 @@ def test_a_forked_job_stays_on_loopback(monkeypatch: pytest.MonkeyPatch):
     assert fork_workers(worker, 2) == [2.0, 2.0]
 
 
+def test_a_loopback_interface_that_is_down_is_one_sentence(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*given: object, **more: object) -> None:
+        raise RuntimeError("[enforce fail at device.cc:84] ifa != nullptr. Unable to find address for: lo")
+
+    def worker(context: WorkerContext) -> None:
+        monkeypatch.setattr(dist, "init_process_group", refuse)
+        context.world.connect()
+
+    with pytest.raises(PolylaneError, match="the loopback interface lo0?, over which gloo .* has no address: bring it"):
+        fork_workers(worker, 2)
+
+
 def test_the_environment_of_torchrun():
     """Joining by environment alone, with a store of rank 0's own, as plain torchrun-like launchers leave it."""
 

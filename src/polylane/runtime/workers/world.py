@@ -25,6 +25,7 @@ from polylane.runtime.workers.stop_request import StopRequest
 # A dead peer closes its connections, which is noticed at once. This bounds the wait for a live peer that never answers:
 # long enough for a first step that compiles, or a checkpoint that only one rank writes.
 TIMEOUT = timedelta(minutes=10)
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # name of the interface that other hosts cannot reach
 
 # Environment variable with a secret that workers on several hosts share: a process without it is refused on connecting.
 SECRET = "POLYLANE_SECRET"
@@ -120,15 +121,27 @@ class World:
         return world
 
     def connect(self) -> World:
-        """Make the default process group if there is none, and return this world; a collective of all workers."""
+        """Make the default process group if there is none, and return this world; a collective of all workers.
+
+        Raises:
+            PolylaneError: gloo has no interface to connect workers of this host over.
+        """
         if self.board is not None and not dist.is_initialized():
             self.board.all_gather_object(None)  # a worker that has ended raises PeerLost here, not in the backend
             # All workers are on this host: gloo must not listen on an interface that other hosts can reach.
             if self.backend == "gloo":
-                os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
-            dist.init_process_group(
-                self.backend, store=self.board.store, rank=self.rank, world_size=self.size, timeout=TIMEOUT
-            )
+                os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+            try:
+                dist.init_process_group(
+                    self.backend, store=self.board.store, rank=self.rank, world_size=self.size, timeout=TIMEOUT
+                )
+            except RuntimeError as error:
+                if "Unable to find address" not in str(error):
+                    raise
+                raise PolylaneError(
+                    f"the loopback interface {LOOPBACK}, over which gloo connects workers of one host, has no address: "
+                    f"bring it up (ip link set {LOOPBACK} up)"
+                ) from None
             atexit.register(_destroy_group)
             self.authenticate_group(dist.group.WORLD)
         return self
