@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import polylane
 from checkpoint.saved_runs import compile_once, on_workers, train
 from polylane.checkpoint.commit import commit_folder, list_steps
+from polylane.checkpoint.manifest import read_manifest
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 
@@ -46,3 +50,18 @@ def test_who_keeps_none_is_refused(keep: object, tmp_path: Path) -> None:
 
     on_workers(compile_once("data=1"), work)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_source_tree_that_is_not_installed_saves_too(tmp_path: Path) -> None:
+    """A package that is on the path alone has no metadata of an installation."""
+    script = (
+        "import sys, importlib.metadata, torch, polylane\n"
+        "def absent(name): raise importlib.metadata.PackageNotFoundError(name)\n"
+        "importlib.metadata.version = importlib.metadata.distribution = absent\n"
+        "job = polylane.parallelize(torch.nn.Linear(2, 2), lambda m, b: m(b).mean(), "
+        "lambda p: torch.optim.SGD([q for _, q in p], 0.1), example=torch.ones(4, 2), on_hang=None)\n"
+        "print(job.save_checkpoint(sys.argv[1]))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-1500:]
+    assert read_manifest(next(tmp_path.glob("step-*"))).versions["polylane"] == polylane.__version__
