@@ -94,7 +94,7 @@ def find_main_stack(text: str, thread: int, pid: int) -> list[Frame]:
     """Return the frames of a process's main thread, the innermost first; none where the text does not have it.
 
     Args:
-        text: see :func:`parse_stacks`.
+        text: what faulthandler or py-spy wrote of the process.
         thread: Python's identifier of the main thread.
         pid: number of the process.
     """
