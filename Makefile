@@ -17,7 +17,7 @@ WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
 
 .PHONY: install test test-workers test-alone test-all mutants fuzz check demo bench bench-tensor bench-balance bench-planner bench-scale bench-published \
 	bench-transport bench-sync bench-sharded bench-memory bench-memory-limit bench-zero-bubble bench-gpipe bench-staleness bench-lengths \
-	bench-checkpoints trainings zoo gpu chaos clean
+	bench-checkpoints bench-recordings trainings zoo gpu chaos clean
 
 install: $(INSTALLED)
 
@@ -122,6 +122,10 @@ bench-scale: $(INSTALLED)
 # any with such columns: `make bench-published FILE=other.csv`. With ARGS=--choose, FSDP's rows are not told how they ran.
 bench-published: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.published $(FILE) $(if $(FOLDER),--folder $(FOLDER)) $(ARGS)
+
+# Hangs that others recorded, with the ranks at which they injected a fault: `make bench-recordings FOLDER=fr_traces`.
+bench-recordings: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.flight_recordings $(FOLDER) $(ARGS)
 
 # Every training of tests/equivalence/trainings.py by every plan, against a plain loop on one device: the table of
 # docs/exactness.md. Some of them: `make trainings ONLY="weighted_mean hf_causal"`.

@@ -227,25 +227,63 @@ ALL_WRITERS = [
 ]
 
 
-@pytest.mark.parametrize(("point", "victim"), ALL_WRITERS)
-def test_killed_while_the_writer_writes(
-    point: str, victim: str, begun: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, both = tmp_path / "checkpoints", begun("data=1")
-    shutil.copytree(both[0], root)
+def kill_while_written(
+    point: str, victim: str, rank: int, plan: str, begun: tuple[Path, Path], folder: Path
+) -> tuple[Path, bool | None]:
+    """Save with a writer that kills itself or its worker, and wait until it is gone.
+
+    Args:
+        point: see WRITER_POINTS.
+        victim: WORKER or WRITER.
+        rank: the worker whose writer it is.
+        plan: plan of the training.
+        begun: see :func:`begun`.
+        folder: folder for the checkpoints and the writer's note.
+
+    Returns:
+        The folder of the checkpoints, and whether the new one is complete; None: it may be.
+    """
+    root = folder / "checkpoints"
+    shutil.copytree(begun[0], root)
+    path = writer_that_kills(folder / "site", point, victim)
 
     def work(job: Job) -> None:
-        go_on(job, root, root)
+        # Each worker starts its writer with its own environment, at its first save.
+        go_on(job, root, root, lambda: os.environ.update({"PYTHONPATH": path} if job.world.rank == rank else {}))
 
-    with monkeypatch.context() as changed:
-        changed.setenv("PYTHONPATH", writer_that_kills(tmp_path / "site", point, victim))
-        # A writer that died is a disk that failed: the worker says so, and may go on.
-        with pytest.raises((WorkerFailed, PolylaneError), match=r"SIGKILL|writes it has died"):
-            on_workers(compile_once("data=1"), work)
-    wait_until_gone(int((tmp_path / "site" / "writer").read_text()))
+    # A writer that died is a disk that failed: the worker says so, and may go on.
+    with pytest.raises((WorkerFailed, PolylaneError), match=r"SIGKILL|writes it has died"):
+        on_workers(compile_once(plan), work)
+    wait_until_gone(int((folder / "site" / "writer").read_text()))
     # A writer whose worker is killed may still make the checkpoint complete, of which it has all.
     is_in_commit = WRITER_POINTS[point][0].startswith("commit")
-    check_after(root, both, "data=1", None if victim == WORKER and is_in_commit else point in COMPLETE)
+    return root, None if victim == WORKER and is_in_commit else point in COMPLETE
+
+
+@pytest.mark.parametrize(("point", "victim"), ALL_WRITERS)
+def test_killed_while_the_writer_writes(point: str, victim: str, begun: Any, tmp_path: Path) -> None:
+    both = begun("data=1")
+    root, is_complete = kill_while_written(point, victim, 0, "data=1", both, tmp_path)
+    check_after(root, both, "data=1", is_complete)
+
+
+# Of two workers, each has a writer of its own part; that of rank 0 alone makes the checkpoint complete.
+FAST_OF_TWO = ("in mid-file", WRITER, 1)
+WRITERS_OF_TWO = [
+    pytest.param(point, victim, rank, marks=() if (point, victim, rank) == FAST_OF_TWO else pytest.mark.slow)
+    for point in WRITER_POINTS
+    for victim in (WORKER, WRITER)
+    for rank in ((0,) if WRITER_POINTS[point][0].startswith("commit") else (0, 1))
+    if (point, victim) != ("manifest torn", WORKER)
+]
+
+
+@pytest.mark.parametrize(("point", "victim", "rank"), WRITERS_OF_TWO)
+def test_killed_while_one_of_two_writers_writes(point: str, victim: str, rank: int, begun: Any, tmp_path: Path) -> None:
+    plan = "data=2,shard=optimizer"
+    both = begun(plan)
+    root, is_complete = kill_while_written(point, victim, rank, plan, both, tmp_path)
+    check_after(root, both, plan, is_complete)
 
 
 def wait_until_gone(pid: int) -> None:

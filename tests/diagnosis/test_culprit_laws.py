@@ -63,11 +63,16 @@ def test_the_walk_names_exactly_the_stopped_rank(made: Lowered, data: st.DataObj
         states[stopped] = replace(states[stopped], is_frozen=True)
     found = find_culprits(states)
     assert found.culprits == (stopped,)
-    # Each host alone: that of the stopped rank names it, and no other one blames anybody of its own.
+    # Each host alone blames nobody of its own but the stopped rank, and that one where a rank of the host waits for it.
     for host in (0, 1):
         known = {rank: state for rank, state in states.items() if rank % 2 == host}
-        assert find_culprits(known).culprits == ((stopped,) if stopped in known else ())
-        assert stopped in known or find_culprits(known).link is None
+        alone = find_culprits(known)
+        is_seen = stopped in known and any(stopped in found.waits_for.get(rank, ()) for rank in known)
+        assert alone.culprits == (stopped,) or (alone.culprits == () and not is_seen)
+        assert stopped in known or not alone.culprits
+        # Else it names those of other hosts for which its own ones wait, and no link.
+        assert not known or alone.culprits or ({*alone.elsewhere}.isdisjoint(known) and alone.elsewhere)
+        assert alone.link is None
     assert found.waiting_for(stopped) == tuple(rank for rank in range(len(programs)) if rank != stopped)
 
 

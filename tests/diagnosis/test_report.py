@@ -19,7 +19,15 @@ from polylane.diagnosis.culprit import Finding, Wait
 from polylane.diagnosis.page_layout import Phase
 from polylane.diagnosis.report import Doing, HangReport, RankReport, classify, describe_finding, format_ranks
 from polylane.diagnosis.report_file import draw_timeline, from_dict, to_dict
-from polylane.diagnosis.stacks import CodePlace, Frame, called_by_polylane, find_place, is_at_breakpoint, parse_stacks
+from polylane.diagnosis.stacks import (
+    CodePlace,
+    Frame,
+    called_by_polylane,
+    find_main_stack,
+    find_place,
+    is_at_breakpoint,
+    parse_stacks,
+)
 from polylane.observe.swimlane import render as swimlane
 from polylane.observe.timeline import Span, Timeline
 from polylane.schedule.action import Action, ActionKind
@@ -81,6 +89,57 @@ Current thread 0x0000000000000020 (most recent call first):
     assert find_place(frames, {"<stage 0 (3)>": {"8": ["fc/linear", "m.py:4"]}}) == CodePlace("fc/linear", "m.py:4")
     assert find_place(frames, {}) == CodePlace("main", "train.py:30")
     assert find_place([], {}) == CodePlace()
+
+
+OWN_JOB = str(Path(polylane.__file__).parent / "runtime" / "job.py")
+# As py-spy 0.4 writes it on Linux, by the numbers that the system gives to threads.
+SPY = f"""Process 4711: /v/bin/python train.py
+Python v3.11.7 (/v/bin/python3.11)
+
+Thread 4711 (active+gil): "MainThread"
+    Linear.forward (/v/lib/python3/site-packages/torch/nn/modules/linear.py:125)
+    forward (<stage 0 (3)>:8)
+    Set.__getitem__ (/home/me/my data (old)/set.py:30)
+    Job.step ({OWN_JOB}:140)
+    <module> (/home/me/train.py:9)
+Thread 4712 (idle): "pool (a) of "x""
+    wait (/v/lib/python3.11/threading.py:320)
+"""
+SPY_NATIVE = """Thread 4711 (idle): "MainThread"
+    clock_nanosleep (libc.so.6)
+    time_sleep (/build/python/Modules/timemodule.c:2133)
+    at::native::add(at::Tensor const&, int) (torch/lib/libtorch_cpu.so)
+    main.<locals>.<lambda> (/home/me/train.py:30)
+    0x7f505b04524a (libc.so.6)
+"""
+SPY_LOCALS = r"""Thread 0x7F505B826B80 (idle)
+    read (/home/me/train.py:30)
+        Arguments:
+            text: "x\n    evil (/home/me/evil.py:3)"
+        Locals:
+            place: <Place (/home/me/evil.py:3)>
+    main (/home/me/train.py:40)
+"""
+
+
+def test_py_spys_stacks_are_read_as_faulthandlers_are() -> None:
+    frames = find_main_stack(SPY, 0x7F505B826B80, 4711)
+    assert [frame.line for frame in frames] == [125, 8, 30, 140, 9]
+    assert find_place(frames, {"<stage 0 (3)>": {"8": ["fc/linear", "m.py:4"]}}) == CodePlace("fc/linear", "m.py:4")
+    assert find_place(frames, {}) == CodePlace("Set.__getitem__", "set.py:30")
+    assert called_by_polylane(frames) == frames[:4]
+    assert parse_stacks(SPY)[4712] == [Frame("/v/lib/python3.11/threading.py", 320, "wait")]
+
+
+def test_native_frames_and_local_values_are_no_calls_of_python() -> None:
+    (frame,) = find_main_stack(SPY_NATIVE, 0x20, 4711)
+    assert frame == Frame("/home/me/train.py", 30, "main.<locals>.<lambda>")
+    main = find_main_stack(SPY_LOCALS, 0x7F505B826B80, 4711)  # where the system's number of a thread is not known
+    assert main == [Frame("/home/me/train.py", 30, "read"), Frame("/home/me/train.py", 40, "main")]
+
+
+def test_a_stack_of_no_main_thread_is_empty() -> None:
+    assert find_main_stack(SPY, 0x20, 5000) == find_main_stack("", 0x20, 5000) == []
 
 
 def test_a_scripts_own_calls_are_not_those_that_polylane_makes() -> None:

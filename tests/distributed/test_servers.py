@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
@@ -11,12 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import commands_run
 import covering
+from polylane.commands.running import worker as running_worker
+from polylane.commands.running.resume import NothingLeft
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
@@ -102,6 +106,37 @@ def test_a_worker_or_a_server_that_is_killed(plan: str, rank: int) -> None:
 
     error = failure_of(work, plan)
     assert (error.rank, error.error_type) == (rank, "SIGKILL")
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_failed_worker_waits_for_nobody_when_it_ends(plan: str, tmp_path: Path) -> None:
+    """A checkpoint is under way; the other one goes on with its steps, and would not report of its file."""
+
+    def work(job: Job) -> None:
+        job.save_checkpoint(tmp_path, wait=False)
+        job.step(batch_of(8))
+        if job.world.rank == 1:
+            job.abandon()
+            atexit._run_exitfuncs()  # as the interpreter does: the newest first, which is the job's
+        steps(job)
+
+    error = failure_of(work, plan)
+    assert error.rank == 1 and "exit code 1" in str(error)
+
+
+@pytest.mark.parametrize(("error", "abandons"), [(ValueError, True), (SystemExit, True), (NothingLeft, False)])
+def test_a_worker_that_torchrun_started_abandons_what_failed(
+    error: type[BaseException], abandons: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(*_: Any) -> None:
+        raise error(Path(), 1)
+
+    job: Any = mock.Mock()
+    monkeypatch.setattr(running_worker, "train", train)
+    with pytest.raises(error):
+        running_worker._train_or_abandon(job, mock.Mock(), mock.Mock(), lambda message: None)
+    assert job.abandon.called == abandons
 
 
 @pytest.mark.usefixtures("nothing_is_left")

@@ -1,4 +1,12 @@
-"""Stacks: what faulthandler wrote of a process's threads, and where in the user's own code its main thread is."""
+"""Stacks: what faulthandler or py-spy wrote of a process's threads, and where in the user's own code the main one is.
+
+                     a thread                              a call, the innermost first
+    faulthandler     Thread 0x00007f5 (most recent ...     File "/home/me/train.py", line 30 in main
+    py-spy dump      Thread 4711 (idle): "MainThread"      main (/home/me/train.py:30)
+
+faulthandler's number is Python's identifier of the thread; py-spy's, on Linux, is the system's, which of a main thread
+is that of the process. What py-spy adds is passed over: native calls, and the values of local variables.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)")
-_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-fA-F]+|\d+)\b")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
+_SPY_FRAME = re.compile(r"^ {4}(?P<function>\S.*?) \((?P<file>.*):(?P<line>\d+)\)$")
+_NATIVE = re.compile(r"\.(?:c|cc|cpp|cxx|cu|h|hh|hpp|inc|rs|s)$", re.IGNORECASE)
 _OWN = str(Path(__file__).resolve().parent.parent) + "/"
 _LIBRARIES = (_OWN, *(f"{place}/" for name in ("stdlib", "scripts") if (place := sysconfig.get_path(name))))
 
@@ -64,15 +74,32 @@ class CodePlace:
 
 
 def parse_stacks(text: str) -> dict[int, list[Frame]]:
-    """Return the frames of every thread by its identifier, the innermost first."""
+    """Return the frames of every thread by its number, the innermost first.
+
+    Args:
+        text: what faulthandler wrote, or ``py-spy dump --full-filenames``.
+    """
     threads: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
     for line in text.splitlines():
         if thread := _THREAD.match(line):
-            frames = threads.setdefault(int(thread[1], 16), [])
-        elif frame := _FRAME.match(line):
-            frames.append(Frame(frame[1], int(frame[2]), frame[3]))
+            number = thread[1]
+            frames = threads.setdefault(int(number, 16 if number.startswith("0x") else 10), [])
+        elif (frame := _FRAME.match(line) or _SPY_FRAME.match(line)) and not _NATIVE.search(frame["file"]):
+            frames.append(Frame(frame["file"], int(frame["line"]), frame["function"]))
     return threads
+
+
+def find_main_stack(text: str, thread: int, pid: int) -> list[Frame]:
+    """Return the frames of a process's main thread, the innermost first; none where the text does not have it.
+
+    Args:
+        text: what faulthandler or py-spy wrote of the process.
+        thread: Python's identifier of the main thread.
+        pid: number of the process.
+    """
+    threads = parse_stacks(text)
+    return threads.get(thread) or threads.get(pid, [])
 
 
 def find_place(frames: list[Frame], codes: Mapping[str, Mapping[str, list[str]]]) -> CodePlace:

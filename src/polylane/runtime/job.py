@@ -6,9 +6,6 @@ has the serving role. The same script runs on both (SPMD): it calls the same met
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -36,6 +33,7 @@ from polylane.runtime.sync.gradient_sync import LocalOptimizer
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.training_role import TrainingRole
 from polylane.runtime.transport.protocol import TransportCounters
+from polylane.runtime.workers.close_at_exit import CloseAtExit
 from polylane.runtime.workers.world import World
 
 
@@ -93,8 +91,7 @@ class Job:
         else:
             self._role = ServingRole(prepared, world, clip_norm)
         self._rank, self.world = world.rank, self._role.world
-        if self.plan.sync.has_servers:
-            atexit.register(self._close_at_exit)
+        self._at_exit = CloseAtExit(self.close) if self.plan.sync.has_servers else None
 
     def _resolve_objective(self, name: str | None) -> str:
         if name is not None and name not in self._objectives:
@@ -378,18 +375,10 @@ class Job:
             saver.close()
         self._role.close()
 
-    def _close_at_exit(self) -> None:
-        """Close the job when the interpreter ends, if the script did not, before the process group is destroyed.
-
-        Threads of servers wait inside a backend's native code, where the interpreter's end would abort the process.
-        After an uncaught exception the process exits at once, and the other workers see its connections close.
-        """
-        # Set by the interpreter for an uncaught exception, whose traceback has been printed by now.
-        if getattr(sys, "last_value", None) is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
-        self.close()
+    def abandon(self) -> None:
+        """Let this worker's process end without the others: after an error they may never come to the close."""
+        if self._at_exit is not None:
+            self._at_exit.abandon()
 
     def __enter__(self) -> Job:
         return self

@@ -14,11 +14,13 @@ from polylane.auto.plan_broadcast import compile_on_all_ranks
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.fewer_workers import gather_saved_plan, plan_for_started
 from polylane.commands.running.recipe_training import RecipeTraining, check_last_batch, load_materials
+from polylane.commands.running.resume import NothingLeft
 from polylane.commands.running.resumed_microbatches import keep_microbatches
 from polylane.commands.running.step_log import Tell, TrainingOutcome
 from polylane.commands.running.training_loop import train
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.inspection.memory_prediction import with_predicted_memory
+from polylane.runtime.job import Job
 from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.workers.fork import WorkerContext
 from polylane.runtime.workers.forked_child import end_forked_children
@@ -83,12 +85,23 @@ def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> Trai
         prepared = keep_microbatches(prepared, plan, saved, compile_again, warn)
     check_last_batch(training, prepared)
     try:
-        return train(training.job(prepared, world, same_weights=False), training, prepared, tell, world.stop)
+        return _train_or_abandon(training.job(prepared, world, same_weights=False), training, prepared, tell)
     except Exception as error:
         told = error if isinstance(error, OutOfMemory) else out_of_memory(error, world.rank)
         if told is None:
             raise
         raise with_predicted_memory(told, prepared, training.problem.samples) from None
+
+
+def _train_or_abandon(job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: Tell) -> TrainingOutcome:
+    """Train; after an error this worker's process ends without waiting for the others, which may wait for it."""
+    try:
+        return train(job, training, prepared, tell, job.world.stop)
+    except NothingLeft:  # raised on all workers, which close the job together
+        raise
+    except BaseException:
+        job.abandon()
+        raise
 
 
 def _say_nothing(sentence: str) -> None:

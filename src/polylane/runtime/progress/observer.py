@@ -12,7 +12,7 @@ from polylane.diagnosis.judgement import RankRecord
 from polylane.diagnosis.page_layout import Phase, Record
 from polylane.diagnosis.patience import choose_bound, note_bound, silence_bound
 from polylane.diagnosis.report import FROZEN, Doing, HangReport, RankReport, classify, format_ranks
-from polylane.diagnosis.stacks import called_by_polylane, find_place, is_at_breakpoint, parse_stacks
+from polylane.diagnosis.stacks import called_by_polylane, find_main_stack, find_place, is_at_breakpoint
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.progress.page import ProgressMemory
 from polylane.runtime.progress.page_reader import PageNotes, PageReader
@@ -79,7 +79,7 @@ class SeenWorker:
             stacks: what its threads were calling; "" where that could not be read.
             host: name of its host.
         """
-        frames = parse_stacks(stacks).get(int(self.notes.worker["thread"]), [])
+        frames = find_main_stack(stacks, int(self.notes.worker["thread"]), self.pid)
         place, doing = find_place(frames, self.notes.codes), self.doing
         # That a script of the user's has called the job says nothing of what the job does.
         if doing is Doing.COMPUTING and any(frame.is_users for frame in called_by_polylane(frames)):
@@ -227,7 +227,7 @@ def main_stack(report: HangReport, seen: Mapping[int, SeenWorker], rank: int) ->
     stacks = next((each.stacks for each in report.ranks if each.rank == rank), "")
     if rank not in seen:
         return ""
-    frames = parse_stacks(stacks).get(int(seen[rank].notes.worker["thread"]), [])[:CALLS_SHOWN]
+    frames = find_main_stack(stacks, int(seen[rank].notes.worker["thread"]), seen[rank].pid)[:CALLS_SHOWN]
     return "".join(f'  File "{frame.file}", line {frame.line}, in {frame.function}\n' for frame in reversed(frames))
 
 

@@ -55,6 +55,7 @@ def read_stacks(pid: int, file: int, start: int) -> str:
     if spy is None:
         return ""
     with suppress(OSError, subprocess.SubprocessError):
-        command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
+        # Whole names of files: of shortened ones nobody could say whether they are the user's.
+        command = [spy, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)]
         return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout[:MOST_BYTES]
     return ""

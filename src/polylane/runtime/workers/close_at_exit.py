@@ -1,0 +1,42 @@
+"""Close at exit: what a worker does for an open job when its interpreter ends.
+
+    how it ends                         what follows
+    well, without a call of close()     the job is closed, with the other workers
+    by an exception that nobody caught  the process ends at once, with code 1
+    after :meth:`CloseAtExit.abandon`   the same
+
+Threads of servers wait inside a backend's native code, where the interpreter's end would abort the process. Where it
+ends at once, the other workers see its connections close; one that failed must not wait for them, since they may be in
+a step that waits for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable
+
+
+class CloseAtExit:
+    """Closes a job when the interpreter ends, before the process group is destroyed.
+
+    Args:
+        close: closes the job; a collective of all workers.
+    """
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close, self._is_abandoned = close, False
+        atexit.register(self._end)
+
+    def abandon(self) -> None:
+        """Do not close the job: this worker has failed, and the others may never come to that."""
+        self._is_abandoned = True
+
+    def _end(self) -> None:
+        # Set by the interpreter for an uncaught exception, whose traceback has been printed by now.
+        if self._is_abandoned or getattr(sys, "last_value", None) is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        self._close()
