@@ -9,7 +9,7 @@ COVERING = "tests/equivalence/test_equivalence.py -k test_covering"
 PROGRAMS = [
     Mutant(
         "dropped-send", "the first value that a stage makes is not sent on",
-        "program.lower:_with_communication",
+        "program.lower:add_messages",
         "[a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]",
         "[a for c in sends[1:] for a in travel(ActionKind.SEND, c, c.consumers, False)]",
         "tests/program/test_lower.py", gpt="pipeline=2,microbatches=2", network="pipeline=2,microbatches=2",
@@ -17,7 +17,7 @@ PROGRAMS = [
     ),
     Mutant(
         "gradient-not-sent-back", "a stage does not send the gradient of what it received, and nobody waits for it",
-        "program.lower:_with_communication",
+        "program.lower:add_messages",
         "if action.kind is ActionKind.FORWARD:\n"
         "    before = [a for c in receives for a in travel(ActionKind.RECEIVE, c, [c.producer], False)]\n"
         "    after = [a for c in sends for a in travel(ActionKind.SEND, c, c.consumers, False)]\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from polylane.cluster.device import Device
 from polylane.cluster.rank_span import Ranks
 from polylane.cost.cost_table import Clock, CostTable, ShardedGraphCost
 from polylane.cost.memory import peak
+from polylane.cost.memory.held_messages import find_held_messages
 from polylane.cost.memory.intervals import Range
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.memory.optimizer_state import OptimizerState
@@ -22,22 +23,24 @@ from polylane.cost.memory.recompute_choice import union_of
 from polylane.cost.network import collectives as network
 from polylane.cost.network.alpha_beta import bytes_per_rank
 from polylane.cost.operators.training_options import TrainingOptions
-from polylane.cost.shard_traffic import ShardTrafficSeconds, exposed_seconds
+from polylane.cost.shard_traffic import ShardTraffic, ShardTrafficSeconds, exposed_seconds
 from polylane.cost.stage_cost import PassCosts, StageCosts, add_recomputation, sum_passes
 from polylane.cost.state_sharding import StateSharding
 from polylane.graph.partition import Partition
 from polylane.graph.repeatable import NOTHING_DROPPED, DroppedTensors
 from polylane.graph.sparse_gradients import gradient_sizes
-from polylane.plan.lanes import lanes_of, stage_graph_of
+from polylane.plan.lanes import stage_graph_of
 from polylane.plan.local_samples import local_samples
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
 from polylane.plan.spec import Degrees
+from polylane.program.group_programs import lower_groups
 from polylane.program.lower import BUCKET_BYTES
+from polylane.program.program import Program
 from polylane.program.server_assignment import server_rank
 from polylane.samples.running_norms import find_running_norms
+from polylane.schedule.action import PASSES
 from polylane.schedule.asynchronous import weight_delays
-from polylane.schedule.synchronous import Lanes
 
 
 @dataclass(frozen=True)
@@ -89,21 +92,6 @@ class CostModel:
 
 
 @dataclass(frozen=True)
-class ShardTraffic:
-    """Collectives of parameter-sharded replicas (ZeRO-3) during the passes of one microbatch.
-
-    Attributes:
-        waits, backward_waits: exposed seconds, added to each pass.
-        sent, backward_sent: bytes that the rank sends in each pass.
-    """
-
-    waits: float = 0.0
-    backward_waits: float = 0.0
-    sent: float = 0.0
-    backward_sent: float = 0.0
-
-
-@dataclass(frozen=True)
 class StagePrediction:
     """Predicted cost of the busiest rank of a group of workers, over all of its stages.
 
@@ -121,7 +109,7 @@ class StagePrediction:
     passes: PassCosts
     update_seconds: float
     memory: peak.MemoryBreakdown
-    shard_traffic: ShardTraffic = ShardTraffic()
+    shard_traffic: ShardTraffic = field(default_factory=ShardTraffic)
 
     @property
     def collective_seconds(self) -> float:
@@ -251,16 +239,17 @@ class PlanCost:
 
     def peak_memory(self, stage: int) -> peak.MemoryBreakdown:
         """Return the bytes of a stage's busiest rank at the peak of the step, with all stages that it has."""
-        chunks, lane = self.plan.chunks(stage), self._lanes[self.plan.stage_groups[stage]]
+        chunks, program = self.plan.chunks(stage), self._programs[self.plan.stage_groups[stage]]
         basis, load = self.basis, self.trained_bytes(*chunks)
         needs = {each: self.microbatch_memory(each) for each in chunks}
         trained = {each: self.trained_bytes(each).trained for each in chunks}
-        return peak.peak_memory(lane, needs, trained, load, basis.method, self.sharding(stage), basis.margin)
+        lane, messages = [a for a in program.actions if a.kind in PASSES], find_held_messages(program, needs)
+        return peak.peak_memory(lane, needs, trained, load, basis.method, self.sharding(stage), basis.margin, messages)
 
     @cached_property
-    def _lanes(self) -> Lanes:
-        """The forward and backward passes of every group of workers, in the order of the schedule."""
-        return lanes_of(self.plan, stage_graph_of(self.partition, self.plan))
+    def _programs(self) -> tuple[Program, ...]:
+        """The passes and messages of every group of workers, in the order of the schedule."""
+        return lower_groups(self.partition, self.plan)
 
     def sharded_load(self, stage: int) -> peak.ShardedLoad:
         """Return a rank's parameters, gradients and states in bytes, sharded over replicas as the options say."""

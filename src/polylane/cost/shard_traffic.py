@@ -17,6 +17,21 @@ EXPOSED = 0.8
 
 
 @dataclass(frozen=True)
+class ShardTraffic:
+    """Collectives of parameter-sharded replicas (ZeRO-3) during the passes of one microbatch.
+
+    Attributes:
+        waits, backward_waits: exposed seconds, added to each pass.
+        sent, backward_sent: bytes that the rank sends in each pass.
+    """
+
+    waits: float = 0.0
+    backward_waits: float = 0.0
+    sent: float = 0.0
+    backward_sent: float = 0.0
+
+
+@dataclass(frozen=True)
 class ShardTrafficSeconds:
     """Seconds of the collectives of parameter-sharded replicas for one microbatch.
 

@@ -98,7 +98,7 @@ def _assemble_program(
     """
     first, replica = plan.stage_and_replica(rank)
     own_stages = plan.chunks(first)
-    sources = _local_sources(partition, plan, own_stages)
+    sources = find_local_sources(partition, plan, own_stages)
     receives = {
         s: [c for c in partition.crossings if s in c.consumers and (c.value, s) not in sources] for s in own_stages
     }
@@ -120,7 +120,7 @@ def _assemble_program(
             actions += [replace(each, steps_back=action.steps_back) for each in update]
         else:
             peers = same or [plan.peers(rank, other, action.microbatch) for other in range(partition.stages)]
-            actions += _with_communication(action, peers, receives[action.stage], sends[action.stage])
+            actions += add_messages(action, peers, receives[action.stage], sends[action.stage])
     return Program(
         rank=rank,
         stage=first,
@@ -137,7 +137,7 @@ def _assemble_program(
     )
 
 
-def _local_sources(partition: Partition, plan: Plan, own: Sequence[int]) -> dict[tuple[str, int], int]:
+def find_local_sources(partition: Partition, plan: Plan, own: Sequence[int]) -> dict[tuple[str, int], int]:
     """Return the values that stages of one worker get from another stage of it, by (value, stage) that reads it.
 
     It is the stage that computes the value; else the first stage that reads it, which receives it for all of them.
@@ -153,7 +153,7 @@ def _local_sources(partition: Partition, plan: Plan, own: Sequence[int]) -> dict
 def crossing_as_sent(crossing: StageCrossing, plan: Plan) -> StageCrossing | None:
     """Return a crossing with, of every other group of workers, the first stage that reads it; None: no other does.
 
-    The consumers are ascending, so that the first one of a group receives it (:func:`_local_sources`).
+    The consumers are ascending, so that the first one of a group receives it (:func:`find_local_sources`).
     """
     first = dict[int, int]()
     for consumer in crossing.consumers:
@@ -245,7 +245,7 @@ def without_replica_sync(program: Program, plan: Plan) -> Program:
     return replace(program, actions=actions, buckets=own)
 
 
-def _with_communication(
+def add_messages(
     action: Action, peers: Sequence[Sequence[int]], receives: Sequence[StageCrossing], sends: Sequence[StageCrossing]
 ) -> list[Action]:
     """Put a compute action between the receives that it needs and the sends that follow; ``peers``: ranks by stage."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,14 +16,11 @@ from torch import Tensor, nn
 import covering
 from compiling import compile_training
 from playing import one_stage_memory
-from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
-from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.cost.memory.attention_cores import find_attention_cores
 from polylane.cost.memory.live_ranges import LiveRanges, PeakMemory
 from polylane.cost.memory.optimizer_state import OptimizerState, probe_optimizer_state
 from polylane.cost.memory.peak import (
-    MemoryBreakdown,
     MemoryMargin,
     TrainedBytes,
     peak_memory,
@@ -41,16 +37,11 @@ from polylane.graph.batch import flatten, sample_count
 from polylane.graph.capture.capture import capture
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
-from polylane.plan.plan import Plan
 from polylane.plan.sync import SUM
-from polylane.program.lower import lower
-from polylane.runtime.job import Job
-from polylane.runtime.transport.protocol import PendingTransfer
-from polylane.runtime.transport.shared_memory import transport as shared_memory
 from polylane.runtime.workers.fork import fork_workers
-from polylane.runtime.workers.world import World
-from polylane.schedule.action import PASSES, Action, ActionKind
+from polylane.schedule.action import Action, ActionKind
 from polylane.sharding.layout import choose_layout
+from step_memory import alive, parameter_bytes, predicted
 from training import classify
 
 WIDTH, DEPTH, SAMPLES = 64, 4, 256
@@ -84,13 +75,6 @@ def recomputing(graph: Graph, keeping: SavedTensors, mode: str) -> LiveRanges:
     values = SavedValues(graph, keeping)
     (dropped,) = dropped_on_stages(Partition(graph, ()), [mode], [keeping])
     return LiveRanges(graph, keeping, dropped, values.pieces(dropped))
-
-
-def parameter_bytes(graph: Graph, keeping: SavedTensors, pieces: list[tuple[int, int]]) -> tuple[int, int]:
-    """Of the parameters that a stage reads on a rank, and of the trained ones among them."""
-    names = {name for first, end in pieces for node in graph.nodes[first:end] for name in node.parameters}
-    sizes = {name: keeping.storage_bytes.get((f"parameter:{name}", 0), graph.parameters[name].bytes) for name in names}
-    return sum(sizes.values()), sum(size for name, size in sizes.items() if graph.parameters[name].trainable)
 
 
 def test_a_chain_needs_what_every_layer_keeps_and_one_gradient() -> None:
@@ -331,12 +315,10 @@ def test_the_step_is_the_worst_moment_of_small_activations() -> None:
 
 
 def test_live_microbatches_count_beyond_the_one_under_way() -> None:
-    # 1F1B with three live of eight: all gradients are there, those that the last one sent back may still be on their
-    # way, and the receives of a forward and a backward pass are posted.
     found = one_stage_memory(NEED, LOAD, 3, 8)
     assert found.moment == "backward" and found.gradients == 1000
     assert found.activations == 2 * 120 + 150 + 8
-    assert found.communication == 10 + (10 + 10)
+    assert found.communication == 0  # it has no messages
 
 
 def test_a_margin_comes_on_top_of_all_tensors() -> None:
@@ -345,71 +327,6 @@ def test_a_margin_comes_on_top_of_all_tensors() -> None:
 
 
 # ---- against real steps ----------------------------------------------------------------------------------------------
-
-
-def predicted(prepared: CompiledTraining, samples: int, optimizer: Any) -> list[MemoryBreakdown]:
-    """Of every rank."""
-    plan: Plan = prepared.plan
-    (partition,) = prepared.partitions.values()
-    graph, layouts = partition.graph, prepared.main.layouts
-    state = probe_optimizer_state(graph, optimizer)
-    programs, found = lower(partition, plan), []
-    for rank in range(plan.workers):
-        stage, _ = plan.stage_and_replica(rank)
-        replicas = plan.degree("data", stage)
-        setting = BackendSetting(samples // plan.microbatches // replicas, sync_batch_norm=replicas > 1)
-        layout = layouts[stage]
-        keeping = trace_saved_tensors(graph, setting)
-        if layout is not None:
-            keeping = saved_on_rank(graph, setting, *layout.at(setting.samples), aliases=layout.view.aliases)
-        own = LiveRanges(graph, keeping)
-        pieces = [(first, end) for first, end, owner in partition.pieces if owner == stage]
-        parameters, trained = parameter_bytes(graph, keeping, pieces)
-        names = partition.parameters(stage)
-        states = sum(state.bytes(name, graph.parameters[name].shape) for name in names)
-        share = trained / max(sum(graph.parameters[name].bytes for name in names), 1)
-        constants = sum(t.nbytes for t in graph.code.constants.values())
-        together = [b for b in programs[rank].buckets if len(b.ranks) > 1 and len(b.parameters) > 1]
-        copied = sum(graph.parameters[name].bytes for bucket in together for name in bucket.parameters)
-        load = TrainedBytes(parameters + constants, trained, states * share, bucket_copies=copied)
-        lane = [action for action in programs[rank].actions if action.kind in PASSES]
-        found.append(peak_memory(lane, {stage: own.microbatch_memory(pieces)}, {stage: load.trained}, load))
-    return found
-
-
-class Awaited:
-    """A receive that holds the room of its tensor from when it is asked for.
-
-    Over gloo that is so. Over shared memory the values lie elsewhere until they are taken, in the socket, in a message
-    or in the sender's block, where no operator made them: on this host they are there just the same.
-    """
-
-    def __init__(self, receive: PendingTransfer, room: Tensor) -> None:
-        self._receive, self._room = receive, room
-
-    def wait(self) -> Tensor:
-        self._room = torch.empty(0)
-        return self._receive.wait()
-
-
-def counted(receive: Callable[..., PendingTransfer]) -> Callable[..., Any]:
-    def asked(self: Any, shape: Sequence[int], dtype: torch.dtype, peer: int) -> Awaited:
-        return Awaited(receive(self, shape, dtype, peer), torch.empty(tuple(shape), dtype=dtype))
-
-    return asked
-
-
-def alive(prepared: CompiledTraining, example: Any) -> int:
-    """Bytes of tensors that were alive at most in two steps of a worker."""
-    shared_memory.SharedMemoryTransport.receive = counted(shared_memory.SharedMemoryTransport.receive)  # type: ignore[method-assign]
-    with Job(prepared, World.join(), example=example) as job:
-        gc.collect()
-        with AllocationMeter() as ledger:
-            for tensor in (*job.held().values(), *example):
-                ledger.add(tensor)
-            for _ in range(2):
-                _ = job.step(example).loss
-        return ledger.peak_bytes
 
 
 RUN = (

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from polylane.cost.memory.held_messages import HeldMessage, sum_held
 from polylane.cost.memory.live_ranges import PeakMemory
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.state_sharding import UNSHARDED, StateSharding
@@ -87,10 +88,6 @@ class TrainedBytes:
     sparse_savings: float = 0.0
 
 
-# Receives are posted this many passes ahead of the pass that needs them.
-AHEAD = 2
-
-
 def peak_memory(
     lane: Sequence[Action],
     needs: Mapping[int, PeakMemory],
@@ -99,6 +96,7 @@ def peak_memory(
     method: TrainingOptions | None = None,
     sharding: StateSharding = UNSHARDED,
     margin: MemoryMargin | None = None,
+    messages: Sequence[HeldMessage] = (),
 ) -> MemoryBreakdown:
     """Return the peak memory of one worker in a step, with the microbatches that all its stages hold at each pass.
 
@@ -110,6 +108,7 @@ def peak_memory(
         method: precision and recomputation of the passes; default: the runtime's.
         sharding: what is sharded over replicas, and over how many.
         margin: memory beyond the tensors, added to the peak.
+        messages: values and gradients between stages that the worker holds beside what its passes count.
     """
     own = shard_trained_bytes(load, method or TrainingOptions(), sharding)
     microbatches = sum(action.kind is ActionKind.FORWARD for action in lane) // len(needs)
@@ -125,8 +124,10 @@ def peak_memory(
             moment=moment,
         )
 
-    passes, left = _play_passes(lane, needs, trained, own)
-    moments = [at(*each) for each in passes]
+    travels = sum_held(messages, len(lane))
+    passes = _play_passes(lane, needs, trained, own)
+    moments = [at(*each, sent) for each, sent in zip(passes, travels, strict=False)]
+    left = travels[-1]
     # After the last pass: reductions with their bucket copies, then the step with its temporaries.
     moments.append(at("reduction", 0.0, own.gradients, left + own.copied))
     moments.append(at("step", 0.0, own.gradients, left, own.working))
@@ -136,19 +137,18 @@ def peak_memory(
 
 def _play_passes(
     lane: Sequence[Action], needs: Mapping[int, PeakMemory], trained: Mapping[int, float], own: ShardedLoad
-) -> tuple[list[tuple[str, float, float, float]], float]:
-    """Return the name of every pass, with its bytes of activations, gradients and messages; and those still on the way.
+) -> list[tuple[str, float, float]]:
+    """Return the name of every pass, with its bytes of activations and gradients.
 
     Args:
-        lane, needs, trained: as for :func:`peak_memory`.
+        lane, needs, trained: passes, memory of a microbatch and trained bytes, as :func:`peak_memory` is given them.
         own: the worker's load in the precision and sharding of its training.
     """
     # live: microbatches in flight by stage; waiting: those between the halves of a backward pass in two.
     # begun: stages that have run a backward pass, so that their gradients exist.
-    # gone: gradients sent by the last two backward passes, the older of which has arrived by the next pass.
-    live, waiting, begun, gone = dict.fromkeys(needs, 0), dict.fromkeys(needs, 0), set[int](), [0.0, 0.0]
-    moments = list[tuple[str, float, float, float]]()
-    for index, action in enumerate(lane):
+    live, waiting, begun = dict.fromkeys(needs, 0), dict.fromkeys(needs, 0), set[int]()
+    moments = list[tuple[str, float, float]]()
+    for action in lane:
         stage, need = action.stage, needs[action.stage]
         kind = action.kind
         live[stage] -= kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
@@ -157,32 +157,20 @@ def _play_passes(
             live[other] * each.live_bytes + waiting[other] * each.between_halves for other, each in needs.items()
         )
         made = own.trained_share(sum(trained[other] for other in begun))
-        coming = sum(_received_bytes(needs[a.stage], a.kind) for a in lane[index + 1 : index + 1 + AHEAD])
-        travels = gone[-1] + coming
         if kind is ActionKind.FORWARD:
-            moments.append(("forward", held + need.forward_peak, made, travels))
+            moments.append(("forward", held + need.forward_peak, made))
             live[stage] += 1
             continue
         if kind is ActionKind.BACKWARD_INPUT:  # the gradients of weights are made in the second half
-            moments.append(("backward", held + need.input_half_peak, made, travels))
+            moments.append(("backward", held + need.input_half_peak, made))
             waiting[stage] += 1
-            gone = [gone[-1], need.gradients_sent]
             continue
         if stage not in begun:  # its gradients are being created in this pass
             made += own.trained_share(max(need.first_backward_peak - need.backward_peak, 0.0))
             begun.add(stage)
-        whole = kind is ActionKind.BACKWARD
-        peak = need.backward_peak if whole else need.weight_half_peak
-        moments.append(("backward", held + peak, own.scattering(made), travels))
-        gone = [gone[-1], need.gradients_sent if whole else 0.0]
-    return moments, sum(gone)
-
-
-def _received_bytes(need: PeakMemory, kind: ActionKind) -> float:
-    """Return the bytes that a pass receives from other stages."""
-    if kind is ActionKind.BACKWARD_WEIGHT:
-        return 0.0
-    return need.values_received if kind is ActionKind.FORWARD else need.gradients_received
+        peak = need.backward_peak if kind is ActionKind.BACKWARD else need.weight_half_peak
+        moments.append(("backward", held + peak, own.scattering(made)))
+    return moments
 
 
 @dataclass(frozen=True)
