@@ -93,7 +93,7 @@ class RunFolder:
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PolylaneError(f"--run {self.path}: {existing} cannot be written to")
         for name in ALL_NAMES:  # which this run replaces at its end, when it is too late to choose another folder
-            if (self.path / name).is_dir():
+            if os.path.isdir(self.path / name):
                 raise PolylaneError(f"--run {self.path}: {name} there is a folder, and a file of the run: move it away")
 
     @contextmanager

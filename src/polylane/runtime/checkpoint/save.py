@@ -18,12 +18,12 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from polylane import __version__
 from polylane.checkpoint.manifest import ITEM_BYTES, Chunk, Manifest, SavedTensor
 from polylane.checkpoint.read_tensors import DTYPE_NAMES
 from polylane.checkpoint.store import CheckpointStore
@@ -301,7 +301,7 @@ class CheckpointSaver:
             step=position.step,
             epoch=position.epoch,
             samples=position.samples,
-            versions={"torch": torch.__version__, "polylane": __version__},
+            versions={"torch": torch.__version__, "polylane": find_version()},
             weights=plain.pop("weights"),
             plain=to_json(plain),
             files=files,
@@ -366,3 +366,11 @@ def assign_rectangles(every: Sequence[Sequence[WritableRectangle]]) -> list[list
         loads[rank] += each.bytes
         chosen[rank].append(index)
     return [sorted(own) for own in chosen]
+
+
+def find_version() -> str:
+    """Return polylane's version as it was installed, or "not installed" for a source tree that is on the path."""
+    try:
+        return version("polylane")
+    except PackageNotFoundError:
+        return "not installed"
