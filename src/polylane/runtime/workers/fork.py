@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from polylane.errors import PolylaneError
-from polylane.graph.autograd_engine import start_autograd_engine
+from polylane.graph.python_state.autograd_engine import start_autograd_engine
 from polylane.runtime.transport.serialization import decode, encode
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import FileStore, MeetingPlace
