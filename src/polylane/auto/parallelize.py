@@ -58,15 +58,13 @@ def parallelize(
         plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`; or ``"auto"``
             for the best one that takes every worker: rank 0 measures the model on the example, and prints on stderr
             what it chose. "auto" takes one loss, and workers of one host.
-        scheduler: optimizer -> learning-rate scheduler, which is stepped after every step; leave it out to step your
-            own.
+        scheduler: optimizer -> learning-rate scheduler, stepped after every step; leave it out to step your own.
         batch_size: samples of a training batch, if they are not as many as the example's.
         clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes.
         seed: of the order of samples and of all random numbers.
         init: for a model built on the meta device: ``init(module)`` fills the tensors that the module itself owns;
             default: its ``reset_parameters()``. The weights are those of ``torch.manual_seed(seed);
-            model.to_empty(device=...); model.apply(init)``, and no worker holds more of them than its part and one
-            module.
+            model.to_empty(device=...); model.apply(init)``, and a worker holds its part of them and one module at most.
         alone: where this process is the only worker (``python script.py``), train the plan's microbatches on it, as the
             reference of what the plan computes; with several workers it changes nothing. What has no meaning on one
             worker (stale weights of an asynchronous schedule, replicas that agree now and then) is left out.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -40,16 +41,20 @@ def run(request: VerifyRequest, plan: Spec | Plan) -> bool:
     recipe = inputs.open_recipe(request)
     from polylane.compile.objectives import Objective
     from polylane.verify.resuming.resumed_run import verify_resumed
+    from polylane.verify.resuming.training_data import TrainingData
 
     model = inputs.build_model(recipe, request.seed)
     inputs.rehearse_optimizer(recipe, model)
-    batches = inputs.whole_batches(recipe, request.batch, request.steps, request.seed)
+    (example,) = inputs.whole_batches(recipe, request.batch, 1, request.seed)
+    dataset = inputs.open_data(recipe, "train")
+    reopen = functools.partial(inputs.open_data, recipe, "train")
+    data = TrainingData(example, dataset, request.batch, request.steps, reopen, recipe.collate)
     objective = Objective("loss", recipe.loss, recipe.optimizer, recipe.scheduler)
     note = f"{request.recipe}: {format_plural(request.steps, 'step')} in float64, without a break and from a checkpoint"
     for line in (note, *note_idle_rules(plan.sync, request.steps)):
         print(line, file=sys.stderr if request.json else sys.stdout, flush=True)
     verdict = verify_resumed(
-        model, objective, batches, plan, other, clip_norm=request.clip_norm, seed=request.seed, init=recipe.init
+        model, objective, data, plan, other, clip_norm=request.clip_norm, seed=request.seed, init=recipe.init
     )
     if request.json:
         print_json({"recipe": request.recipe, **verdict.to_dict()})

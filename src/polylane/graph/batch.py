@@ -184,7 +184,7 @@ class CarriedLeaves:
     """Leaves of batches that a loss carries along without reading them (names of files, ids): no part of a form.
 
     Which these are was found for each graph when it was captured
-    (:mod:`polylane.graph.capture.questions.carried_leaves`). Of several graphs for batches that are nested alike, with
+    (:mod:`polylane.graph.capture.carried_leaves`). Of several graphs for batches that are nested alike, with
     leaves of the same types, a leaf is carried that none of them reads.
     """
 

@@ -123,11 +123,6 @@ class Graph:
         return {node.name: i for i, node in enumerate(self.nodes)}
 
 
-def is_inside(path: str, outer: str) -> bool:
-    """Return whether a module is another one, or inside of it, by their paths; all are inside of the model, ""."""
-    return not outer or path == outer or path.startswith(f"{outer}.")
-
-
 @dataclass(frozen=True)
 class Code:
     """The executable side of a graph.

@@ -9,8 +9,9 @@ from itertools import accumulate
 import networkx as nx
 
 from polylane.errors import PolylaneError, suggest_name
-from polylane.graph.graph import Graph, Node, is_inside
+from polylane.graph.graph import Graph, Node
 from polylane.graph.partition import Partition, StageCrossing, cut_positions
+from polylane.graph.python_state.module_paths import is_inside
 from polylane.plan.lanes import stage_graph_of
 from polylane.plan.order import check_order_runs
 from polylane.plan.pinned_placements import check_pins

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from polylane.graph.capture.assign_keys import PythonOnSlice, copy_python_call
 from polylane.graph.capture.functionalize import is_unfilled
-from polylane.graph.capture.python_operators import FunctionCall
+from polylane.graph.capture.python.python_operators import FunctionCall
 from polylane.graph.capture.self_check import placeholder_value
 from polylane.graph.flops import tensors_of
 from polylane.graph.graph import Graph, Node

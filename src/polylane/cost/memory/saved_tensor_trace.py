@@ -18,7 +18,7 @@ from polylane.cost.memory import backend_kernels as kernels
 from polylane.cost.memory.operator_trial import GradientOrigin, OperatorTrial, OutputMemory, TensorForm, try_operator
 from polylane.cost.memory.saved_tensors import BackendSetting, Key, SavedByOperator, SavedTensors
 from polylane.graph.capture.leaves import LeafCall
-from polylane.graph.capture.python_operators import FunctionCall
+from polylane.graph.capture.python.python_operators import FunctionCall
 from polylane.graph.interpreter import GraphInterpreter
 from polylane.graph.repeatable import repeatable_nodes
 from polylane.graph.sample_slice import SampleSlice

@@ -16,7 +16,7 @@ from polylane.graph.capture.functionalize import complete_arguments, functional_
 from polylane.graph.capture.inline import op_name
 from polylane.graph.capture.leaves import LeafCall
 from polylane.graph.capture.python.drawn_functions import DrawnFunction, KeyedDraw
-from polylane.graph.capture.python_operators import FunctionCall
+from polylane.graph.capture.python.python_operators import FunctionCall
 from polylane.graph.operators.counter_rng import python_seed_of, salt_of, seed_of
 from polylane.graph.operators.keyed_random import KEYED
 from polylane.graph.operators.packed_recurrent import PackedRecurrent

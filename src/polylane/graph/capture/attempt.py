@@ -17,6 +17,7 @@ from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture import self_check
 from polylane.graph.capture.aliasing import functionalize_writes
 from polylane.graph.capture.describe_nodes import refuse_unfit_operators
+from polylane.graph.capture.dry_run import DryRun
 from polylane.graph.capture.export import (
     ModelWithLoss,
     NotCaptured,
@@ -36,15 +37,14 @@ from polylane.graph.capture.leaves import (
 )
 from polylane.graph.capture.open_dimensions import OpenedProgram, find_open_sizes
 from polylane.graph.capture.python.drawn_functions import ObservedResults, functions_drawn, observe_functions
-from polylane.graph.capture.python.dry_run import DryRun
+from polylane.graph.capture.python.python_operators import FunctionCall, forget_sites
 from polylane.graph.capture.python.raising_branches import hide_values
-from polylane.graph.capture.python_operators import FunctionCall, forget_sites
 from polylane.graph.capture.questions.readings import Reading
 from polylane.graph.capture.reassigned_buffers import copy_what_is_read
 from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
 from polylane.graph.capture.self_check import Difference
-from polylane.graph.graph import is_inside
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
+from polylane.graph.python_state.module_paths import is_inside
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.run_watch import SideEffect
 from polylane.graph.symbolic_sizes import allowed_sizes, compute_sizes_locally, refused_sizes, symbolic_inputs

@@ -14,14 +14,14 @@ from polylane.graph.batch import cast_leaves, flatten, sample_count
 from polylane.graph.capture import inline as rewrite
 from polylane.graph.capture.assign_keys import key_random_operators
 from polylane.graph.capture.attempt import CaptureAttempt, capture_with_leaves
-from polylane.graph.capture.checkpoints import find_checkpoints
+from polylane.graph.capture.carried_leaves import find_carried_leaves
 from polylane.graph.capture.describe_nodes import describe_nodes, find_gradient_flow, label_nodes, recomputable_nodes
+from polylane.graph.capture.dry_run import DryRun, dry_run, run_forward
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.capture.open_capture import capture_opened
 from polylane.graph.capture.open_dimensions import Opening
-from polylane.graph.capture.python.dry_run import DryRun, dry_run, run_forward
+from polylane.graph.capture.python.checkpoints import find_checkpoints
 from polylane.graph.capture.questions.asked_draws import StepDraws
-from polylane.graph.capture.questions.carried_leaves import find_carried_leaves
 from polylane.graph.capture.self_check import resize_batch
 from polylane.graph.flops import DTYPE_NAMES
 from polylane.graph.graph import Code, Graph, TensorInfo
@@ -77,8 +77,7 @@ def capture(
                 dry = dry_run(whole, leaves, abstract, which)
             if asks:
                 whole.tracing.answer_questions(leaves)
-            if effects is not None:
-                dry = replace(dry, effects=dry.effects.merged_with(effects))
+            dry = dry if effects is None else replace(dry, effects=dry.effects.merged_with(effects))
             whole.carried = find_carried_leaves(whole, leaves, batch, dry.effects.functions_run)
             if opening is None:
                 draft = capture_with_leaves(whole, leaves, dry, abstract)

@@ -18,20 +18,20 @@ from torch.fx.experimental import _config
 
 from polylane.errors import PolylaneError, read_text
 from polylane.graph.batch import Rebuild, is_sampled, sample_count
-from polylane.graph.capture.checkpoints import checkpoints_inlined
 from polylane.graph.capture.gradients.calls import NoGradientCall, gradient_calls_kept
 from polylane.graph.capture.known_values import KnownValues
-from polylane.graph.capture.leaves import CaptureRun
 from polylane.graph.capture.python.absent_values import AbsentValues
 from polylane.graph.capture.python.asked_numbers import AskedNumbers
+from polylane.graph.capture.python.checkpoints import checkpoints_inlined
 from polylane.graph.capture.python.export_repairs import exports_repaired
 from polylane.graph.capture.python.packed_sequences import packed_sequences_padded
+from polylane.graph.capture.python.python_operators import functions_kept
+from polylane.graph.capture.python.stray_tensors import references_replaced
 from polylane.graph.capture.python.users_frames import UsersFrames
-from polylane.graph.capture.python_operators import functions_kept
 from polylane.graph.capture.questions.asked_draws import StepDraws
+from polylane.graph.capture.questions.capture_run import CaptureRun
 from polylane.graph.capture.questions.tape import sizes_answered
 from polylane.graph.capture.reassigned_buffers import reassignments_written
-from polylane.graph.capture.stray_tensors import references_replaced
 from polylane.graph.python_state.compiler import compiler_off
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.python_state.own_objects import innermost_line

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.capture.functionalize import functional_name
 from polylane.graph.capture.python.packed_sequences import RecurrentSite
-from polylane.graph.capture.python_operators import SITES, call_of_site
+from polylane.graph.capture.python.python_operators import SITES, call_of_site
 
 _ASSERTIONS = ("aten._assert_tensor_metadata", "aten._assert_scalar", "aten.sym_constrain_range", "aten._assert_async")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,72 +17,17 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from polylane.graph.batch import Rebuild, flatten, sample_count
+from polylane.graph.capture.python.leaf_outputs import LeafOutput, infer_output
+from polylane.graph.capture.python.python_operators import emit_call, with_tensors
 from polylane.graph.capture.python.replaced_parameters import parameters_replaced
-from polylane.graph.capture.python_operators import emit_call, with_tensors
-from polylane.graph.capture.questions.asked_draws import StepDraws, draws_replayed
-from polylane.graph.capture.questions.readings import Reading
-from polylane.graph.capture.questions.tape import BatchTape
-from polylane.graph.capture.stray_tensors import references_replaced
-from polylane.graph.module_copies import copy_module
+from polylane.graph.capture.python.stray_tensors import references_replaced
+from polylane.graph.capture.questions.capture_run import CaptureRun
 from polylane.graph.operators.sync_batch_norm import VALUES, batch_norm_arguments
 from polylane.graph.python_state.compiler import compiler_off
+from polylane.graph.python_state.module_copies import copy_module
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.run_watch import SideEffect
 from polylane.graph.symbolic_sizes import size_function
-
-
-@dataclass(frozen=True)
-class LeafOutput:
-    """Shape of one output of a leaf, inferred from dry runs at two batch sizes."""
-
-    shape: tuple[int, ...]
-    per_sample: tuple[int, ...]  # growth of each dimension per sample; 0 = fixed
-    dtype: torch.dtype
-
-    def shape_for(self, samples: Any) -> list[Any]:
-        """Return the shape for a number of samples, which may be symbolic."""
-        return [grow * samples if grow else size for size, grow in zip(self.shape, self.per_sample, strict=True)]
-
-
-@dataclass
-class CaptureRun:
-    """State of one export: its symbolic batch size, the leaves that have it, and calls of each leaf so far.
-
-    Attributes:
-        samples: the symbolic number of samples.
-        sampled: positions of the batch's leaves that have it as their first size.
-        tensors: the model's own parameters and buffers, by name.
-        calls: calls of each leaf so far.
-        tape: takes down what the loss asks of the batch, where such questions are answered; None: they are not.
-        draws: numbers of the step for which the loss is exported; None: for no one.
-    """
-
-    samples: Any = None
-    sampled: Sequence[int] = ()
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    calls: Counter[str] = field(default_factory=Counter)
-    tape: BatchTape | None = None
-    draws: StepDraws | None = None
-
-    @property
-    def readings(self) -> tuple[Reading, ...]:
-        """The questions that were asked of the batch in the last export, with its answers."""
-        return () if self.tape is None else tuple(self.tape.readings)
-
-    def drawn_alike(self) -> AbstractContextManager[None]:
-        """Return a context manager: the loss, run eagerly, draws the single numbers that its export is told."""
-        return nullcontext() if self.tape is None else draws_replayed(self.draws)
-
-    def answer_questions(self, leaves: Sequence[Any]) -> bool:
-        """Let questions about the batch be answered from now on; False if they were already, or have no answers.
-
-        Args:
-            leaves: flat leaves of the batch that is exported; on the meta device they have no data to answer from.
-        """
-        if self.tape is not None or any(isinstance(leaf, Tensor) and leaf.is_meta for leaf in leaves):
-            return False
-        self.tape = BatchTape(leaves, self.draws)
-        return True
 
 
 @dataclass(eq=False)
@@ -275,24 +219,6 @@ def _calls_replaced(modules: dict[str, nn.Module], build: Callable[[str, nn.Modu
     finally:
         for module in modules.values():
             module.__dict__.pop("_call_impl", None)
-
-
-def infer_output(one: Tensor, two: Tensor, samples: Sequence[int], path: str) -> LeafOutput:
-    """Return the form of an output of the user's own Python, from its values at two numbers of samples.
-
-    Raises:
-        ValueError: a size changes otherwise than in proportion to the samples; it names ``path``.
-    """
-    # A size that grows proportionally with the samples follows them; any other change depends on data.
-    growth = []
-    for a, b in zip(one.shape, two.shape, strict=True):
-        if a == b:
-            growth.append(0)
-        elif a * samples[1] == b * samples[0] and a % samples[0] == 0:
-            growth.append(a // samples[0])
-        else:
-            raise ValueError(f"the size of an output of {path or 'the model'} depends on the data: {a} and then {b}")
-    return LeafOutput(tuple(one.shape), tuple(growth), one.dtype)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
-from polylane.graph.graph import is_inside
+from polylane.graph.python_state.module_paths import is_inside
 from polylane.graph.python_state.own_objects import (
     MISSING,
     PLAIN,

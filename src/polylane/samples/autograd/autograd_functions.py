@@ -30,7 +30,7 @@ from torch import Tensor, fx
 
 from polylane.graph.capture.assign_keys import PythonOnSlice
 from polylane.graph.capture.describe_nodes import describe_nodes
-from polylane.graph.capture.python_operators import FunctionCall
+from polylane.graph.capture.python.python_operators import FunctionCall
 from polylane.graph.graph import Code, Graph
 from polylane.graph.precision import InAutocast, UnderSetting
 from polylane.graph.python_state.random_generators import generator_states, restore_generators, states_equal

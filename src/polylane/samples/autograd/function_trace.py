@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from polylane.graph.capture.aliasing import alias_groups, functionalize_writes, written_arguments
 from polylane.graph.capture.describe_nodes import label_nodes
 from polylane.graph.capture.inline import add_slice_input, drop_assertions, drop_dead_nodes
-from polylane.graph.capture.python_operators import FunctionCall
+from polylane.graph.capture.python.python_operators import FunctionCall
 from polylane.graph.interpreter import map_nested
 from polylane.graph.precision import InAutocast, InFloat64, Promoted, UnderSetting
 from polylane.graph.symbolic_sizes import compute_sizes_locally, size_function

@@ -6,7 +6,8 @@
     elsewhere                      load     step 3   step 4     by another plan     -> C: A but for rounding
 
 Checkpoints are saved and loaded by the job's own methods, as in a training. They have all that decides how a training
-goes on, and so they are what is compared.
+goes on, and so they are what is compared. Batches are read by the job, too: those after the checkpoint come in the
+order of the unbroken training, from where it was in its epoch and in a stream.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.record import TOLERANCE
 from polylane.verify.resuming.compare_checkpoints import CheckpointDifference, compare_bits, compare_values
+from polylane.verify.resuming.training_data import TrainingData
 from polylane.verify.rounding_floor import divide_by_scale
 from polylane.verify.verify import batch_in_float64, check_it_runs, copied_module, objective_in_float64
 
@@ -87,7 +89,7 @@ class ResumeVerdict:
 def verify_resumed(
     model: nn.Module,
     objective: Objective,
-    batches: Sequence[Any],
+    data: TrainingData,
     plan: str | Spec | Plan,
     other: str | Spec | Plan | None = None,
     *,
@@ -95,12 +97,12 @@ def verify_resumed(
     seed: int = 0,
     init: Init | None = None,
 ) -> ResumeVerdict:
-    """Train on ``batches`` without a break and with one, in float64, and compare.
+    """Train without a break and with one, in float64, and compare.
 
     Args:
         model: the model to be trained; it is copied, not changed.
         objective: the loss with its optimizer and scheduler; a loss that is a module is copied.
-        batches: whole (global) batches, one for each step; at least two.
+        data: what is trained on, for at least two steps.
         plan: how the training is split; its workers are forked here.
         other: another plan that goes on from the same checkpoint, by default with as many microbatches; None: the same
             plan alone.
@@ -109,11 +111,11 @@ def verify_resumed(
         init: fills the tensors that a module itself owns, for a model on the meta device.
 
     Raises:
-        PolylaneError: there are too few batches, a plan does not fit the model or cannot be repeated, or a checkpoint
+        PolylaneError: there are too few steps, a plan does not fit the model or cannot be repeated, or a checkpoint
             cannot be saved or loaded.
         WorkerFailed: an exception ended one of the forked workers.
     """
-    if len(batches) < 2:
+    if data.steps < 2:
         raise PolylaneError("--resume: a training is interrupted after half of its steps: give --steps 2 or more")
     model = without_compiler(model)
     refuse_unusable_modules(model)
@@ -121,19 +123,17 @@ def verify_resumed(
     if is_on_meta(model):
         materialize(model, init, seed, torch.device("cpu"), lambda name, whole: whole)
     problem = TrainingProblem(
-        to_float64(model), {objective.name: objective}, batch_in_float64(batches[0]), in_float64=True
+        to_float64(model), {objective.name: objective}, batch_in_float64(data.example), in_float64=True
     )
     prepared = compile_training(problem, plan)
-    check_it_runs(prepared, batches[0])
+    check_it_runs(prepared, data.example)
     if isinstance(other, Spec) and other.microbatches is None:  # batch statistics are those of microbatches
         other = replace(other, microbatches=prepared.plan.microbatches)
     elsewhere = None if other is None else compile_training(problem, other)
     for each in (prepared, *([elsewhere] if elsewhere else [])):
         _refuse_unrepeatable(each.plan, alone=elsewhere is None)
     with tempfile.TemporaryDirectory(prefix="polylane-verify-") as folder:
-        return _compare(
-            prepared, elsewhere, [batch_in_float64(each) for each in batches], clip_norm, seed, Path(folder)
-        )
+        return _compare(prepared, elsewhere, data, clip_norm, seed, Path(folder))
 
 
 def _refuse_unrepeatable(plan: Plan, alone: bool) -> None:
@@ -153,17 +153,17 @@ def _refuse_unrepeatable(plan: Plan, alone: bool) -> None:
 def _compare(
     prepared: CompiledTraining,
     elsewhere: CompiledTraining | None,
-    batches: Sequence[Any],
+    data: TrainingData,
     clip_norm: float | None,
     seed: int,
     root: Path,
 ) -> ResumeVerdict:
-    half, steps = len(batches) // 2, len(batches)
+    half, steps = data.steps // 2, data.steps
     # Saving ends the batches under way in an asynchronous pipeline: there the unbroken run saves as well.
     also = half if prepared.plan.is_asynchronous else 0
-    how = (batches, clip_norm, seed, generator_states())
+    how = (data, clip_norm, seed, generator_states())
     unbroken = _train(prepared, *how, None, root / "unbroken", also)[half:]
-    _train(prepared, batches[:half], *how[1:], None, root / "broken")
+    _train(prepared, data.first_steps(half), *how[1:], None, root / "broken")
     resumed = _train(prepared, *how, root / "broken", root / "resumed")
     expected = open_checkpoint(root / "unbroken")[0]
     same = compare_bits(expected, open_checkpoint(root / "resumed")[0])
@@ -212,7 +212,7 @@ def _first_loss(losses: Sequence[tuple[float, float]], half: int) -> str:
 
 def _train(
     prepared: CompiledTraining,
-    batches: Sequence[Any],
+    data: TrainingData,
     clip_norm: float | None,
     seed: int,
     generators: tuple[Any, ...],
@@ -224,7 +224,7 @@ def _train(
 
     Args:
         prepared: the training, compiled for a plan.
-        batches: whole batches of all steps; those before the checkpoint are passed over.
+        data: what is trained on up to the last step; what came before the checkpoint is passed over.
         clip_norm: bound on the 2-norm of all gradients, or None.
         seed: of all random numbers that belong to samples.
         generators: states of this process's generators, with which every worker begins.
@@ -235,11 +235,12 @@ def _train(
 
     def work(context: WorkerContext) -> list[float]:
         restore_generators(generators)
-        job = Job(prepared, World.join(), example=batches[0], clip_norm=clip_norm, seed=seed)
+        example = batch_in_float64(data.example)
+        job = Job(prepared, World.join(), example=example, clip_norm=clip_norm, seed=seed)
         if start is not None:
             job.load_checkpoint(start)
         losses = []
-        for batch in batches[job.position.step :]:
+        for batch in data.batches_of(job):
             losses.append(job.step(batch).loss)
             if job.position.step == also:
                 job.save_checkpoint(folder)

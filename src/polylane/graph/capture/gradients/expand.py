@@ -21,7 +21,7 @@ from polylane.graph.capture.export import NotCaptured
 from polylane.graph.capture.gradients.calls import GradientCall, passes_gradient
 from polylane.graph.capture.gradients.noise import separate_noise
 from polylane.graph.capture.gradients.products import NORMS, JacobianProduct, NoProduct, insert_product
-from polylane.graph.capture.python_operators import FunctionCall
+from polylane.graph.capture.python.python_operators import FunctionCall
 
 TAKES_GRADIENTS = "it takes gradients inside itself (torch.autograd.grad)"
 

@@ -1,1 +1,1 @@
-"""The user's own Python under export: branches that only raise, functions that draw, modules that cast themselves."""
+"""The user's own Python under export: calls that stay whole, branches that only raise, functions that draw."""

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from polylane.graph.batch import Rebuild, flatten
-from polylane.graph.capture.leaves import CaptureRun, LeafOutput, infer_output
-from polylane.graph.capture.python_operators import emit_call, with_tensors
+from polylane.graph.capture.python.leaf_outputs import LeafOutput, infer_output
+from polylane.graph.capture.python.python_operators import emit_call, with_tensors
+from polylane.graph.capture.questions.capture_run import CaptureRun
 from polylane.graph.operators.counter_rng import python_seed_of, salt_of
 from polylane.graph.python_state.compiler import compiler_off
 from polylane.graph.python_state.random_generators import python_seeded

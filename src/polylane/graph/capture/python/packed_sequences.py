@@ -28,7 +28,7 @@ from torch.nn.modules import rnn as layers
 from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
 
-from polylane.graph.capture.python_operators import emit_call
+from polylane.graph.capture.python.python_operators import emit_call
 from polylane.graph.operators.packed_recurrent import RECURRENT, PackedRecurrent
 
 

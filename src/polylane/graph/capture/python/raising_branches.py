@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from polylane.errors import PolylaneError
-from polylane.graph.capture.python_operators import emit_check
+from polylane.graph.capture.python.python_operators import emit_check
 from polylane.graph.python_state.own_objects import is_users
 
 _RAISED = "_polylane_raised"

@@ -6,7 +6,7 @@ import sys
 import traceback
 from types import FrameType
 
-from polylane.graph.capture.checkpoints import name_checkpoint
+from polylane.graph.capture.python.checkpoints import name_checkpoint
 from polylane.graph.python_state.own_objects import is_users
 
 

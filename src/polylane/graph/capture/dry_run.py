@@ -22,8 +22,8 @@ from polylane.graph.capture.export import (
     snapshot_tensors,
     why_data_needed,
 )
+from polylane.graph.capture.failing_batch import describe_failing_batch
 from polylane.graph.capture.leaves import NormalizationWatch, source_line_of
-from polylane.graph.capture.python.failing_batch import describe_failing_batch
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.run_watch import watch_backward
 from polylane.graph.python_state.side_effects import SideEffects, find_side_effects

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from polylane.graph.module_copies import copy_module
+from polylane.graph.python_state.module_copies import copy_module
 
 
 class Locked(nn.Linear):
