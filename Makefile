@@ -10,7 +10,7 @@ DEMO := examples/digits.py --workers 4 --plan data=2,pipeline=2
 EPOCHS ?= 4
 ZOO := $(VENV)-zoo
 CHAOS_PLANS := data=2 pipeline=2 data=2,pipeline=2 tensor=2 data=2,shard=parameters data=2,servers=2 data=2,every=3 \
-	pipeline=2,schedule=pipedream
+	data=2,servers=1,staleness=2 pipeline=2,schedule=pipedream
 FAULTS ?= 200
 LAUNCHERS := --launcher own --launcher torchrun
 WORKERS := tests/equivalence tests/runtime tests/planner tests/auto
@@ -149,7 +149,7 @@ $(ZOO)/.installed: $(INSTALLED)
 gpu: $(if $(filter no,$(INSTALL)),,$(INSTALLED))
 	@PYTHONPATH=src $(if $(filter no,$(INSTALL)),$(PYTHON),$(BIN)/python) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY)) $(ARGS)
 
-# Two hundred faults at random moments of trainings, by eight plans, over both transports, under both launchers: hours on
+# Two hundred faults at random moments of trainings, by nine plans, over both transports, under both launchers: hours on
 # a busy machine of two cores. Others: `make chaos FAULTS=40 ARGS="--seed 8 --only kill"`.
 chaos: $(INSTALLED)
 	@$(BIN)/polylane chaos tests/small_network.py $(addprefix --plan ,$(CHAOS_PLANS)) --batch 16 $(LAUNCHERS) --seed 7 --faults $(FAULTS) $(ARGS)

@@ -22,11 +22,13 @@ from safetensors.torch import save_file
 
 import processes
 from commands_run import run, start
+from polylane.commands.chaos import campaign
 from polylane.commands.chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, draw_pairs
 from polylane.commands.chaos.launches import Ending
 from polylane.commands.chaos.laws import judge_trial
 from polylane.commands.chaos.trials import FaultTrial, LinkKeeper, Unbroken
 from polylane.commands.chaos.two_hosts import TwoHosts
+from polylane.plan.spec import Spec, parse
 
 RECIPE = Path(__file__).parents[1] / "small_network.py"
 SHORT = ["--steps", "18", "--save-every", "3", "--batch", "16", "--hang-after", "0.6"]
@@ -109,10 +111,27 @@ def test_draws_follow_the_seed_and_leave_nothing_out() -> None:
     assert {kind for kind, _ in draw(1)[: len(FaultKind)]} == set(FaultKind)
     assert all((course == hosts) == (kind is FaultKind.LINK) for kind, course in draw(1))
     for kind in FaultKind:
-        faults = [draw_fault(random.Random(seed), kind, 2, 60, 10, True, Path()) for seed in range(50)]
+        faults = [draw_fault(random.Random(seed), kind, range(2), 60, 10, True, Path()) for seed in range(50)]
         assert {fault.rank for fault in faults} == {0, 1} and len({fault.step for fault in faults}) > 5
         assert all(2 <= fault.step <= 58 for fault in faults)
         assert ({fault.recovery for fault in faults} == {"none", "restart", "resume"}) == (kind is FaultKind.LINK)
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        ("data=2", [0, 1]),
+        ("data=2,servers=2", [0, 1]),
+        ("data=2,servers=1,staleness=2", [0]),
+        ("data=4,servers=2", [0, 2]),
+        ("data=2,servers=1,dedicated=yes", [2]),
+    ],
+)
+def test_an_optimizer_raises_where_one_is(plan: str, ranks: list[int]) -> None:
+    spec = parse(plan)
+    assert isinstance(spec, Spec)
+    assert list(campaign._find_ranks(FaultKind.OPTIMIZER, spec)) == ranks
+    assert list(campaign._find_ranks(FaultKind.KILL, spec)) == list(range(spec.processes))
 
 
 @pytest.mark.parametrize(
@@ -145,6 +164,7 @@ class Story:
         self.fault = Fault(FaultKind.KILL, 1, 8, 0.5, "restart", 6, False, str(self.log.path))
         self.metrics, self.weights = dict(LINES), torch.ones(3)
         self.folder, self.damaged, self.launcher = folder, "", "own"
+        self.exact = True
         self.refused = list[tuple[float, str]]()  # by the restarted training, which then ended
         self.ended = self.now + 1
 
@@ -160,7 +180,7 @@ class Story:
             endings.append(Ending(0, self.ended + 1, "", []))
         course = replace(COURSE, launcher=self.launcher)
         trial = FaultTrial(1, course, self.fault, endings, self.log, self.metrics, self.folder / "weights", self.left)
-        judge_trial(trial, unbroken, 3, exact=True)
+        judge_trial(trial, unbroken, 3, self.exact)
         return trial.broken
 
 
@@ -228,6 +248,19 @@ def end_late(story: Story) -> None:
     story.ended = story.now + 31
 
 
+def name_hang_beside(story: Story) -> None:
+    story.refused = [(story.now + 9, "polylane: the training hangs: ranks 0 and 1 have all begun 1 operation")]
+
+
+def lose_asynchronous_step(story: Story) -> None:
+    story.exact = False
+    lose_step(story)
+
+
+def lose_asynchronous_weight(story: Story) -> None:
+    story.exact, story.weights = False, torch.ones(2)
+
+
 def see_no_signal(story: Story) -> None:
     story.said = (story.now + 0.1, "polylane: worker 1 failed: it ended, and nobody could see how (killed, or left)")
 
@@ -238,7 +271,10 @@ BROKEN = {
     flip_byte: "no sentence named the damaged file",
     lose_step: "the metrics of 1 steps are lost, the first is step 9",
     change_loss: "step 9 is ",
-    change_weight: "the weights differ from those of the unbroken training",
+    change_weight: "the weights differ from the unbroken training's",
+    name_hang_beside: "a hang was named beside it: polylane: the training hangs: ranks 0 and 1",
+    lose_asynchronous_step: "the metrics of 1 steps are lost, the first is step 9",
+    lose_asynchronous_weight: "the names or shapes of the weights differ from the unbroken training's",
     go_back_far: "4 steps were made again, 1 since the checkpoint of step 6",
     pass_over_newest: "2 steps were made again, 0 since the checkpoint of step 7",
     wait_for_nothing: "7 steps were made again, of which 3 are an interval, 1 were made while a checkpoint was being",
@@ -271,7 +307,14 @@ def see_no_signal_of_agents_child(story: Story) -> None:
     story.launcher = "torchrun"
 
 
+def change_asynchronous_numbers(story: Story) -> None:
+    story.exact = False
+    change_loss(story)
+    change_weight(story)
+
+
 WELL = [
+    change_asynchronous_numbers,
     lambda story: None,
     write_next,
     commit_next,

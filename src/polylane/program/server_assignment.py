@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from polylane.errors import PolylaneError, format_plural
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
+from polylane.plan.spec import Spec
 from polylane.program.lower import differentiable_parameters
 
 
@@ -58,7 +59,7 @@ def assign_longest_first(sizes: Mapping[str, int], load: list[int]) -> dict[str,
     return owners
 
 
-def server_rank(plan: Plan, server: int) -> int:
+def server_rank(plan: Plan | Spec, server: int) -> int:
     """Return the rank whose process runs a server: a dedicated one behind those that train, or one that trains too."""
     if plan.sync.dedicated:
         return plan.workers + server

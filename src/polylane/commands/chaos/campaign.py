@@ -185,7 +185,7 @@ def _try_faults(
         place.mkdir()
         steps = request.steps, request.save_every
         disk = can_mount and kind is FaultKind.FULL_DISK
-        fault = draw_fault(random_, kind, unbroken.ranks, *steps, disk, place / "log")
+        fault = draw_fault(random_, kind, _find_ranks(kind, plan), *steps, disk, place / "log")
         trial = bench.try_fault(number, course, unbroken, fault)
         exact = not (plan.sync.has_servers and plan.sync.is_replica_local)
         judge_trial(trial, unbroken, request.save_every, exact)
@@ -195,6 +195,20 @@ def _try_faults(
             _print_trial(trial)
         if not trial.broken:
             shutil.rmtree(place, ignore_errors=True)
+
+
+def _find_ranks(kind: FaultKind, plan: Spec | Plan) -> Sequence[int]:
+    """Return the workers at which a fault of a kind can strike: an optimizer raises where one is, on a server if any.
+
+    Args:
+        kind: word for what goes wrong.
+        plan: plan of the training.
+    """
+    from polylane.program.server_assignment import server_rank
+
+    if kind is FaultKind.OPTIMIZER and plan.sync.has_servers:
+        return sorted({server_rank(plan, server) for server in range(plan.sync.server_count)})
+    return range(plan.processes)
 
 
 def _train_unbroken(bench: Bench, course: Course, plan: Spec | Plan) -> Unbroken:

@@ -172,20 +172,20 @@ def _draw_rounds(random_: random.Random, items: Sequence[T]) -> Iterator[T]:
 
 
 def draw_fault(
-    random_: random.Random, kind: FaultKind, ranks: int, steps: int, save_every: int, disk: bool, log: Path
+    random_: random.Random, kind: FaultKind, ranks: Sequence[int], steps: int, save_every: int, disk: bool, log: Path
 ) -> Fault:
     """Draw the moment of a fault, its rank, and how the training is to go on.
 
     Args:
         random_: source of all draws.
         kind: word for what goes wrong.
-        ranks: number of the training's workers.
+        ranks: the workers at which it can strike.
         steps: number of the training's steps, of which the first and the last two are spared.
         save_every: steps between two checkpoints.
         disk: whether the run's folder is a disk of its own.
         log: path of the log that the fault writes.
     """
-    rank, delay = random_.randrange(ranks), random_.random()
+    rank, delay = random_.choice(ranks), random_.random()
     recovery = random_.choice(("restart", "resume")) if kind in DEATHS | HANGS | DAMAGES else "resume"
     first, last = 2, steps - 2
     if kind is FaultKind.LINK:

@@ -72,7 +72,8 @@ def judge_trial(trial: FaultTrial, unbroken: Unbroken, save_every: int, exact: b
         trial: the trial, whose list of broken laws grows.
         unbroken: the training that nothing struck.
         save_every: steps between two checkpoints.
-        exact: whether the plan's numbers are the same from one training to the next.
+        exact: whether the plan's numbers are the same from one training to the next; else only their steps, names and
+            shapes are held against the unbroken training's.
     """
     broken, struck = trial.broken, trial.struck
     if struck is None:
@@ -83,6 +84,9 @@ def judge_trial(trial: FaultTrial, unbroken: Unbroken, save_every: int, exact: b
     _judge_endings(trial)
     if trial.fault.kind is FaultKind.LINK:
         _judge_link(trial, struck)
+    elif trial.fault.kind not in HANGS:
+        wrong = [line for ending in trial.endings for _, line in ending.said if "the training hangs: " in line]
+        broken += [f"a hang was named beside it: {line}" for line in wrong[:1]]
     named = find_named_at(trial)
     if trial.fault.kind is FaultKind.LINK and trial.fault.recovery == "none":
         wrong = [line for _, line in trial.endings[0].said if "hangs" in line]
@@ -95,8 +99,8 @@ def judge_trial(trial: FaultTrial, unbroken: Unbroken, save_every: int, exact: b
     if has_ended and (seconds := _find_end_seconds(trial, struck)) > MOST_SECONDS:
         broken.append(f"the training ended {seconds:.1f} s after it")
     _judge_redone(trial, struck, save_every)
-    if exact and trial.endings[-1].code == 0:
-        _judge_numbers(trial, unbroken)
+    if trial.endings[-1].code == 0:
+        _judge_numbers(trial, unbroken, exact)
     broken += [f"left behind: {each}" for each in trial.left]
 
 
@@ -179,7 +183,8 @@ def _judge_redone(trial: FaultTrial, struck: Mapping[str, Any], save_every: int)
         trial.broken.append(f"{redone} steps were made again, of which {said}")
 
 
-def _judge_numbers(trial: FaultTrial, unbroken: Unbroken) -> None:
+def _judge_numbers(trial: FaultTrial, unbroken: Unbroken, exact: bool) -> None:
+    """Every step has its metrics, and the weights are all there; where numbers are exact, each of them is the same."""
     import torch
     from safetensors import safe_open
 
@@ -187,20 +192,25 @@ def _judge_numbers(trial: FaultTrial, unbroken: Unbroken) -> None:
     if missing and trial.fault.kind is not FaultKind.FULL_DISK:
         trial.broken.append(f"the metrics of {len(missing)} steps are lost, the first is step {missing[0]}")
     differing = [step for step, line in sorted(trial.metrics.items()) if line != unbroken.metrics.get(step)]
-    if differing:
+    if differing and exact:
         step = differing[0]
         trial.broken.append(f"step {step} is {trial.metrics[step]}, unbroken {unbroken.metrics.get(step)}")
     try:
         with safe_open(trial.weights, "pt") as ours, safe_open(unbroken.weights, "pt") as theirs:
             names = list(ours.keys())
-            same = set(names) == set(theirs.keys()) and all(
-                torch.equal(ours.get_tensor(name), theirs.get_tensor(name)) for name in names
+            differs = sorted(names) != sorted(theirs.keys()) or any(
+                not torch.equal(ours.get_tensor(name), theirs.get_tensor(name))
+                if exact
+                else ours.get_tensor(name).shape != theirs.get_tensor(name).shape
+                for name in names
             )
     except (OSError, ValueError) as error:
         trial.broken.append(f"the weights cannot be read: {error}")
         return
-    if not same:
-        trial.broken.append("the weights differ from those of the unbroken training")
+    if differs:
+        trial.broken.append(
+            f"the {'' if exact else 'names or shapes of the '}weights differ from the unbroken training's"
+        )
 
 
 def _last_line(ending: Ending) -> str:
