@@ -201,7 +201,7 @@ def _find_ranks(kind: FaultKind, plan: Spec | Plan) -> Sequence[int]:
     """Return the workers at which a fault of a kind can strike: an optimizer raises where one is, on a server if any.
 
     Args:
-        kind: what goes wrong.
+        kind: word for what goes wrong.
         plan: plan of the training.
     """
     from polylane.program.server_assignment import server_rank
