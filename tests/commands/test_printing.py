@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from polylane.commands import printing
 from polylane.commands.printing import format_duration
 
 
@@ -24,3 +25,8 @@ from polylane.commands.printing import format_duration
 )
 def test_durations_have_three_digits_and_long_ones_minutes(seconds: float, said: str) -> None:
     assert format_duration(seconds) == said
+
+
+def test_a_line_with_a_line_break_in_a_name_stays_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_line("run/a\nb/: plan.yaml")
+    assert capsys.readouterr().out == "run/a\\nb/: plan.yaml\n"

@@ -139,7 +139,8 @@ def _show(graph: Graph, found: dict[str, Any]) -> None:
         _show_cut(out, found)
         show_splits(found["plan"], {axis: split["lines"] for axis, split in found["splits"].items()})
     if "file" in found:
-        printing.print_line(f"\n{found['file']} has this plan")
+        print()
+        printing.print_line(f"{found['file']} has this plan")
     if "svg" in found:
         printing.print_line(f"{found['svg']} shows a step of it as these times let it be at best")
 

@@ -59,7 +59,7 @@ def console(stderr: bool = False) -> Console:
 
 def print_line(line: str) -> None:
     """Print a line that has names of the user's: cleaned, and never wrapped."""
-    print(clean_text(line, keep=LINES))
+    print(clean_text(line))
 
 
 def make_table(title: str, *columns: str, left: Collection[str] = ()) -> Table:
