@@ -25,6 +25,7 @@ from polylane.cluster.spec import parse as parse_cluster
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import Objective, build_objectives
 from polylane.compile.training_problem import TrainingProblem
+from polylane.cost.memory.peak import peak_memory
 from polylane.cost.operators.training_options import TrainingOptions
 from polylane.cost.plan_cost import PlanCost
 from polylane.graph.graph import Graph
@@ -220,7 +221,10 @@ def lanes_of(prepared: CompiledTraining) -> Lanes:
 
 
 def predicted_activations(prepared: CompiledTraining, batch: Any) -> tuple[int, ...]:
-    """Bytes of activations of every worker at its peak, as ``polylane simulate`` predicts them, without the batch."""
+    """Bytes of activations of every worker at their peak, as ``polylane simulate`` predicts them, without the batch.
+
+    Messages between stages are left out, as they are of what is measured inside of a pass.
+    """
     (partition,) = prepared.partitions.values()
     plan, samples = prepared.plan, len(batch[0])
     model = build_cost_model(
@@ -228,9 +232,12 @@ def predicted_activations(prepared: CompiledTraining, batch: Any) -> tuple[int, 
     )
     cost, found = PlanCost(model, partition, plan, samples), list[int]()
     for stage, lane in zip(plan.first_chunks, lanes_of(prepared), strict=True):
-        read = max(cost.microbatch_memory(chunk).batch_bytes for chunk in plan.chunks(stage))
+        needs = {chunk: cost.microbatch_memory(chunk) for chunk in plan.chunks(stage)}
+        trained = {chunk: cost.trained_bytes(chunk).trained for chunk in needs}
+        read = max(need.batch_bytes for need in needs.values())
         count = sum(action.kind is ActionKind.FORWARD for action in lane) // len(plan.chunks(stage))
-        found.append(round(cost.peak_memory(stage).activations - read * count))
+        predicted = peak_memory(lane, needs, trained, cost.trained_bytes(*needs))
+        found.append(round(predicted.activations - read * count))
     return tuple(found)
 
 
