@@ -116,6 +116,7 @@ def first_difference(
     """
     if device is not None and any(parameter.device != device for parameter in whole.parameters()):
         with suppress(_RunsElsewhere, torch.OutOfMemoryError), moved_module(whole, device):
+            # A model that fails there has nothing that its code could be held against.
             first = to_device(take_first_samples(leaves, FEW), device)
             with model_restored(whole):
                 if not _run_steps(whole, whole, [first]):
