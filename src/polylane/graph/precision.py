@@ -20,6 +20,7 @@ from polylane.graph.capture.inline import op_name
 from polylane.graph.flops import shape_of
 from polylane.graph.graph import Graph
 from polylane.graph.interpreter import GraphInterpreter
+from polylane.graph.python_state.moved_module import data_replaced
 from polylane.graph.python_state.random_generators import generator_states, restore_generators
 from polylane.graph.sample_slice import SampleSlice
 
@@ -290,17 +291,8 @@ def cast_module(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
     tensors = [(tensor, cast_tensor(tensor.data, dtype)) for tensor in (*module.parameters(), *module.buffers())]
     changed = [(tensor, data) for tensor, data in tensors if data.dtype != tensor.dtype]
-    originals = [(tensor, tensor.data, tensor.grad) for tensor, _ in changed]
-    for tensor, data in changed:
-        tensor.grad = None
-        tensor.data = data
-    try:
+    with data_replaced(changed):
         yield
-    finally:
-        for tensor, data, grad in originals:
-            tensor.grad = None
-            tensor.data = data
-            tensor.grad = grad
 
 
 # ---- dtypes under autocast: the graph is run once more on fake tensors ----

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextmanager
-def moved_module(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Context manager: all parameters and buffers of a module are on a device inside, without their gradients.
+def data_replaced(replaced: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Context manager: tensors have other data inside, and no gradients; afterwards their own data and gradients again.
 
-    The tensor objects stay the same, and have their own memory again afterwards. What is written to them inside is
-    lost.
+    The tensor objects stay the same. What is written to them inside is lost.
+
+    Args:
+        replaced: pairs of a tensor of the user's and the data that it has inside.
     """
-    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.device != device]
-    originals = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
+    originals = [(tensor, tensor.data, tensor.grad) for tensor, _ in replaced]
+    for tensor, data in replaced:
+        tensor.grad = None
+        tensor.data = data
     try:
-        for tensor in tensors:
-            tensor.grad = None
-            tensor.data = tensor.data.to(device)
         yield
     finally:
         for tensor, data, grad in originals:
             tensor.grad = None
             tensor.data = data
             tensor.grad = grad
+
+
+@contextmanager
+def moved_module(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Context manager: all parameters and buffers of a module are on a device inside; see :func:`data_replaced`."""
+    tensors = [t for t in (*module.parameters(), *module.buffers()) if t.device != device]
+    with data_replaced([(tensor, tensor.data.to(device)) for tensor in tensors]):
+        yield
