@@ -130,7 +130,7 @@ bench-recordings: $(INSTALLED)
 # Every training of tests/equivalence/trainings.py by every plan, against a plain loop on one device: the table of
 # docs/exactness.md. Some of them: `make trainings ONLY="weighted_mean hf_causal"`.
 trainings: $(INSTALLED)
-	@$(BIN)/python tests/equivalence/same_numbers.py --told $(if $(ONLY),--only $(ONLY))
+	@PYTHONPATH=tests $(BIN)/python tests/equivalence/same_numbers.py --told $(if $(ONLY),--only $(ONLY))
 
 # Models of other packages, by seven plans each, held by verify against one device: docs/models.md. Some of them:
 # `make zoo ARGS="--only GPT-2"`. Their packages go into an environment of their own, which sees polylane's.

@@ -13,12 +13,18 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import brought  # noqa: F401  (enters its rows into the table)
+import innocent  # noqa: F401
+import innocent_data  # noqa: F401
+import innocent_optimizers  # noqa: F401
+import innocent_scripts  # noqa: F401
 import torch
+from launched import Plain, Raised, by_script, by_train, isolated, read_epochs
 from torch import Tensor, nn
-from trainings import BY_PASS, PLANS, TRAININGS, Training, sgd
+from trainings import ALONE, BY_PASS, PLANS, TRAININGS, Training
 
 from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
@@ -71,7 +77,7 @@ class Outcome:
 
 def prepared_for(training: Training, plan: str) -> CompiledTraining:
     """As ``train`` and ``parallelize`` prepare it: with the first batch as the example."""
-    objectives = build_objectives(copy.deepcopy(training.loss), training.optimizer or sgd, None)
+    objectives = build_objectives(copy.deepcopy(training.loss), training.optimizer_or_sgd, None)
     example = training.batches()[0]
     return compile_training(training.model(), objectives, example, plan, in_float64=training.promoted)
 
@@ -109,15 +115,22 @@ def by_loop(training: Training, parts: int = 1, fewest: int = 1, steps: int | No
         fewest: samples that each of them needs.
         steps: only the first so many.
     """
+    if training.script is not None:
+        losses, state = training.script(Plain)
+        return Trained(losses, state)
     model, loss = training.model(), copy.deepcopy(training.loss)
-    optimizer = (training.optimizer or sgd)(model.named_parameters())
+    optimizer = (training.optimizer_or_sgd)(model.named_parameters())
+    scheduler = None if training.scheduler is None else training.scheduler(optimizer)
     losses = []
-    for step, batch in enumerate(training.batches()[:steps]):
+    batches = training.batches()[:steps] if training.data is None else read_epochs(training)
+    for step, batch in enumerate(batches):
         if training.before is not None:
             training.before(model, step)
         optimizer.zero_grad()
         losses.append(_backward(training, model, loss, batch, parts, fewest))
         optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
     if training.before is not None:
         training.before(model, 0)  # what it changes beside the model is as it was
     # torch.compile puts a name of its own into those of parameters.
@@ -156,13 +169,21 @@ def _count(training: Training, batch: Any) -> float:
 def judged(training: Training, plan: str) -> Outcome:
     """What comes of a training by a plan, held against one device."""
     try:
-        prepared = prepared_for(training, plan)
-        trained = by_plan(training, prepared)
-        reference, drawn = _reference(training, prepared)
+        if training.data is not None or training.script is not None:
+            launch = by_train if training.data is not None else by_script
+            trained, drawn = Trained(*isolated(partial(launch, training, plan))), True
+            if training.draws:
+                reference = Trained(*isolated(partial(launch, training, ALONE)))
+            else:
+                reference = _of_one_process(training)
+        elif training.isolated:
+            trained, reference, drawn = isolated(partial(_compared, training, plan))
+        else:
+            trained, reference, drawn = _compared(training, plan)
     except PolylaneError as refusal:
         one_sentence = len(str(refusal).splitlines()) == 1
         return Outcome(REFUSED if one_sentence else FAILED, told=str(refusal))
-    except WorkerFailed as failure:
+    except (WorkerFailed, Raised) as failure:
         return Outcome(FAILED, told=str(failure))
     except Exception as error:  # a refusal is a sentence: all else is a fault, to be shown with the others
         return Outcome(FAILED, told=f"{type(error).__name__}: {error}")
@@ -172,12 +193,23 @@ def judged(training: Training, plan: str) -> Outcome:
     return Outcome(EQUAL if drawn else FROZEN, error)
 
 
+def _compared(training: Training, plan: str) -> tuple[Trained, Trained, bool]:
+    prepared = prepared_for(training, plan)
+    return by_plan(training, prepared), *_reference(training, prepared)
+
+
+@cache
+def _of_one_process(training: Training) -> Trained:
+    return isolated(partial(by_loop, training))
+
+
 def _reference(training: Training, prepared: CompiledTraining) -> tuple[Trained, bool]:
     """What one device makes of it; and whether it draws the random numbers that it should."""
     parts = prepared.plan.microbatches
     if not training.draws:
         parts, fewest = (parts, prepared.min_samples.samples) if training.in_turn else (1, 1)
-        return by_loop(training, parts, fewest), True
+        loop = partial(by_loop, training, parts, fewest)
+        return isolated(loop) if training.isolated else loop(), True
     alone = prepared_for(training, f"data=1,microbatches={parts if training.draws == BY_PASS else 1}")
     reference = by_plan(training, alone)
     return reference, distance(by_plan(training, alone, seed=1), reference) > 1e-3
@@ -185,7 +217,7 @@ def _reference(training: Training, prepared: CompiledTraining) -> tuple[Trained,
 
 def distance(trained: Trained, reference: Trained) -> float:
     """The worst relative error of a loss, a weight or a buffer; infinite where one has what the other lacks."""
-    if list(trained.state) != list(reference.state) or len(trained.losses) != len(reference.losses):
+    if trained.state.keys() != reference.state.keys() or len(trained.losses) != len(reference.losses):
         return float("inf")
     losses = torch.tensor([trained.losses, reference.losses], dtype=torch.float64)
     pairs = list(zip(*losses, strict=True))
@@ -211,7 +243,7 @@ def main(arguments: Sequence[str]) -> int:
     """Write the table as it is found; 1 if any training is different, or failed, or is refused where it must not be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", default=list(TRAININGS), choices=list(TRAININGS))
-    parser.add_argument("--plans", nargs="+", metavar="PLAN", default=list(PLANS), choices=list(PLANS))
+    parser.add_argument("--plans", nargs="+", metavar="PLAN", default=list(PLANS), choices=[*PLANS, ALONE])
     parser.add_argument("--told", action="store_true", help="show what was said of what was refused or failed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -32,6 +32,7 @@ PLANS = (
     "data=2,shard=parameters",
     "tensor=2",
 )
+ALONE = "data=1"
 MICROBATCHES = tuple(plan for plan in PLANS if "microbatches" in plan)
 DIVIDED = tuple(plan for plan in PLANS if plan != "tensor=2")  # those that divide a batch
 
@@ -65,6 +66,11 @@ class Training:
         in_turn: its forward pass moves state of its own (batch statistics, a counter): held against a loop over the
             plan's microbatches, which are what passes forward there.
         counted: how much a batch counts in such a loop; default: its samples.
+        isolated: it writes into the Python around it: every run of it has a process of its own.
+        data: the samples, as a recipe's data("train"): trained by ``train``, in place of batches.
+        collate, epochs, scheduler: of such a training.
+        script: the user's whole script, called with a function that has the place of ``polylane.parallelize``; returns
+            losses and weights.
     """
 
     model: Callable[[], nn.Module]
@@ -78,6 +84,16 @@ class Training:
     draws: str = ""
     in_turn: bool = False
     counted: Callable[[Any], float] | None = None
+    isolated: bool = False
+    data: Callable[[], Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    epochs: int = 2
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    script: Callable[[Callable[..., Any]], tuple[list[float], Any]] | None = None
+
+    @property
+    def optimizer_or_sgd(self) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
+        return self.optimizer or sgd
 
 
 TRAININGS: dict[str, Callable[[], Training]] = {}
