@@ -84,6 +84,10 @@ class WorkerHung(WorkerFailed):
         return f"the training hangs: {self.error_message}{stack}"
 
 
+class CallsDiffer(PolylaneError):
+    """The workers of a script make different collective calls, so that each waits for the others for ever."""
+
+
 class ActionFailed(Exception):
     """An action of a worker's program raised; ``raise ActionFailed(...) from error`` adds where that was.
 
@@ -154,6 +158,9 @@ class PeerLost(Exception):
     def __str__(self) -> str:
         whom = "a peer" if self.peer is None else f"rank {self.peer}"
         return f"lost {whom} while {self.doing}: {self.reason}"
+
+
+OTHERS_FAILED = (PeerLost, WorkerHung, CallsDiffer)  # what is no mistake of the operator in which it is raised
 
 
 def describe_place(stage: int | None, microbatch: int | None, module: str | None, source: str | None) -> str:

@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 
 import polylane
 from polylane.cli import app
+from polylane.diagnosis.call_order import format_ranks
 from polylane.diagnosis.culprit import Finding, Wait
 from polylane.diagnosis.page_layout import Phase
-from polylane.diagnosis.report import Doing, HangReport, RankReport, classify, describe_finding, format_ranks
+from polylane.diagnosis.report import Doing, HangReport, RankReport, classify, describe_finding
 from polylane.diagnosis.report_file import draw_timeline, from_dict, to_dict
 from polylane.diagnosis.stacks import (
     CodePlace,

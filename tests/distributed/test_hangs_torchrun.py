@@ -46,7 +46,8 @@ def test_a_script_is_told_who_takes_long_and_raises_who_hangs(tmp_path: Path) ->
     line = next(number for number, text in enumerate(SCRIPT.splitlines(), 1) if "the line" in text)
     between, hangs = [each for each in err.splitlines() if each.startswith("polylane: ")]
     assert between.startswith("polylane: rank 1 ") and f"after step 5, at <module> (script.py:{line}): " in between
-    assert "it is between steps, in your code; rank 0 waits for it (this takes long, and is no hang yet)" in between
+    assert "it is between steps, in your code; rank 0 waits for it in job.step (script.py line " in between
+    assert between.endswith(" (this takes long, and is no hang yet)")
     assert hangs.startswith("polylane: the training hangs: rank 1 ") and "it is stopped" in hangs
     assert out == f"raised: (1,) {hangs.removeprefix('polylane: the training hangs: ')}\n"
 
@@ -59,3 +60,39 @@ def test_a_stopped_worker_of_a_script_is_named_under_torchrun(tmp_path: Path, pl
     assert done.returncode == 1
     assert done.stdout.startswith("raised: (1,) rank 1 ")
     assert "polylane: the training hangs: rank 1 " in done.stderr and "rank 0 waits for it" in done.stderr
+
+
+APART = """
+import sys, torch, polylane
+from torch import nn
+
+torch.set_num_threads(1)
+batch = torch.ones(8, 4)
+job = polylane.parallelize(
+    nn.Linear(4, 2),
+    lambda model, batch: model(batch).square().mean(),
+    lambda parameters: torch.optim.SGD(parameters, 0.1),
+    example=batch,
+    plan=sys.argv[1],
+)
+for step in range(3):
+    job.step(batch)
+if job.world.rank == 0:
+    job.save("run.safetensors")
+job.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2"])
+def test_a_script_that_saves_on_one_rank_is_told_so_by_every_rank(tmp_path: Path, plan: str) -> None:
+    (tmp_path / "train.py").write_text(APART)
+    done = run([*LAUNCH, "train.py", plan], cwd=tmp_path)
+    assert done.returncode == 1
+    lines = [number for number, text in enumerate(APART.splitlines(), 1) if "job.save" in text or "job.close" in text]
+    sentence = (
+        f"rank 0 is in job.save (train.py line {lines[0]}), rank 1 in job.close (train.py line {lines[1]}): every rank "
+        "must call job.save"
+    )
+    assert f"polylane: {sentence}\n" in done.stderr
+    assert f"polylane.errors.CallsDiffer: {sentence}" in done.stderr

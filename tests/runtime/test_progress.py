@@ -9,6 +9,7 @@ import torch
 
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PeerLost, PolylaneError, WorkerHung
+from polylane.runtime.progress import script_calls
 from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.page_reader import PageReader
 from polylane.runtime.progress.script_watch import watch_script
@@ -56,15 +57,16 @@ def test_lines_of_two_jobs_of_a_script_are_two(memory: ProgressMemory) -> None:
     assert state.begun[state.wait.line] == state.wait.number == 2
 
 
-def test_who_loses_a_worker_that_was_hung_says_so_where_nobody_else_does() -> None:
+def test_who_loses_a_worker_that_was_hung_says_so_where_nobody_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
     lost, hung = PeerLost(1, "receiving from", "closed"), WorkerHung((1,), "rank 1 stands still", "the stack")
-    for raises_hangs in (False, True):
+    monkeypatch.setattr(script_calls, "ANSWER_SECONDS", 0.05)
+    for is_script in (False, True):
         memory = ProgressMemory.allocate()
-        progress = ProgressWriter(memory, 0, raises_hangs=raises_hangs)
+        progress = ProgressWriter(memory, 0, is_script=is_script)
         assert progress.explain(lost) is lost
         PageReader(0, memory).tell(hung)
         explained = progress.explain(lost)
-        assert str(explained) == str(hung if raises_hangs else lost)
+        assert str(explained) == str(hung if is_script else lost)
 
 
 @pytest.mark.parametrize(

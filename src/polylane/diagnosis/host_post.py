@@ -23,12 +23,15 @@ from functools import cache
 from typing import Any
 
 from polylane.diagnosis import report_file
+from polylane.diagnosis.call_order import Call, CallRecord
 from polylane.diagnosis.culprit import RankState, Wait
 from polylane.diagnosis.judgement import RankRecord
 from polylane.diagnosis.page_layout import Phase
 from polylane.diagnosis.report import Doing, HangReport
+from polylane.errors import clean_sentence
 from polylane.observe.timeline import Timeline
 
+MOST_CALLS = 8  # of a rank, the last ones
 MOST_BYTES = 4 << 20  # of a post: the store refuses texts of more than 8 MiB
 _PROOF_BYTES = hashlib.sha256().digest_size
 
@@ -42,12 +45,14 @@ class HangVerdict:
         victims: the ranks whose end ends the hang.
         culprits: those of them that are to blame; empty where it is a link or another host.
         sentence: what is said of it, the same on every host; "" while answers are collected.
+        is_parting: whether it is of calls that differ, of which the victims end first, and the others then too.
     """
 
     number: int
     victims: tuple[int, ...]
     culprits: tuple[int, ...] = ()
     sentence: str = ""
+    is_parting: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,8 @@ class HostPost:
         if self.ranks:
             plain["ranks"] = [_record_row(each) for each in self.ranks]
         if verdict is not None:
-            plain["verdict"] = [verdict.number, list(verdict.victims), list(verdict.culprits), verdict.sentence]
+            ranks = list(verdict.victims), list(verdict.culprits)
+            plain["verdict"] = [verdict.number, *ranks, verdict.sentence, verdict.is_parting]
         if answer is not None:
             plain["answer"] = [answer.judge, answer.number, report_file.to_dict(answer.report)]
         text = json.dumps(plain, separators=(",", ":")).encode()
@@ -173,17 +179,22 @@ def _record_row(record: RankRecord) -> list[Any]:
         record.stalled,
         record.bound,
         record.patience,
+        [[call.number, call.method, call.line] for call in record.calls.calls[-MOST_CALLS:]],
+        [record.calls.is_inside, record.calls.has_left, record.asks],
     ]
 
 
 def _read_record(row: list[Any]) -> RankRecord:
-    rank, wait, begun, is_frozen, doing, phase, *seconds = row
+    rank, wait, begun, is_frozen, doing, phase, *seconds, made, flags = row
     line = None if wait is None else Wait(str(wait[0]), int(wait[1]), tuple(map(int, wait[2])))
     state = RankState(line, {str(name): int(count) for name, count in begun.items()}, bool(is_frozen))
     stalled, bound, patience = map(float, seconds)
     if not math.isfinite(stalled):
         raise ValueError("its time is no number")
-    return RankRecord(int(rank), state, Doing[doing], Phase(phase), stalled, bound, patience)
+    is_inside, has_left, asks = map(bool, flags)
+    calls = tuple(Call(int(number), clean_sentence(method), clean_sentence(name)) for number, method, name in made)
+    record = CallRecord(calls, is_inside, has_left)
+    return RankRecord(int(rank), state, Doing[doing], Phase(phase), stalled, bound, patience, record, asks)
 
 
 def _read_post(plain: Mapping[str, Any], own: frozenset[int]) -> HostPost:
@@ -192,8 +203,9 @@ def _read_post(plain: Mapping[str, Any], own: frozenset[int]) -> HostPost:
         raise ValueError("it speaks for workers of another host")
     verdict, answer = plain.get("verdict"), plain.get("answer")
     if verdict is not None:
-        number, victims, culprits, sentence = verdict
-        verdict = HangVerdict(int(number), tuple(map(int, victims)), tuple(map(int, culprits)), str(sentence))
+        number, victims, culprits, sentence, parts = verdict
+        named = tuple(map(int, victims)), tuple(map(int, culprits))
+        verdict = HangVerdict(int(number), *named, str(sentence), bool(parts))
     if answer is not None:
         judge, number, report = answer
         answer = Answer(int(judge), int(number), _check_ranks(report_file.from_dict(report), own))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from polylane.diagnosis.call_order import CallRecord, Parting, find_parting
 from polylane.diagnosis.culprit import Finding, RankState, find_culprits
 from polylane.diagnosis.onlookers import without_onlookers
 from polylane.diagnosis.page_layout import Phase
@@ -22,6 +23,7 @@ from polylane.diagnosis.report import Doing
 
 # A host may have been silent for this much longer than somebody's patience, before training stood still.
 LATE_SECONDS = 5.0
+PARTING_SECONDS = 2.0  # without progress of a worker inside of a call, after which the calls of all are compared
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class RankRecord:
         stalled: seconds since its page changed.
         bound: seconds without progress after which it hangs.
         patience: seconds after which it need not wait any longer for a host that nothing is heard of.
+        calls: the collective calls of its script.
+        asks: whether it has lost another worker, and asks why.
     """
 
     rank: int
@@ -45,6 +49,8 @@ class RankRecord:
     stalled: float = 0.0
     bound: float = float("inf")
     patience: float = float("inf")
+    calls: CallRecord = field(default_factory=CallRecord)
+    asks: bool = False
 
     @property
     def is_hung(self) -> bool:
@@ -94,6 +100,17 @@ def judge(records: Iterable[RankRecord], silences: Mapping[int, float] | None = 
     if finding.culprits and hung:
         return StallJudgement(replace(finding, culprits=hung), True)
     return StallJudgement(finding, bool(hung) and len(hung) == len(seen))
+
+
+def judge_calls(records: Iterable[RankRecord]) -> Parting | None:
+    """Return where the calls of scripts differ, once a worker waits in such a call, or has lost another one there."""
+    known = {record.rank: record for record in records}
+    parting = find_parting({rank: record.calls for rank, record in known.items()})
+    if parting is None:
+        return None
+    stuck = (known[rank] for rank in parting.records)
+    waits = any(each.asks or (each.calls.is_inside and each.stalled >= PARTING_SECONDS) for each in stuck)
+    return parting if waits else None
 
 
 def _waiting_for(finding: Finding, ranks: Iterable[int]) -> list[int]:

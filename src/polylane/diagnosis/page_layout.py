@@ -5,8 +5,11 @@
     256         time of the last beat of the worker's heartbeat thread
     264         the operation that is waited for: line << 48 | number, 0 for none
     272         the phase and the action: round << 28 | phase << 24 | action + 1
+    280         the last collective call of a script: number << 1 | whether it has not ended
+    288         whether the script has come to its end, and whether a worker asks why its peer is lost
     512         for each line, how many of its operations were begun
     8192        a ring of the last actions
+    49152       a ring of the last calls: number, length, then method and line
     65536       notes: length, then JSON lines of what does not change (lines, programs, code)
     1032192     the verdict of the watch, written by that: length, then JSON
 
@@ -24,10 +27,15 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
+from polylane.diagnosis.call_order import Call, CallRecord
+
 PAGE_BYTES = 1 << 20
-BEAT_WORD, WAIT_WORD, STATE_WORD, COUNTERS_WORD = 32, 33, 34, 64  # positions of 8-byte words
+BEAT_WORD, WAIT_WORD, STATE_WORD, CALL_WORD, COUNTERS_WORD = 32, 33, 34, 35, 64  # positions of 8-byte words
+END_WORD = 36
+HAS_LEFT, ASKS = 1, 2  # bits of the word for a script's end
 MOST_LINES = 900
 RING_START, RING_ENTRIES = 8192, 1024
+CALLS_START, CALL_ENTRIES, CALL_BYTES = 49152, 32, 256
 NOTES_START = 1 << 16
 VERDICT_START = PAGE_BYTES - (1 << 14)
 _NUMBER_BITS = 48
@@ -153,6 +161,30 @@ def read_ring(page: memoryview) -> list[PastAction]:
     return [each for each in found if found[-1].number - each.number < RING_ENTRIES]
 
 
+_CALL = struct.Struct("<QH")
+
+
+def write_call(page: memoryview, number: int, text: bytes) -> None:
+    """Write a collective call of a script: its method and its line, with a line break between them."""
+    start, text = CALLS_START + number % CALL_ENTRIES * CALL_BYTES, text[: CALL_BYTES - _CALL.size]
+    page[start + _CALL.size : start + _CALL.size + len(text)] = text
+    _CALL.pack_into(page, start, number, len(text))
+    _WORD.pack_into(page, CALL_WORD * _WORD.size, number << 1 | 1)  # last: readers see whole entries only
+
+
+def read_calls(page: memoryview) -> CallRecord:
+    """Return the last collective calls of the worker of a page."""
+    state, end = (_WORD.unpack_from(page, word * _WORD.size)[0] for word in (CALL_WORD, END_WORD))
+    last, calls = state >> 1, list[Call]()
+    for number in range(max(1, last - CALL_ENTRIES + 2), last + 1):  # the oldest may be overwritten at this moment
+        start = CALLS_START + number % CALL_ENTRIES * CALL_BYTES
+        written, length = _CALL.unpack_from(page, start)
+        text = bytes(page[start + _CALL.size :][: min(length, CALL_BYTES - _CALL.size)]).decode(errors="replace")
+        if written == number:
+            calls.append(Call(number, *text.split("\n", 1)))
+    return CallRecord(tuple(calls), bool(state & 1), bool(end & HAS_LEFT))
+
+
 def append_note(page: memoryview, note: Any) -> bool:
     """Append a note to a page; return whether there was room."""
     (length,) = _WORD.unpack_from(page, NOTES_START)
@@ -178,6 +210,7 @@ def write_verdict(page: memoryview, verdict: Any) -> None:
     text = json.dumps(verdict).encode()
     if len(text) <= len(page) - VERDICT_START - _WORD.size:
         start = VERDICT_START + _WORD.size
+        _WORD.pack_into(page, VERDICT_START, 0)
         page[start : start + len(text)] = text
         _WORD.pack_into(page, VERDICT_START, len(text))  # last, as of notes
 

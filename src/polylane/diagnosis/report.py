@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from polylane.diagnosis.call_order import format_ranks
 from polylane.diagnosis.culprit import Finding
 from polylane.diagnosis.page_layout import Phase
 from polylane.observe.timeline import Timeline
@@ -30,6 +31,7 @@ class Doing(StrEnum):
     IN_USER_CODE = "is in the user's code"
     AT_BREAKPOINT = "is at a breakpoint of Python's debugger"
     IN_SCRIPT = "is between steps, in your code"
+    IN_COLLECTIVE = "is in a collective of torch.distributed, which your code calls"
     COMPUTING = "computes"
     WAITING = "waits for others"
     GONE = "has ended"
@@ -158,16 +160,6 @@ class HangReport:
     unfinished: Mapping[int, tuple[Action, float]] = field(default_factory=dict)
     now: float = 0.0
     wall: float = field(default_factory=time.time)
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 1``, ``ranks 0 and 2``, ``ranks 0 to 13``."""
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"ranks {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
 def describe_rank(report: RankReport, waiting: Sequence[int], wall: float) -> str:

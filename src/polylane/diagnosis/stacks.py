@@ -60,6 +60,19 @@ def is_at_breakpoint(frames: list[Frame]) -> bool:
     return False
 
 
+def find_own_collective(frames: list[Frame]) -> CodePlace | None:
+    """Return where a thread is in a function of torch.distributed that the user's code has called; None elsewhere."""
+    function = ""
+    for frame in frames:
+        if frame.is_users:
+            return CodePlace(function, f"{Path(frame.file).name}:{frame.line}") if function else None
+        if frame.file.startswith(_OWN):
+            return None
+        if frame.file.endswith("/torch/distributed/distributed_c10d.py"):
+            function = frame.function
+    return None
+
+
 @dataclass(frozen=True)
 class CodePlace:
     """Where a worker is in the model, as far as it is known.

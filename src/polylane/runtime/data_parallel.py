@@ -19,6 +19,7 @@ from polylane.graph.python_state.gradient_hooks import GradientHooks, OwnHook, h
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters import broadcast as weights
+from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.progress.script_watch import ScriptOnHang, watch_script
 from polylane.runtime.progress.watched_transport import watch_transports
 from polylane.runtime.sync.all_reduce import match_strides
@@ -127,9 +128,11 @@ class DataParallel:
     def _local_shares(self, batch: int) -> tuple[SampleShare, ...]:
         return compute_shares(batch, 1, self.world.size, self.world.rank)
 
+    @collective("the model's forward (batch normalization)")
     def _sum_replicas(self, tensor: Tensor) -> Tensor:
         return self._statistics.all_reduce(tensor, range(self.world.size)).wait()
 
+    @collective("replicas.mean")
     def mean(self, loss: Tensor | float) -> float:
         """Return the mean over the whole batch of a number that is a mean over this worker's samples; collective."""
         own = float(torch.as_tensor(loss).detach()) * self._part.weight * self._part.samples / self._part.batch
@@ -140,6 +143,7 @@ class DataParallel:
         """Return the first model's weights, the same on every worker."""
         return self.models[0].state_dict()
 
+    @collective("replicas.close")
     def close(self) -> None:
         """Close the connections and leave the other workers, if this joined them; collective."""
         self._transport.barrier()
@@ -153,6 +157,7 @@ class DataParallel:
     # user's own hooks would see this worker's part: they are off until the sum is there, and get that, on one worker
     # too, so that they draw equal random numbers.
 
+    @collective("loss.backward")
     def backward(self, loss: Tensor, gradient: Tensor | None, *args: Any, **kwargs: Any) -> None:
         """Run ``loss.backward()`` with this replica's share of the samples as seed, and sum the gradients.
 

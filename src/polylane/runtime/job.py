@@ -28,6 +28,7 @@ from polylane.runtime.data.stream_state import StreamState
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.connections import Connect
 from polylane.runtime.pipeline.step_result import StepResult, merge_timelines
+from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.server_role import ServingRole
 from polylane.runtime.sync.gradient_sync import LocalOptimizer
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
@@ -105,6 +106,7 @@ class Job:
         """Most steps in flight on this worker: the losses of earlier steps can be read without waiting."""
         return self._role.slack
 
+    @collective("job.step")
     def step(self, batch: Any, objective: str | None = None) -> StepResult:
         """Take one optimizer step on one batch: forward, backward, reduction, clipping, optimizer, scheduler.
 
@@ -125,11 +127,13 @@ class Job:
         self._position, self._stream = Position(self._position.step + 1, after.epoch, after.samples), stream
         return result
 
+    @collective("job.evaluate")
     def evaluate(self, batch: Any, objective: str | None = None) -> float:
         """Return the loss of a batch in evaluation mode, forward only, through the same stages; changes nothing."""
         total, count = self.evaluate_sums(batch, objective)
         return total / count if count else float("nan")
 
+    @collective("job.evaluate_sums")
     def evaluate_sums(self, batch: Any, objective: str | None = None) -> tuple[float, float]:
         """Return the loss of :meth:`evaluate` as (total, count), to be added up over a dataset."""
         return self._role.evaluate_sums(batch, self._resolve_objective(objective))
@@ -200,6 +204,7 @@ class Job:
         """
         return self._role.gradients(self._resolve_objective(objective))
 
+    @collective("job.whole_gradients")
     def whole_gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
         """Return the gradients of the last step of all parameters that the objective trains; collective.
 
@@ -228,6 +233,7 @@ class Job:
         """
         return self._role.shard_of(name, tensor)
 
+    @collective("job.state_dict")
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's weights and buffers, by its own names, on every worker's CPU; collective.
 
@@ -235,6 +241,7 @@ class Job:
         """
         return self._role.state_dict()
 
+    @collective("job.save")
     def save(self, path: str | Path) -> None:
         """Write the whole model's weights as safetensors, loadable into the plain model; collective.
 
@@ -253,6 +260,7 @@ class Job:
         """Steps that were made, and where the training is in its data: behind the batch of the last step."""
         return self._position
 
+    @collective("job.save_checkpoint")
     def save_checkpoint(self, folder: str | Path, *, keep: int | None = None, wait: bool = True) -> None:
         """Save all that decides how the training goes on; collective.
 
@@ -292,6 +300,7 @@ class Job:
         saver.keep = check_keep(keep)
         return saver
 
+    @collective("job.load_checkpoint")
     def load_checkpoint(self, path: str | Path, *, warn: Callable[[str], None] = warnings.warn) -> LoadedCheckpoint:
         """Go on from a checkpoint, whatever plan wrote it; collective, before the first step.
 
@@ -333,18 +342,17 @@ class Job:
         """Byte counters of every transport of this process, since the job was made."""
         return self._role.counters
 
+    @collective("job.updates")
     def updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
         """Return the updates of every parameter server, in the order in which it made them; collective."""
         return self._role.updates()
 
+    @collective("job.gathered")
     def gathered(self, value: Any) -> list[Any]:
-        """Gather every worker's value, by rank; collective.
-
-        Args:
-            value: this worker's plain value: numbers, text, tensors, None, and lists, tuples, sets, dicts of these.
-        """
+        """Gather every worker's plain value by rank: numbers, text, tensors, None, or made of them; collective."""
         return self._role.gather(lambda: value)
 
+    @collective("job.traffic")
     def traffic(self) -> list[dict[str, float]]:
         """Return the bytes that every worker sent in a step, the mean over all steps; collective.
 
@@ -354,6 +362,7 @@ class Job:
         """
         return self._role.gather(self._role.sent_bytes)
 
+    @collective("job.timeline")
     def timeline(self, steps: int = 1) -> Timeline:
         """Return the timeline of every worker's last steps, on one clock; collective.
 
@@ -365,6 +374,7 @@ class Job:
         """
         return merge_timelines(self._role.gather(lambda: self._role.spans(steps)), self.plan.workers)
 
+    @collective("job.close")
     def close(self) -> None:
         """Wait for all messages and leave the other workers, if this job joined them; further calls do nothing."""
         if self._is_closed:

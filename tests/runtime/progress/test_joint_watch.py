@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from polylane.diagnosis import patience
+from polylane.diagnosis import judgement, patience
 from polylane.diagnosis.host_post import HostPost
 from polylane.diagnosis.page_layout import Phase
 from polylane.diagnosis.report import HangReport
-from polylane.errors import WorkerHung
+from polylane.errors import CallsDiffer, WorkerHung
 from polylane.runtime.progress import host_board, host_watch, joint_watch
+from polylane.runtime.progress import watch as watch_module
 from polylane.runtime.progress.host_board import Board, Host, HostBoard
 from polylane.runtime.progress.joint_watch import JointWatch
 from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
@@ -42,12 +43,19 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def worker(rank: int, begun: int, waits: bool) -> Iterator[tuple[int, ProgressMemory]]:
-    """A process that is in a step, has begun some operations with the other one, and perhaps waits for the last."""
+def worker(rank: int, begun: int, waits: bool, calls: str = "") -> Iterator[tuple[int, ProgressMemory]]:
+    """A process that is in a step, has begun some operations with the other one, and perhaps waits for the last.
+
+    Args:
+        rank: its rank.
+        begun: number of those operations.
+        waits: whether it waits for the last.
+        calls: method that it is in, of a script; "" where there is none. It ends with status 7 if others differ.
+    """
     memory = ProgressMemory.allocate()
     ready, told = os.pipe()
     if not (pid := os.fork()):
-        progress = ProgressWriter(memory, rank)
+        progress = ProgressWriter(memory, rank, is_script=bool(calls))
         line = progress.add_line("0: 0, 1", (0, 1))
         assert line is not None
         progress.enter(Phase.TRAINING)
@@ -55,8 +63,11 @@ def worker(rank: int, begun: int, waits: bool) -> Iterator[tuple[int, ProgressMe
         numbers = [progress.begin_operation(line) for _ in range(begun)]
         if waits:
             progress.begin_wait(line, numbers[-1])
+        if progress.calls is not None:
+            progress.calls.begin(calls)
         os.write(told, b".")
-        time.sleep(60)
+        with suppress(CallsDiffer):
+            time.sleep(60)
         os._exit(0)
     os.read(ready, 1)
     os.close(ready), os.close(told)
@@ -75,6 +86,7 @@ class Watched:
     said: list[str] = field(default_factory=list)
     kept: list[HangReport] = field(default_factory=list)
     hung: WorkerHung | None = None
+    differ: CallsDiffer | None = None
 
 
 def watch_until(
@@ -89,6 +101,8 @@ def watch_until(
             time.sleep(0.05)
     except WorkerHung as hung:
         found.hung = hung
+    except CallsDiffer as differ:
+        found.differ = differ
     finally:
         watch.end(1.0)
         watch.close()
@@ -106,6 +120,7 @@ def watch_both(
     stopped: int | None,
     on_hang: OnHang = "stop",
     seconds: float = 0.0,
+    calls: tuple[str, str] = ("", ""),
 ) -> list[Watched]:
     """What both watches say until both have said something, and for some seconds after that."""
     found = [Watched(), Watched()]
@@ -116,7 +131,7 @@ def watch_both(
             since.setdefault(id(each), time.monotonic())
         return time.monotonic() - since.get(id(each), math.inf) > seconds
 
-    with worker(0, begun[0], waits[0]) as first, worker(1, begun[1], waits[1]) as second:
+    with worker(0, begun[0], waits[0], calls[0]) as first, worker(1, begun[1], waits[1], calls[1]) as second:
         if stopped is not None:
             os.kill((first, second)[stopped][0], signal.SIGSTOP)
         threads = [
@@ -298,3 +313,11 @@ def test_two_agents_on_machines_of_one_name_are_two_hosts() -> None:
     assert orders["pages"] == [[0, 10, 3, 4], [2, 11, 3, 4]] and orders["own"] == 0
     assert orders["hosts"] == [["vm (node 0)", [0, 2]], ["vm (node 1)", [1]], ["x", [3]]]
     assert host_watch.make_orders(cards, 3)["own"] == 2
+
+
+def test_calls_that_differ_are_named_alike_by_both_hosts(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judgement, "PARTING_SECONDS", 0.3)
+    monkeypatch.setattr(watch_module, "PARTING_SECONDS", 0.3)
+    found = watch_both(store, (True, True), (1, 1), None, calls=("job.save", "job.step"))
+    first, second = (str(each.differ) for each in found)
+    assert first == second and first.startswith("rank 0 is in job.save (") and ", rank 1 in job.step (" in first

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polylane.compile.reshard import Resharder, extract_box, write_box
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
-from polylane.errors import ActionFailed, PeerLost, WorkerHung
+from polylane.errors import OTHERS_FAILED, ActionFailed
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.straggler import Straggler
@@ -162,7 +162,7 @@ class Executor:
         others = None if apart else CountingReplicas(self._add_replicas, self.program.replica, len(replicas))
         try:
             found = self.batch_statistics.compute_statistics(ordered, leaves, self.any_runner.tensors, others)
-        except (PeerLost, WorkerHung):
+        except OTHERS_FAILED:
             raise
         except Exception as error:
             module = "what is counted of the whole batch"
@@ -252,7 +252,7 @@ class Executor:
             self._run(action, batch, state, finish)
             if reducer is not None:
                 reducer.launch_remaining()
-        except (ActionFailed, PeerLost, WorkerHung):
+        except (ActionFailed, *OTHERS_FAILED):
             raise
         except Exception as error:
             node = find_failing_node(self.runners[action.stage], error)

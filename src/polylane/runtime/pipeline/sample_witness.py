@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from polylane.errors import PeerLost, PolylaneError, WorkerHung
+from polylane.errors import OTHERS_FAILED, PolylaneError
 from polylane.graph.capture.export import format_line, reason_of
 from polylane.graph.graph import Node
 from polylane.graph.sample_slice import SampleSlice
@@ -135,7 +135,7 @@ def check_calls(code: fx.Graph, records: Sequence[WitnessedCall], gather: Gather
         for group in [[r] for r in own] if normalizes else [own]:
             try:
                 unlike = _Comparison(nodes[name], group, gather, mean).find_difference()
-            except (PolylaneError, PeerLost, WorkerHung):
+            except (PolylaneError, *OTHERS_FAILED):
                 raise
             except Exception as error:
                 module = f"{own[0].node.module or 'the model'}{format_line(own[0].node.source)}"

@@ -20,6 +20,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from polylane.diagnosis.report import ENDED_STATES, HangReport
-from polylane.errors import WorkerHung
+from polylane.errors import CallsDiffer, WorkerHung
 from polylane.runtime.progress.host_board import Board, Host
 from polylane.runtime.progress.joint_watch import JointWatch
 from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
@@ -37,6 +38,7 @@ from polylane.runtime.progress.watch import LOOK_SECONDS, HangWatch, OnHang
 if TYPE_CHECKING:  # the watch of a script starts anew, without torch
     from polylane.runtime.workers.world import World
 
+REST_SECONDS = 0.05  # between two looks at the workers that end after the first one
 END_SECONDS = 0.5  # wait for the store, before the watching process ends with the workers
 
 Keep = Callable[[HangReport], None]
@@ -76,18 +78,18 @@ class HostWatch:
         os.close(reader)
         return cls(writer)
 
-    def attach(self, world: World, raises_hangs: bool = False) -> World:
+    def attach(self, world: World, is_script: bool = False) -> World:
         """Return the world in which this worker writes where it is; a collective of all workers.
 
         Args:
             world: this worker among all workers.
-            raises_hangs: whether this worker raises what the watch has found, since no other process does so.
+            is_script: whether a script of the user's calls collective methods, and raises what the watch has found.
         """
         if not os.path.isdir("/proc/self/fd"):
             return world
         memory = ProgressMemory.allocate()
         self.memories.append(memory)
-        progress = ProgressWriter(memory, world.rank, raises_hangs=raises_hangs)
+        progress = ProgressWriter(memory, world.rank, is_script=is_script)
         name = secrets.token_hex(16)  # that of rank 0 names this start of the training
         card = [*identify_host(), name, os.getpid(), memory.file, memory.stacks]
         self._tell(make_orders(world.all_gather_object(card), world.rank))
@@ -166,7 +168,12 @@ def watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Kee
         orders = json.loads(pipe.readline() or "{}")
         if not orders:
             return
-        memories = {rank: ProgressMemory.of_process(pid, file, stacks) for rank, pid, file, stacks in orders["pages"]}
+        memories = dict[int, ProgressMemory]()
+        for rank, pid, file, stacks in orders["pages"]:
+            with suppress(OSError):  # it has ended already
+                memories[rank] = ProgressMemory.of_process(pid, file, stacks)
+        if not memories:
+            return
         pids = {rank: pid for rank, pid, *_ in orders["pages"]}
         if (board := _find_board(orders)) is None:
             _watch_until_end(pipe, HangWatch(memories, on_hang, hang_after, keep), pids, keep)
@@ -188,19 +195,36 @@ def _silence_store() -> None:
 
 def _watch_until_end(pipe: BinaryIO, watch: HangWatch, pids: Mapping[int, int], keep: Keep) -> bool:
     """Look at the workers again and again; return whether they have ended well."""
+    has_told = False
     while not select.select([pipe], [], [], LOOK_SECONDS)[0]:
         gone = [rank for rank, pid in pids.items() if read_state(pid) in ENDED_STATES]
-        if gone:
+        if gone and not has_told:
+            has_told = True
             if len(gone) < len(pids):
                 sentence = f"rank {gone[0]} (process {pids[gone[0]]}) has ended before the others"
                 keep(watch.report_failure(gone[0], sentence))
+        if len(gone) == len(pids) or not _look(watch.look_at_calls if gone else watch.look, pids):
             return False
-        try:
-            watch.look()
-        except WorkerHung as error:
-            print(f"polylane: {error}", file=sys.stderr, flush=True)
-            for rank in error.ranks:
-                with suppress(ProcessLookupError):
-                    os.kill(pids[rank], signal.SIGKILL)
+    has_ended = bool(pipe.readline())
+    # The others may come to a call that the first worker of the host, which had the pipe, never makes.
+    while any(read_state(pid) not in ENDED_STATES for pid in pids.values()):
+        if not _look(watch.look_at_calls, pids):
             return False
-    return bool(pipe.readline())
+        time.sleep(REST_SECONDS)
+    return has_ended
+
+
+def _look(look: Callable[[], None], pids: Mapping[int, int]) -> bool:
+    """Look at the workers; return False once they are to end, which was said."""
+    try:
+        look()
+    except CallsDiffer as error:  # each of them raises it
+        print(f"polylane: {error}", file=sys.stderr, flush=True)
+        return False
+    except WorkerHung as error:
+        print(f"polylane: {error}", file=sys.stderr, flush=True)
+        for rank in error.ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pids[rank], signal.SIGKILL)
+        return False
+    return True

@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from polylane.diagnosis.call_order import Parting, choose_first_to_leave
 from polylane.diagnosis.culprit import Finding
 from polylane.diagnosis.host_post import Answer, HangVerdict, HostPost, abbreviate_lines, join_reports, shift_report
-from polylane.diagnosis.judgement import RankRecord, StallJudgement, judge
+from polylane.diagnosis.judgement import RankRecord, StallJudgement, judge, judge_calls
 from polylane.diagnosis.report import Doing, HangReport, describe_finding, describe_silence, describe_unanswered
 from polylane.errors import clean_sentence
 from polylane.runtime.progress.host_board import Board, Heard, HostBoard
@@ -71,6 +72,7 @@ class JointWatch(HangWatch):
         self._board.patience = self._observer.least_bound()
         heard = self._board.heard()
         stands_still = self._observer.longest_stall() >= min(STALL_SECONDS, self._observer.least_bound() / 2)
+        stands_still = stands_still or self._must_compare_calls()
         if not stands_still:
             self._alone_since = None
             self._board.post(HostPost(), hurries=False)
@@ -113,6 +115,9 @@ class JointWatch(HangWatch):
         """Judge what is known, and say it if that is this host's part."""
         is_lost = heard.unanswered > LOST_SECONDS
         others, silences = self._know(heard, is_lost)
+        parting = judge_calls((*own, *others))
+        if parting is not None and (is_lost or heard.judge == self._place.own or self._has_waited()):
+            self._lead_calls(parting)
         judgement = judge((*own, *others), silences)
         self._forget_named((*own, *others))
         if not judgement.is_hang:
@@ -176,6 +181,16 @@ class JointWatch(HangWatch):
             time.sleep(SPREAD_SECONDS)
         self._say_or_end(judgement.victims, report, seen)
 
+    def _lead_calls(self, parting: Parting) -> None:
+        """Give the verdict that calls differ, which needs no answers, and end this host's workers."""
+        sentence, leaves = clean_sentence(parting.describe()), choose_first_to_leave(parting)
+        if sentence not in self._partings:
+            self._count += 1
+            verdict = HangVerdict(self._count, tuple(leaves), (), sentence, is_parting=True)
+            self._board.post(HostPost(verdict=verdict), hurries=True)
+            time.sleep(SPREAD_SECONDS)
+        self._end_calls(sentence, leaves)
+
     def _await_answers(self, number: int) -> list[HangReport]:
         """Return the reports of the hosts that answer a verdict of this one."""
         deadline, found = time.monotonic() + ANSWER_SECONDS, dict[int, HangReport]()
@@ -217,6 +232,9 @@ class JointWatch(HangWatch):
     ) -> None:
         """Answer a verdict, wait for its sentence, and do here what it says."""
         self._followed[host], self._alone_since = verdict.number, None
+        if verdict.is_parting:
+            self._end_calls(clean_sentence(verdict.sentence), verdict.victims)
+            return
         self._named |= dict.fromkeys(verdict.victims, time.monotonic())  # they need no verdict of this host
         report = self._report(seen)
         answer = Answer(host, verdict.number, shift_report(report, -report.now))

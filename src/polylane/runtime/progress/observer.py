@@ -7,12 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from polylane.diagnosis.call_order import format_ranks
 from polylane.diagnosis.culprit import RankState, Wait
 from polylane.diagnosis.judgement import RankRecord
 from polylane.diagnosis.page_layout import Phase, Record
 from polylane.diagnosis.patience import choose_bound, note_bound, silence_bound
-from polylane.diagnosis.report import FROZEN, Doing, HangReport, RankReport, classify, format_ranks
-from polylane.diagnosis.stacks import called_by_polylane, find_main_stack, find_place, is_at_breakpoint
+from polylane.diagnosis.report import FROZEN, Doing, HangReport, RankReport, classify
+from polylane.diagnosis.stacks import (
+    called_by_polylane,
+    find_main_stack,
+    find_own_collective,
+    find_place,
+    is_at_breakpoint,
+)
 from polylane.observe.timeline import Span, Timeline
 from polylane.runtime.progress.page import ProgressMemory
 from polylane.runtime.progress.page_reader import PageNotes, PageReader
@@ -70,6 +77,8 @@ class SeenWorker:
             self.stalled,
             choose_bound(self.record, self.doing, hang_after),
             silence_bound(self.record, hang_after),
+            self.reader.calls,
+            self.reader.asks,
         )
 
     def to_report(self, stacks: str, host: str) -> RankReport:
@@ -86,6 +95,8 @@ class SeenWorker:
             doing = Doing.IN_USER_CODE
         if doing not in FROZEN and is_at_breakpoint(frames):
             doing = Doing.AT_BREAKPOINT
+        if doing is Doing.IN_SCRIPT and (called := find_own_collective(frames)) is not None:
+            place, doing = called, Doing.IN_COLLECTIVE
         return RankReport(
             self.reader.rank,
             host,

@@ -42,12 +42,11 @@ from polylane.diagnosis.page_layout import (
     pack_record,
     pack_state,
     pack_wait,
-    read_verdict,
 )
-from polylane.errors import PeerLost, WorkerHung
 from polylane.graph.graph import Node
 from polylane.program.program import Program
 from polylane.runtime.nameless_file import open_nameless_file
+from polylane.runtime.progress.script_calls import ScriptCalls
 
 T = TypeVar("T")
 
@@ -116,9 +115,11 @@ class Progress:
     Attributes:
         is_watched: whether anybody can see it.
         words: the page as words of 8 bytes; empty where nobody can see it.
+        calls: the collective calls of the user's script; None where there is no script, or nobody can see it.
     """
 
     is_watched = False
+    calls: ScriptCalls | None = None
     words = memoryview(b"").cast("Q")
 
     def enter(self, phase: Phase) -> None:
@@ -171,9 +172,9 @@ class Progress:
     def end_wait(self) -> None:
         """End the wait that was begun last."""
 
-    def explain(self, lost: PeerLost) -> Exception:
-        """Return why a peer was lost: that it was hung, where the watch has ended it for that; else the same error."""
-        return lost
+    def explain(self, error: Exception) -> Exception:
+        """Return why a peer is lost or does something else, where the watch has found it; else the same error."""
+        return error
 
 
 class ProgressWriter(Progress):
@@ -183,17 +184,17 @@ class ProgressWriter(Progress):
         memory: the page, and the file for stacks.
         rank: rank of this worker.
         serves: whether it is a dedicated parameter server, which is in that phase all the time.
-        raises_hangs: whether this worker raises what the watch has found, since no other process does so.
+        is_script: whether a script of the user's calls collective methods, and raises what the watch has found.
     """
 
     is_watched = True
 
-    def __init__(self, memory: ProgressMemory, rank: int, serves: bool = False, raises_hangs: bool = False) -> None:
+    def __init__(self, memory: ProgressMemory, rank: int, serves: bool = False, is_script: bool = False) -> None:
         self._page = memoryview(memory.page)
         self.words = self._page.cast("Q")
         self._version, self._step, self._round, self._program = 0, 0, 0, 0
         self._phase, self._serves = Phase.SERVING if serves else Phase.STARTING, serves
-        self._raises_hangs, self._names = raises_hangs, Counter[str]()
+        self.calls, self._names = ScriptCalls(self._page, self.words) if is_script else None, Counter[str]()
         self._action, self._is_new, self._usual, self._state_of_round = -1, False, 0, 0
         self._lines, self._programs, self._files = 0, dict[str, int](), set[str]()
         self._finished, self._action_began, self._round_began = 0, 0, 0
@@ -210,6 +211,8 @@ class ProgressWriter(Progress):
         while True:
             self.words[BEAT_WORD] = time.monotonic_ns()
             time.sleep(BEAT_SECONDS)
+            if self.calls is not None:
+                self.calls.obey()
 
     def _write(self) -> None:
         self._version = version = self._version + 1
@@ -312,9 +315,8 @@ class ProgressWriter(Progress):
     def end_wait(self) -> None:
         self.words[WAIT_WORD] = 0
 
-    def explain(self, lost: PeerLost) -> Exception:
-        verdict = read_verdict(self._page) if self._raises_hangs else None
-        return lost if verdict is None else WorkerHung(*verdict)
+    def explain(self, error: Exception) -> Exception:
+        return error if self.calls is None else self.calls.explain(error)
 
 
 UNWATCHED = Progress()

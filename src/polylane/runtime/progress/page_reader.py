@@ -8,16 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from polylane.diagnosis.call_order import CallRecord
 from polylane.diagnosis.culprit import RankState, Wait
 from polylane.diagnosis.page_layout import (
+    ASKS,
     BEAT_WORD,
+    CALL_WORD,
     COUNTERS_WORD,
+    END_WORD,
     MOST_LINES,
     NOTES_START,
     STATE_WORD,
     WAIT_WORD,
     PastAction,
     Record,
+    read_calls,
     read_notes,
     read_record,
     read_ring,
@@ -71,8 +76,8 @@ class PageReader:
     def signature(self) -> tuple[int, int, bytes]:
         """Return what differs once the worker has gone on."""
         counters = self._page[COUNTERS_WORD * 8 : (COUNTERS_WORD + MOST_LINES + 1) * 8]
-        record = read_record(self._page).version
-        return record, self._words[WAIT_WORD], self._words[STATE_WORD].to_bytes(8) + bytes(counters)
+        record, words = read_record(self._page).version, (self._words[STATE_WORD], self._words[CALL_WORD])
+        return record, self._words[WAIT_WORD], b"".join(word.to_bytes(8) for word in words) + bytes(counters)
 
     @property
     def record(self) -> Record:
@@ -119,7 +124,21 @@ class PageReader:
 
     def tell(self, hung: WorkerHung) -> None:
         """Tell the worker why the others are ended, see :meth:`.page.Progress.explain`."""
-        write_verdict(self._page, [hung.ranks, hung.error_message, hung.traceback])
+        write_verdict(self._page, {"hung": [hung.ranks, hung.error_message, hung.traceback]})
+
+    def tell_parting(self, sentence: str, leaves_first: bool) -> None:
+        """Tell the worker that others make other calls, see :mod:`.script_calls`; "" answers that nothing is known."""
+        write_verdict(self._page, {"calls": sentence, "leaves": leaves_first} if sentence else {})
+
+    @property
+    def calls(self) -> CallRecord:
+        """The last collective calls of the worker's script."""
+        return read_calls(self._page)
+
+    @property
+    def asks(self) -> bool:
+        """Whether the worker asks why it has lost another one."""
+        return bool(self._words[END_WORD] & ASKS)
 
     def ask_stacks(self, pid: int, continues: bool) -> int:
         """Ask the worker for its stacks; return where they will begin in its file."""

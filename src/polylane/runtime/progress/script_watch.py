@@ -61,8 +61,10 @@ def watch_script(world: World, on_hang: ScriptOnHang | None, hang_after: float |
         return replace(world, progress=known)
     is_first = next(rank for rank, card in enumerate(cards) if card[0] == host) == world.rank
     watch = _start_process(on_hang, hang_after) if is_first and os.path.isdir("/proc/self/fd") else HostWatch()
-    world = watch.attach(world, raises_hangs=True)
+    world = watch.attach(world, is_script=True)
     _pages[world.rank, world.size] = world.progress
+    if world.progress.calls is not None:
+        atexit.register(world.progress.calls.leave)
     return world
 
 

@@ -18,10 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 
+from polylane.diagnosis.call_order import Call, CallRecord, Parting, choose_first_to_leave, format_ranks
 from polylane.diagnosis.culprit import Finding
-from polylane.diagnosis.judgement import StallJudgement, judge
-from polylane.diagnosis.report import Doing, HangReport, describe_finding, describe_rank, format_ranks
-from polylane.errors import WorkerHung
+from polylane.diagnosis.judgement import PARTING_SECONDS, StallJudgement, judge, judge_calls
+from polylane.diagnosis.report import Doing, HangReport, RankReport, describe_finding, describe_rank
+from polylane.errors import CallsDiffer, WorkerHung
 from polylane.runtime.progress.observer import Observer, SeenWorker, main_stack, name_hang
 from polylane.runtime.progress.page import ProgressMemory
 
@@ -60,6 +61,7 @@ class HangWatch:
         self._observer = Observer(memories, hang_after, host)
         self._on_hang, self._hang_after, self._keep, self._say = on_hang, hang_after, keep, say
         self._noted, self._hung = set[tuple[int, int]](), dict[int, float]()
+        self._partings = set[str]()  # what was said of workers that make different calls
         self._thread: threading.Thread | None = None
         self._ends, self._is_told, self._found = threading.Event(), threading.Event(), list[BaseException]()
 
@@ -102,8 +104,9 @@ class HangWatch:
 
         Raises:
             WorkerHung: a worker hangs, and the training is to end for that.
+            CallsDiffer: workers of a script make different calls, and the training is to end for that.
         """
-        self._look_at_pages()
+        self.look_at_calls()
         if self._observer.longest_stall() >= self._observer.least_bound():
             seen = self._observer.see()
             judgement = judge(each.to_record(self._hang_after) for each in seen.values())
@@ -111,6 +114,47 @@ class HangWatch:
                 self._hang(judgement, seen)
             else:
                 self._note(judgement.finding, seen)
+
+    def look_at_calls(self) -> None:
+        """Look whether the workers of a script make the same calls, if one asks that, or waits for others.
+
+        Raises:
+            CallsDiffer: they do not, and the training is to end for that.
+        """
+        self._look_at_pages()
+        if not self._must_compare_calls():
+            return
+        parting = judge_calls(each.to_record(self._hang_after) for each in self._observer.see().values())
+        if parting is not None:
+            self._end_calls(parting.describe(), choose_first_to_leave(parting))
+        for reader in self._observer.readers.values():
+            if reader.asks:  # of a worker that has ended by itself
+                reader.tell_parting("", False)
+
+    def _must_compare_calls(self) -> bool:
+        """Return whether a worker has lost another one, or stands still."""
+        asks = any(reader.asks for reader in self._observer.readers.values())
+        return asks or self._observer.longest_stall() >= PARTING_SECONDS
+
+    def _end_calls(self, sentence: str, leaves: Sequence[int]) -> None:
+        """Say once that workers of a script make different calls, and end their waits for each other.
+
+        Args:
+            sentence: what each of them does.
+            leaves: ranks that end first where a backend cannot be told, so that the others lose them.
+
+        Raises:
+            CallsDiffer: unless the training is to wait.
+        """
+        waits = self._on_hang == "wait"
+        for rank, reader in self._observer.readers.items():
+            if reader.asks or not waits:
+                reader.tell_parting(sentence, rank in leaves)
+        if not waits:
+            raise CallsDiffer(sentence)
+        if sentence not in self._partings:
+            self._partings.add(sentence)
+            self._say(f"{sentence}; the training waits, as it is to (on hang: wait)")
 
     def _look_at_pages(self) -> float:
         """Look which workers have gone on; return the seconds for which this process itself did not run."""
@@ -123,13 +167,26 @@ class HangWatch:
     def _note(self, finding: Finding, seen: Mapping[int, SeenWorker]) -> None:
         """Say once of each worker to blame what it is doing that takes long and is no hang."""
         for rank in finding.culprits:
-            each = seen[rank]
+            each, behind = seen[rank], finding.waiting_for(rank)
             if each.stalled >= self._observer.note_bound(each) and self._is_new([each]):
-                sentence = describe_rank(self._observer.report_rank(each), finding.waiting_for(rank), time.time())
-                self._say(f"{sentence} (this takes long, and is no hang yet)")
+                report = self._observer.report_rank(each)
+                calls = {rank: seen[rank].reader.calls for rank in behind if rank in seen}
+                inside = next((f" in {record.calls[-1]}" for record in calls.values() if record.is_inside), "")
+                if report.doing is Doing.IN_COLLECTIVE and inside:
+                    self._end_collective(report, calls)
+                sentence = describe_rank(report, behind, time.time())
+                self._say(f"{sentence}{inside} (this takes long, and is no hang yet)")
         waiting = [seen[rank] for rank in finding.waits_for if rank in seen] if finding.elsewhere else []
         if waiting and all(each.stalled >= self._observer.note_bound(each) for each in waiting):
             self._note_elsewhere(finding.elsewhere, waiting)
+
+    def _end_collective(self, report: RankReport, calls: Mapping[int, CallRecord]) -> None:
+        """Say of a rank in a collective of the user's own that it needs the ranks which wait for it; end their wait."""
+        inside = {rank: record for rank, record in calls.items() if record.is_inside}
+        number = max(record.last for record in inside.values())
+        line = report.source.replace(":", " line ")
+        inside[report.rank] = CallRecord((Call(number, f"torch.distributed's {report.operator}", line),), True)
+        self._end_calls(Parting(number, inside).describe(), [])
 
     def _note_elsewhere(self, elsewhere: Sequence[int], waiting: Sequence[SeenWorker]) -> None:
         """Say once that workers of this host wait for those of another one, whose own watch says why."""

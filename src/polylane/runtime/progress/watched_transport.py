@@ -11,7 +11,7 @@ from torch import Tensor
 from polylane.diagnosis.page_layout import COUNTERS_WORD, WAIT_WORD, pack_wait
 from polylane.errors import PeerLost
 from polylane.runtime.progress.page import Progress, channel_name, group_name, open_lines
-from polylane.runtime.transport.protocol import PendingResult, PendingTransfer, Transport
+from polylane.runtime.transport.protocol import OperationsDiffer, PendingResult, PendingTransfer, Transport
 from polylane.runtime.workers.world import World
 
 T = TypeVar("T")
@@ -81,8 +81,8 @@ class WatchedTransport:
         words[WAIT_WORD] = word = pack_wait(line, number)
         try:
             pending = begin(*arguments)
-        except PeerLost as lost:
-            raise self._progress.explain(lost) from lost
+        except (PeerLost, OperationsDiffer) as error:
+            raise self._progress.explain(error) from error
         words[WAIT_WORD] = 0
         return _WatchedTransfer(pending, self._progress, words, word)
 
@@ -126,8 +126,8 @@ class WatchedTransport:
         self._progress.begin_wait(self._everyone, self._progress.begin_operation(self._everyone))
         try:
             result = call()
-        except PeerLost as lost:
-            raise self._progress.explain(lost) from lost
+        except (PeerLost, OperationsDiffer) as error:
+            raise self._progress.explain(error) from error
         self._progress.end_wait()
         return result
 
@@ -147,7 +147,7 @@ class _WatchedTransfer(Generic[T]):
         self._words[WAIT_WORD] = self._word
         try:
             result = self._pending.wait()
-        except PeerLost as lost:
-            raise self._progress.explain(lost) from lost
+        except (PeerLost, OperationsDiffer) as error:
+            raise self._progress.explain(error) from error
         self._words[WAIT_WORD] = 0
         return result

@@ -10,6 +10,11 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+
+class OperationsDiffer(ValueError):
+    """Ranks began different operations, or of different tensors, where each should meet that of the others."""
+
+
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
@@ -42,7 +47,7 @@ class Transport(Protocol):
     Methods raise ValueError for a channel or group that was not declared, for a group without this rank, and for
     arguments that do not fit one another; sums raise TypeError for a dtype that no backend sums; a message to a peer
     that is known to be lost raises PeerLost. Shapes and dtypes must be equal at all ranks: otherwise a wait over shared
-    memory raises ValueError, and gloo aborts the process.
+    memory raises OperationsDiffer, and gloo aborts the process.
 
     Attributes:
         rank: rank of this worker in the world.

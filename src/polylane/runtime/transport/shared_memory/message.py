@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polylane.runtime.transport.protocol import OperationsDiffer
 from polylane.runtime.transport.shared_memory.blocks import SharedFile
 
 INLINE = 64 << 10  # largest values in bytes that are sent inside their message; larger ones are in a block
@@ -90,13 +91,13 @@ def format_description(description: bytes) -> str:
     return f"{NAMES[kind]} of {_DTYPES[code]} {tuple(shape)}"
 
 
-def mismatch_error(rank: int, expected: bytes, message: Message) -> ValueError:
+def mismatch_error(rank: int, expected: bytes, message: Message) -> OperationsDiffer:
     """Return the error for a message whose description differs from what this rank expects."""
     there, here = format_description(message.description), format_description(expected)
     if expected[0] == message.description[0] == SEND:
         there, here = there.removeprefix("send of "), here.removeprefix("send of ")
-        return ValueError(f"rank {message.peer} sent {there}, rank {rank} expected {here}")
-    return ValueError(f"rank {message.peer} asked for {there}, where rank {rank} asked for {here}")
+        return OperationsDiffer(f"rank {message.peer} sent {there}, rank {rank} expected {here}")
+    return OperationsDiffer(f"rank {message.peer} asked for {there}, where rank {rank} asked for {here}")
 
 
 def memory_of(tensor: Tensor) -> ctypes.Array[ctypes.c_char]:
