@@ -11,7 +11,7 @@ from torch import nn
 
 from compiling import compile_training
 from polylane.compile.objectives import build_objectives, needs_metric
-from polylane.compile.optimizer_parts import are_updates_separate, split_by_bits
+from polylane.compile.optimizer_parts import explain_coupling, split_by_bits
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from training import OverAll, batch_of, classify, mlp, sgd
@@ -52,7 +52,10 @@ def check(optimizer: Any, plan: str, scheduler: Any = None) -> None:
 @pytest.mark.parametrize("kind", [OverAll, Noisy])
 def test_updates_that_depend_on_other_workers_parameters_are_refused(kind: Any) -> None:
     for plan, where in (("pipeline=2,microbatches=2", "pipeline=2"), ("data=2,servers=2", "servers=2")):
-        with pytest.raises(PolylaneError, match=f"plan: {where} updates parameters on several workers.* --clip-norm"):
+        why = (
+            r"Noisy draws random numbers \(" if kind is Noisy else "OverAll looks at several parameters .* --clip-norm"
+        )
+        with pytest.raises(PolylaneError, match=f"plan: {where} updates parameters on several workers, and {why}"):
             check(of(kind), plan)
     for plan in ("data=2", "data=2,servers=1"):  # all parameters are updated together
         check(of(kind), plan)
@@ -112,8 +115,8 @@ def test_groups_are_what_is_tried() -> None:
 
     named = list(mlp(6, 8, 8, 4).named_parameters())
     weights, biases = [n for n, _ in named if "weight" in n], [n for n, _ in named if "bias" in n]
-    assert are_updates_separate(named, built, [weights, biases])
-    assert not are_updates_separate(named, built, [weights[:1], weights[1:] + biases])
+    assert not explain_coupling(named, built, [weights, biases])
+    assert "several parameters" in explain_coupling(named, built, [weights[:1], weights[1:] + biases])
 
 
 class TogetherFrom(torch.optim.SGD):
@@ -133,9 +136,8 @@ class TogetherFrom(torch.optim.SGD):
 def test_what_goes_by_the_size_is_tried_at_the_models_own(width: int, from_elements: int, separate: bool) -> None:
     """Also of a model too large for all of it to be tried, with two layers alike that different workers update."""
     named = list(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)).named_parameters())
-    assert separate == are_updates_separate(
-        named, of(TogetherFrom, momentum=from_elements / 100), [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
-    )
+    groups = [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+    assert separate == (not explain_coupling(named, of(TogetherFrom, momentum=from_elements / 100), groups))
 
 
 def test_random_roundings_of_half_precision_are_seen() -> None:
@@ -151,8 +153,8 @@ def test_random_roundings_of_half_precision_are_seen() -> None:
 
     shapes = {"a": (20, 20), "b": (20, 20)}
     named = [(name, nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16))) for name, shape in shapes.items()]
-    assert not are_updates_separate(named, of(Stochastic), [["a"], ["b"]])
-    assert are_updates_separate(named, of(torch.optim.SGD), [["a"], ["b"]])
+    assert explain_coupling(named, of(Stochastic), [["a"], ["b"]])
+    assert not explain_coupling(named, of(torch.optim.SGD), [["a"], ["b"]])
 
 
 def clips(clip: Any, bound: float, captured: bool) -> Any:

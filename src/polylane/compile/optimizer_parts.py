@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from polylane.compile.objectives import OptimizerFactory
+from polylane.compile.optimizer_trace import trace_updates
 from polylane.compile.optimizer_trials import (
     Trial,
     are_equal,
@@ -18,7 +20,7 @@ from polylane.compile.optimizer_trials import (
     small_parameters,
     trying,
 )
-from polylane.errors import PolylaneError
+from polylane.errors import PolylaneError, describe_error
 from polylane.graph.python_state.gradient_hooks import hooked_names
 
 SIDES = 4  # most groups by which parameters are told apart that are otherwise alike
@@ -44,6 +46,23 @@ class OptimizerPart:
         if whole.is_sparse and self.end - self.begin == whole.numel():
             return whole
         return whole.reshape(-1)[self.begin : self.end].view(self.parameter.shape)
+
+
+# Attributes that torch's own optimizers have.
+BASE_ATTRIBUTES = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield names and values of the attributes that an optimizer's own class has set, such as a count of steps."""
+    yield from ((name, value) for name, value in vars(optimizer).items() if name not in BASE_ATTRIBUTES)
+
+
+def find_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors in nested lists and mappings."""
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for each in values for tensor in find_tensors(each)]
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, pieces: Mapping[nn.Parameter, OptimizerPart | None]) -> None:
@@ -100,19 +119,20 @@ def find_unshardable(
     return found
 
 
-def are_updates_separate(
+def explain_coupling(
     parameters: Sequence[tuple[str, nn.Parameter]],
     factory: OptimizerFactory,
     groups: Iterable[Collection[str]],
     sparse: Collection[str] = (),
     moved: bool = False,
-) -> bool:
-    """Return whether an optimizer updates groups of parameters, each alone, as it updates all of them together.
+) -> str:
+    """Return why an optimizer cannot update groups of parameters, each alone, as it updates all of them together.
 
-    It does not if it looks at several parameters at once (a norm over all of them, an estimate of the distance to the
-    solution as D-Adaptation makes it), or if it draws random numbers. It is tried on small parameters of the same names
-    and numbers of dimensions, and on ones as large as the model's, for some optimizers go by the size; the exceptions
-    of a user's optimizer on such parameters are passed on, unless it runs on the model's own shapes.
+    It cannot if it looks at several parameters at once (a norm over all of them, an estimate of the distance to the
+    solution as D-Adaptation makes it), draws random numbers, or keeps tensors for its parameters where nobody finds
+    them. Its steps are traced; and it is tried on small parameters of the same names and numbers of dimensions, and on
+    ones as large as the model's, for some optimizers go by the size. The exceptions of a user's optimizer on such
+    parameters are passed on, unless it runs on the model's own shapes.
 
     Args:
         parameters: (name, parameter) of all parameters of the model and its losses.
@@ -121,8 +141,59 @@ def are_updates_separate(
         sparse: names of the parameters whose gradients are sparse.
         moved: whether the optimizer gets others in the place of the model's own parameters, as under ``shard``: what
             keeps these in a list of its own, such as a hook that clips, then sees no gradients.
+
+    Returns:
+        The reason, as what the optimizer does: "draws random numbers (recipe.py:12)"; "" if it can.
     """
-    groups, failed = list(groups), None
+    groups, trace = [set(group) for group in groups], trace_updates(parameters, factory, sparse)
+    if any(map(trace.joins, groups)):
+        return f"looks at several parameters at once{_format_place(trace.line)}"
+    if trace.draws:
+        return f"draws random numbers{_format_place(trace.draws)}"
+    beside = _find_kept_tensors(parameters, factory)
+    place = "where no plan finds them (torch's optimizers have them in self.state[parameter])"
+    keeps = f"keeps tensors for its parameters in self.{beside}, {place}" if beside else ""
+    try:
+        if _are_updates_separate(parameters, factory, groups, sparse, moved):
+            return ""
+    except _ShareFailed as failed:
+        if not (keeps or moved):
+            raise failed.error from None
+        words = describe_error(failed.error)
+        return keeps or f"does not run with other tensors in the place of its parameters ({words})"
+    return keeps or "looks at several parameters at once"
+
+
+def _format_place(line: str) -> str:
+    return "" if line in ("", "?") else f" ({line})"
+
+
+def _find_kept_tensors(parameters: Sequence[tuple[str, nn.Parameter]], factory: OptimizerFactory) -> str:
+    """Return the first attribute in which an optimizer keeps tensors, beside its state; "" without any."""
+    try:
+        _, built = build_on_trial(factory, draw_trial(parameters).values)
+    except Exception:  # a factory that knows the shapes of its own model
+        return ""
+    return next((name for name, value in own_attributes(built) if find_tensors(value)), "")
+
+
+class _ShareFailed(Exception):
+    """An optimizer that runs on all parameters raised where some of them are missing, or replaced."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+
+def _are_updates_separate(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    factory: OptimizerFactory,
+    groups: Sequence[Collection[str]],
+    sparse: Collection[str],
+    moved: bool,
+) -> bool:
+    """Return whether groups of parameters, each alone, come out of trials as all of them together do."""
+    failed = None
     # Of a large model two parameters that are alike are only both large here if different workers update them.
     sides = {name: tuple(name in group for group in groups[:SIDES]) for name, _ in parameters}
     try:
@@ -150,8 +221,12 @@ def _are_shares_equal(factory: OptimizerFactory, trial: Trial, groups: Iterable[
         for share in shares:
             torch.set_rng_state(before)
             own = [name for name in trial.values if share.get(name) != (0, 0)]
+            try:
+                values = _train_values(factory, trial, share, False)
+            except Exception as error:
+                raise _ShareFailed(error) from error
             # The same operators on the same values: of half precision, too, nothing rounds in another way.
-            if _find_unlike(whole, [_train_values(factory, trial, share, False)], own, units=0):
+            if _find_unlike(whole, [values], own, units=0):
                 return False
     return True
 
@@ -170,15 +245,17 @@ def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Opt
     built = factory(list(small_parameters(trial.values).items()))
     if hasattr(built, "sum_over_holders"):
         return set()
-    different = _find_different_in(trial, factory)
+    trace = trace_updates(parameters, factory)
+    different = _find_different_in(trial, factory) | trace.whole
     # Some optimizers go by a parameter's size.
     cuttable = [(name, parameter) for name, parameter in parameters if parameter.dim()]
     for larger in draw_true_trials(cuttable, factory, different):
         different |= _find_different_in(larger, factory)
-    if different and not are_updates_separate(parameters, factory, split_by_bits(list(trial.values)), moved=True):
+    reason = different or trace.draws
+    if reason and (reason := explain_coupling(parameters, factory, split_by_bits(list(trial.values)), moved=True)):
         raise PolylaneError(
-            f"shard: {type(built).__name__} looks at several parameters at once, so that no replica can update a "
-            "share of them: take shard out of the plan, or another optimizer"
+            f"shard: {type(built).__name__} {reason}, so that no replica can update a share of them: take shard out of "
+            "the plan, or another optimizer"
         )
     return different
 

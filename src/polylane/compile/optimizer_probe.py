@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.compile.objectives import OptimizerFactory
+from polylane.compile.optimizer_trace import trace_updates
 from polylane.compile.optimizer_trials import (
     Parameters,
     Trial,
@@ -48,8 +49,9 @@ def find_whole_parameters(
 
     LARS and LAMB take a parameter's norm (You et al., 2017 and 2020), Adafactor the means of rows and columns (Shazeer
     and Stern, 2018), Muon orthogonalizes a matrix. Each optimizer is tried on parameters of the same names and numbers
-    of dimensions, whole and in halves: where the results differ, a shard of the parameter is not enough. These are
-    small at first, then as large as the model's, for some optimizers go by the size
+    of dimensions, whole and in halves: where the results differ, a shard of the parameter is not enough; nor is it
+    where steps, as they are traced, compute an element from others, or read them. Trials are small at first, then as
+    large as the model's, for some optimizers go by the size
     (:func:`polylane.compile.optimizer_trials.draw_true_trials`). An optimizer that asks for sums over all shards
     (:class:`polylane.optim.SumOverHolders`) gets them here as it will in the training.
 
@@ -70,7 +72,9 @@ def find_whole_parameters(
 
 def _try_optimizer(parameters: Parameters, factory: OptimizerFactory, sparse: Collection[str]) -> dict[str, str]:
     """Return which parameters an optimizer must see whole, and why; all of them where it cannot be tried."""
-    different, failed = set[str](), None
+    trace, failed = trace_updates(parameters, factory, sparse), None
+    # Numbers drawn for a part are not those of the whole.
+    different = {name for name, _ in parameters} if trace.draws else trace.whole
     try:
         different |= _find_non_elementwise(draw_trial(parameters, sparse), factory)
     except Exception as error:  # the user's code on tensors that it was not written for: whatever it raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -133,14 +133,23 @@ def small_parameters(values: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
 
 
 def build_on_trial(
-    factory: OptimizerFactory, values: Mapping[str, Tensor]
+    factory: OptimizerFactory,
+    values: Mapping[str, Tensor],
+    mark: Callable[[str, Tensor], None] = lambda name, parameter: None,
 ) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer]:
     """Build an optimizer on new parameters with the values; return both.
+
+    Args:
+        factory: the user's optimizer factory.
+        values: initial values of the parameters, by name.
+        mark: called with each parameter before the optimizer is built.
 
     Raises:
         ValueError: the optimizer takes other parameters than those that its factory is given.
     """
     own = small_parameters(values)
+    for name, parameter in own.items():
+        mark(name, parameter)
     optimizer = factory(list(own.items()))
     given = {id(parameter) for parameter in own.values()}
     if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):

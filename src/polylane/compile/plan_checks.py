@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from polylane.compile.objectives import Objective, Parameters, build_scheduler, needs_metric
-from polylane.compile.optimizer_parts import are_updates_separate, find_unshardable
+from polylane.compile.optimizer_parts import explain_coupling, find_unshardable
 from polylane.compile.optimizer_trials import build_on_trial, draw_trial
 from polylane.compile.python_effects import refuse_effects
 from polylane.errors import PolylaneError, describe_error
@@ -112,24 +112,24 @@ def check_optimizers(
         _refuse_coupled(parameters, objective, partitions, plan, sparse)
 
 
-def has_coupled_updates(parameters: Parameters, objective: Objective, sparse: Collection[str]) -> bool:
-    """Return whether an optimizer's update of some parameter depends on another one; False where it cannot be tried.
+def explain_coupled_updates(parameters: Parameters, objective: Objective, sparse: Collection[str]) -> str:
+    """Return why an optimizer's update of some parameter depends on others; "" if none does, or it cannot be tried.
 
     It is tried on the first and the second half of the parameters, and on every second one: a norm over several, of a
     layer or of all, is then never complete.
     """
     names = [name for name, _ in parameters]
     if len(names) < 2:
-        return False
+        return ""
     half = len(names) // 2
     groups = (names[:half], names[half:], names[::2], names[1::2])
     try:
-        return not are_updates_separate(parameters, objective.optimizer, groups, sparse)
+        return explain_coupling(parameters, objective.optimizer, groups, sparse)
     except Exception:  # as in :func:`_refuse_coupled`, which warns of it
-        return False
+        return ""
 
 
-def refuse_coupled_search(parameters: Parameters, objective: Objective, plan: Plan) -> None:
+def refuse_coupled_search(parameters: Parameters, objective: Objective, plan: Plan, reason: str) -> None:
     """Refuse, of an optimizer with coupled updates, plans by which several workers update parameters.
 
     Raises:
@@ -137,11 +137,15 @@ def refuse_coupled_search(parameters: Parameters, objective: Objective, plan: Pl
     """
     if len(plan.first_chunks) > 1 or plan.sync.server_count > 1:
         raise PolylaneError(
-            f"{plan.title}: it updates parameters on several workers, and the optimizer's update of some depends on "
-            "others, or on random numbers: take another optimizer"
+            f"{plan.title}: it updates parameters on several workers, and {_name_optimizer(parameters, objective)} "
+            f"{reason}: take another optimizer"
         )
     if plan.sync.shard != "none" and plan.data > 1:
         find_unshardable(parameters, [objective.optimizer])  # for its error alone
+
+
+def _name_optimizer(parameters: Parameters, objective: Objective) -> str:
+    return type(objective.optimizer(list(parameters))).__name__
 
 
 def _rehearse_step(
@@ -209,7 +213,7 @@ def _refuse_coupled(
     if len(groups) < 2:
         return
     try:
-        separate = are_updates_separate(parameters, objective.optimizer, groups, sparse)
+        reason = explain_coupling(parameters, objective.optimizer, groups, sparse)
     except Exception as error:  # the user's optimizer on tensors that it was not written for: whatever it raises
         warnings.warn(
             f"{where} updates parameters on several workers, and it is not known whether the optimizer's updates of "
@@ -217,11 +221,11 @@ def _refuse_coupled(
             stacklevel=5,
         )
         return
-    if not separate:
+    if reason:
+        clips = "; a bound on the norm of all gradients is --clip-norm" if "several parameters" in reason else ""
         raise PolylaneError(
-            f"{plan.title}: {where} updates parameters on several workers, and the optimizer's update of some depends "
-            "on others (a norm over all of them?), or on random numbers: take another optimizer, or a plan without "
-            "this; a bound on the norm of all gradients is --clip-norm"
+            f"{plan.title}: {where} updates parameters on several workers, and "
+            f"{_name_optimizer(parameters, objective)} {reason}: take another optimizer, or a plan without this{clips}"
         )
 
 

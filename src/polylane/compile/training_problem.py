@@ -11,7 +11,7 @@ from torch import nn
 
 from polylane.compile.objectives import Init, Objective, Parameters, named_parameters, optimized_names
 from polylane.compile.optimizer_probe import find_whole_parameters
-from polylane.compile.plan_checks import check_plan, has_coupled_updates, refuse_coupled_search
+from polylane.compile.plan_checks import check_plan, explain_coupled_updates, refuse_coupled_search
 from polylane.compile.unusable_modules import refuse_uninitialised, refuse_unusable_modules
 from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count
 from polylane.graph.batch_checks import refuse_undividable
@@ -118,18 +118,18 @@ class TrainingProblem:
         """
         sparse, first = tuple(find_sparse_gradients(graph)), {self.objective.name: self.objective}
         whole = find_whole_parameters(self.parameters, [self.objective.optimizer], sparse)
-        coupled = cache(partial(has_coupled_updates, self.parameters, self.objective, sparse))
+        coupled = cache(partial(explain_coupled_updates, self.parameters, self.objective, sparse))
 
         def check(plan: Plan, partition: Partition) -> None:
             check_plan(self.parameters, first, {self.objective.name: partition}, plan)
-            if plan.workers > 1 and coupled():
-                refuse_coupled_search(self.parameters, self.objective, plan)
+            if plan.workers > 1 and (reason := coupled()):
+                refuse_coupled_search(self.parameters, self.objective, plan, reason)
 
         return CapturedProblem(
             graph,
             self.objective.optimizer,
             {n: str(why) for n, why in whole.items()},
-            has_coupled_updates=coupled,
+            has_coupled_updates=lambda: bool(coupled()),
             check=check,
             **known,
         )

@@ -7,18 +7,19 @@ and containers of them are plain; tensors inside of containers are named by thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from polylane.compile.optimizer_parts import BASE_ATTRIBUTES, own_attributes
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import Region, WorkerState, whole_region
 from polylane.runtime.checkpoint.plain_values import SCALARS, TENSOR, from_plain, to_plain
 
-_OF_BASE = frozenset(vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)))  # torch's own attributes
 _GROUP_NAMES = ("params", "param_names")  # options of a group that are its parameters, which have their own states
 
 # Reads a worker's part of a saved tensor: its global name and region, and the tensor that is filled.
@@ -163,19 +164,14 @@ def collect_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
         {k: to_plain(v, f"optimizer.param_groups[{i}][{k!r}]") for k, v in group.items() if k not in _GROUP_NAMES}
         for i, group in enumerate(optimizer.param_groups)
     ]
-    own = dict(_own_attributes(optimizer))
+    own = {
+        name: value for name, value in own_attributes(optimizer) if isinstance(value, (bool, int, float, str, NoneType))
+    }
     kinds = [type(each).__qualname__ if each is not None else None for each in (optimizer, scheduler)]
     found: dict[str, Any] = {f"groups/{objective}": groups, f"attributes/{objective}": own, f"kinds/{objective}": kinds}
     if scheduler is not None and hasattr(scheduler, "state_dict"):
         found[f"scheduler/{objective}"] = to_plain(scheduler.state_dict(), f"{type(scheduler).__name__}.state_dict()")
     return found
-
-
-def _own_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield the plain attributes that an optimizer's own class has set, such as a count of steps."""
-    for name, value in vars(optimizer).items():
-        if name not in _OF_BASE and isinstance(value, bool | int | float | str | type(None)):
-            yield name, value
 
 
 def restore_options(objective: str, optimizer: torch.optim.Optimizer, scheduler: Any, plain: Mapping[str, Any]) -> None:
@@ -209,7 +205,7 @@ def restore_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
             else:
                 group[key] = value
     for name, value in plain.get(f"attributes/{objective}", {}).items():
-        if name not in _OF_BASE and not hasattr(type(optimizer), name):  # never a method, whatever the file says
+        if name not in BASE_ATTRIBUTES and not hasattr(type(optimizer), name):  # never a method, whatever the file says
             vars(optimizer)[name] = value
     saved = plain.get(f"scheduler/{objective}")
     if scheduler is not None and hasattr(scheduler, "load_state_dict"):

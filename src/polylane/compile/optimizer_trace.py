@@ -1,0 +1,199 @@
+"""Optimizer trace: from which parameters, and from which of their elements, an optimizer computes each update.
+
+Trials compare results, and so see what an optimizer does with the values that they draw: one that leaves out a step
+where the norm of all gradients is large does nothing unusual on others. Here every operator of some steps is followed,
+whatever the values are (as in taint tracking), and so is every number that the optimizer's Python reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.compile.objectives import OptimizerFactory
+from polylane.compile.optimizer_trials import (
+    Parameters,
+    Trial,
+    are_equal,
+    build_on_trial,
+    draw_trial,
+    draw_true_trials,
+    trying,
+)
+from polylane.compile.origins import ANSWERS, Origin, Origins, SeenArrays
+from polylane.optim.trust import set_sum_over_holders
+
+# A count that begins behind the length of any warm-up, and is a multiple of most periods: of powers of 2 and of 10.
+FAR_COUNT = 2**10 * 3**2 * 5**5 * 7
+
+
+@dataclass
+class UpdateTrace:
+    """What the updates of an optimizer depend on.
+
+    Attributes:
+        whole: names of the parameters of which an update, or a decision, takes more than the element at its own place.
+        joined: by parameter, the others on which its update depends.
+        line: a line of the user's at which several parameters are computed with, or read; "" where there is none.
+        draws: a line at which random numbers are drawn, "?" if that is not the user's; "" where there is none.
+    """
+
+    whole: set[str] = field(default_factory=set)
+    joined: dict[str, set[str]] = field(default_factory=dict)
+    line: str = ""
+    draws: str = ""
+
+    def add(self, name: str, origin: Origin) -> None:
+        """Record what a parameter's update was computed from."""
+        others = origin.names - {name}
+        self.whole |= origin.whole | (others and origin.names)
+        self.joined.setdefault(name, set()).update(others)
+        self.line = self.line or (origin.line if others else "")
+
+    def joins(self, group: Collection[str]) -> bool:
+        """Return whether an update of a group's parameters depends on parameters that are not in the group."""
+        return any(not others.issubset(group) for name, others in self.joined.items() if name in group)
+
+
+def trace_updates(parameters: Parameters, factory: OptimizerFactory, sparse: Collection[str] = ()) -> UpdateTrace:
+    """Trace steps of an optimizer on parameters as large as the model's, or on small ones, as far as it runs on these.
+
+    Args:
+        parameters: (name, parameter) of what is to be traced.
+        factory: the user's optimizer factory.
+        sparse: names of the parameters whose gradients are sparse: which of their elements are taken is not followed.
+    """
+    # On the large first: some optimizers go by the size, and none treats small parameters alone in another way.
+    is_half = any(p.dtype in (torch.float16, torch.bfloat16) for _, p in parameters)
+    large = islice(draw_true_trials(parameters, factory, (), sparse), 2 if is_half else 1)
+    found = _trace_trials(factory, large, sparse)
+    return found or _trace_trials(factory, [draw_trial(parameters, sparse)], sparse) or UpdateTrace()
+
+
+def _trace_trials(factory: OptimizerFactory, trials: Iterable[Trial], sparse: Collection[str]) -> UpdateTrace | None:
+    """Return what the updates of some trials depend on; None where there are none, or the optimizer does not run."""
+    found = None
+    try:
+        for trial in trials:
+            found = found or UpdateTrace()
+            _trace_trial(factory, trial, sparse, found)
+    except Exception:  # the user's code on tensors that it was not written for: trials tell of it
+        return None
+    return found
+
+
+def _trace_trial(factory: OptimizerFactory, trial: Trial, sparse: Collection[str], found: UpdateTrace) -> None:
+    mode = Origins({n: v.numel() for n, v in trial.values.items()}, sparse)
+    base = _train(factory, trial, mode, found)
+    found.draws = found.draws or mode.draws
+    for origin in mode.reads:
+        found.whole |= origin.whole
+        if len(origin.names) > 1:  # Python may do anything with it
+            for name in trial.values:
+                found.add(name, origin)
+    if len(trial.values) > 1 and any(len(origin.names) == 1 for origin in mode.reads):
+        _find_decisions(factory, trial, base, mode, found)
+
+
+def _find_decisions(
+    factory: OptimizerFactory, trial: Trial, base: Mapping[str, Tensor], mode: Origins, found: UpdateTrace
+) -> None:
+    """Find updates that depend on numbers read of other parameters, by giving other numbers to the optimizer.
+
+    An optimizer may add numbers of single parameters up in Python. So the numbers of half of the parameters are
+    replaced, and the other half must be updated as before.
+    """
+    names, read = list(trial.values), {name for origin in mode.reads for name in origin.names}
+    half = len(names) // 2
+    for group in ({*names[:half]}, {*names[half:]}, {*names[::2]}, {*names[1::2]}):
+        if read.isdisjoint(group):
+            continue
+        try:
+            values = _train(factory, trial, Origins(mode.sizes, mode.sparse, group), None)
+        except Exception:  # it may refuse such numbers, wherever it meets them
+            continue
+        for name in set(names) - group:
+            if not are_equal(base[name], values[name], 0, 0):
+                line = next(origin.line for origin in mode.reads if not origin.names.isdisjoint(group))
+                found.add(name, Origin(whole=frozenset(read & group) | {name}, line=line))
+
+
+def _train(factory: OptimizerFactory, trial: Trial, mode: Origins, found: UpdateTrace | None) -> dict[str, Tensor]:
+    """Return the values of parameters after a trial's first steps.
+
+    Args:
+        factory: the user's optimizer factory.
+        trial: initial values and gradients.
+        mode: follows the steps.
+        found: gets what updates depend on, in these steps and at a far count of steps; None: they are not asked for.
+    """
+    steps = trial.steps[: len(ANSWERS)]
+    with trying(), mode, SeenArrays(mode):
+        own, optimizer = build_on_trial(factory, trial.values, mode.mark)
+        set_sum_over_holders(optimizer, mode.forget)
+        counts: list[_Counts] = []
+        for mode.number, step in enumerate(steps):
+            counts.append(_count(optimizer))
+            _take_step(own, optimizer, step, mode, found)
+        values = {n: p.detach().clone() for n, p in own.items()}
+        if found is not None:
+            _move_counts(counts[-1], _count(optimizer))
+            try:
+                for step in steps[:2]:
+                    _take_step(own, optimizer, step, mode, found)
+            except Exception:  # a schedule of the optimizer's own may end before such counts
+                pass
+    return values
+
+
+def _take_step(
+    own: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    gradients: Mapping[str, Tensor],
+    mode: Origins,
+    found: UpdateTrace | None,
+) -> None:
+    for name, parameter in own.items():
+        parameter.grad = gradients[name].clone()
+        mode.mark(name, parameter)
+        mode.mark(name, parameter.grad)
+    optimizer.step()
+    for name, parameter in own.items() if found is not None else ():
+        found.add(name, mode.origin_of(parameter))  # type: ignore[union-attr]
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------
+
+_Counts = dict[tuple[Any, ...], tuple[Any, Any]]  # numbers by where they are, each with the container that has it
+
+
+def _count(optimizer: torch.optim.Optimizer) -> _Counts:
+    """Return the numbers that an optimizer keeps: in attributes, options and states, also of optimizers inside it."""
+    found, seen = _Counts(), set[int]()
+
+    def visit(value: Any, path: tuple[Any, ...]) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        values = vars(value) if isinstance(value, torch.optim.Optimizer) else value
+        for key, each in values.items() if isinstance(values, Mapping) else enumerate(values):
+            place = (*path, id(key) if isinstance(key, Tensor) else key)
+            if isinstance(each, (int, float)) and not isinstance(each, bool):
+                found[place] = values, each
+            elif isinstance(each, (Mapping, list, torch.optim.Optimizer)):
+                visit(each, place)
+
+    visit(optimizer, ())
+    return found
+
+
+def _move_counts(before: _Counts, after: _Counts) -> None:
+    """Set the numbers that a step has counted up by one to one before a far count."""
+    for place, (values, number) in after.items():
+        if place in before and number == before[place][1] + 1:
+            values[place[-1]] = type(number)(FAR_COUNT - 1)
