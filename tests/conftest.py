@@ -53,7 +53,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # A worker that gets this signal prints where all its threads are.
-STACKS_SIGNAL = signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGRTMIN + 5  # which nothing else takes: of polylane's workers SIGUSR2 is a request to end
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -63,9 +63,9 @@ _WORTH_PARSING = re.compile(
 ALLOWED = {
     # A result is any value of the worker's function, and comes through the pipe that the parent made before it forked,
     # or through spawn.py's socket in a folder of mode 0700, after the job's secret: both ends are this job's.
-    ("runtime/workers/fork.py", "WorkerPipe.read_report", "torch.load"),
+    ("runtime/workers/worker_pipe.py", "WorkerPipe._take", "torch.load"),
     # A failure, through the same pipe: it may carry a user's own exception.
-    ("runtime/workers/fork.py", "WorkerPipe.read_report", "pickle.loads"),
+    ("runtime/workers/worker_pipe.py", "WorkerPipe._take", "pickle.loads"),
     # The exception inside of such a failure.
     ("runtime/workers/failure.py", "Failure.to_exception", "pickle.loads"),
     # The worker's own exception, pickled by the line before, to see whether it survives.

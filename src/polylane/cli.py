@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
@@ -26,9 +25,10 @@ from polylane.commands.requests import (
     VerifyRequest,
 )
 from polylane.errors import LINES, PolylaneError, WorkerFailed, clean_sentence, clean_text
+from polylane.output import find_loss, guard_streams
 from polylane.runtime.workers.failure import format_exit_code
-from polylane.runtime.workers.out_of_memory import out_of_memory
 from polylane.runtime.workers.stop_request import Stopped, describe_end
+from polylane.runtime.workers.system_limits import explain_refusal
 
 # None of the imports above imports torch, so that `polylane --help` does not wait for it. Each command imports its own
 # module when it is called.
@@ -57,8 +57,8 @@ class _Sentences(TyperGroup):
         except _CommandLineError as error:
             code = _say(clean_sentence(_plain(error.format_message())), 2)  # type: ignore[attr-defined]
         except PolylaneError as error:
-            # What failed for want of memory is said as such, whatever was being done.
-            code = _say(str((error.__cause__ and out_of_memory(error.__cause__, None)) or error), 2)
+            # What failed for want of memory or files is said as such, whatever was being done.
+            code = _say(str((error.__cause__ and explain_refusal(error.__cause__, None)) or error), 2)
         except WorkerFailed as error:
             code = _say(str(error), 1)
         except Stopped as stopped:
@@ -70,12 +70,14 @@ class _Sentences(TyperGroup):
                 raise
             code = _say(foreign, 2)
         except Exception as error:
-            told = out_of_memory(error, None)
+            told = explain_refusal(error, None)
             if told is None:
                 raise
             code = _say(str(told), 2)
         if code == INTERRUPTED:
             _say(describe_end(signal.SIGINT), INTERRUPTED)
+        if not code and (loss := find_loss()):
+            code = _say(loss, 2)
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -132,9 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: the command line without the program's name; None: this process's own.
     """
     warnings.formatwarning = _told
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # names of files need not be text in the terminal's encoding
-            stream.reconfigure(errors="backslashreplace")
+    guard_streams()
     app(args=None if arguments is None else list(arguments), prog_name="polylane")
 
 

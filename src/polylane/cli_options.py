@@ -112,7 +112,7 @@ Grace = Annotated[
         "--grace",
         metavar="SECONDS",
         min=0,
-        help="Where checkpoints are saved: time for one after SIGTERM, SIGUSR1 or Ctrl-C, before the end at once.",
+        help="Where checkpoints are saved: time for one after SIGTERM, Ctrl-C and such, before the end at once.",
     ),
 ]
 RequeueCode = Annotated[
@@ -122,8 +122,8 @@ RequeueCode = Annotated[
         metavar="CODE",
         min=0,
         max=125,
-        help="Exit code where SIGTERM or SIGUSR1 ended the training early and a checkpoint was saved, by which a batch "
-        "system starts it again.",
+        help="Exit code where SIGTERM or such a signal ended the training early and a checkpoint was saved, by which a "
+        "batch system starts it again.",
     ),
 ]
 OnDiskError = Annotated[

@@ -64,8 +64,9 @@ def train(
     DIR gets plan.yaml, metrics.jsonl (a line for each step), model.safetensors (loads into the plain model), a late
     step as timeline.json, swimlane.html and trace.json (ui.perfetto.dev), and checkpoints/. Files of an earlier run are
     replaced at a good end; until then this one writes into DIR/unfinished. Exit codes: 1 a worker failed, 2 wrong
-    input, 130 Ctrl-C, 143 SIGTERM, 138 SIGUSR1. With --save-every or --max-restarts a signal saves a checkpoint first,
-    within --grace, and the code of SIGTERM and SIGUSR1 is --requeue-code.
+    input, 130 Ctrl-C, 128 and the number of SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or SIGXCPU. With --save-every or
+    --max-restarts such a signal saves a checkpoint first, within --grace, and the code is --requeue-code. Output that
+    cannot be written (a full disk, | head -1) is dropped, and no error.
 
     \b
     Examples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +32,8 @@ class Points(torch.utils.data.Dataset):
 
     def __getitem__(self, i):
         time.sleep(self.pause)
+        if self.fault == "print":
+            print("a sample", flush=True)
         if i == 40 and os.environ.get("RANK") is not None:
             leave(self.fault)
         x = torch.full((4,), i / 48)
@@ -69,11 +73,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def start(folder: Path, line: str, torchrun: tuple[str, ...] | None = None) -> subprocess.Popen[str]:
+def start(folder: Path, line: str, torchrun: tuple[str, ...] | None = None, **options: Any) -> subprocess.Popen[str]:
     program = ("-m", "polylane") if torchrun is None else (*TORCHRUN, *torchrun, "-m", "--", "polylane")
     words = ["train", "points.py", "--batch", "8", "--plan", "data=2", "--run", "run/x", *line.split()]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return commands_run.start([sys.executable, *program, *words], cwd=folder, env=environment)
+    return commands_run.start([sys.executable, *program, *words], cwd=folder, env=environment, **options)
 
 
 def steps(folder: Path) -> list[int]:
@@ -103,7 +107,7 @@ def workers_of(agent: int) -> list[int]:
 
 
 TOLD = {
-    "fault=sys.exit": r"batch 3 of epoch 1: sample 40 of the dataset raised SystemExit: 0 \(.*points.py:21\)",
+    "fault=sys.exit": r"batch 3 of epoch 1: sample 40 of the dataset raised SystemExit: 0 \(.*points.py:23\)",
     "fault=os._exit": r"worker [01] failed: it ended without a result \(exit code 0\), as by os._exit\(0\) in your .*",
     "leaves=yes": r"worker 1 failed: sys.exit\(0\) at .*points.py:\d+ ended it before its work was done",
 }
@@ -116,7 +120,48 @@ def test_a_worker_that_leaves_is_named(folder: Path, fault: str) -> None:
     assert re.fullmatch(f"polylane: {TOLD[fault]}\n", err)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+def read_one_line(process: subprocess.Popen[str]) -> str:
+    """What `| head -1` does: read a line, and leave."""
+    assert process.stdout is not None
+    fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+    line = process.stdout.readline()
+    process.stdout.close()
+    return line
+
+
+@pytest.mark.parametrize("stdout", ["full", "head", "closed"])
+def test_output_that_cannot_be_written_ends_no_training(folder: Path, stdout: str) -> None:
+    """Lines of the launcher, and the recipe's own in its workers: said once, and the weights are those of the end."""
+    where = {"full": "/dev/full", "closed": os.devnull, "head": os.devnull}[stdout]
+    with open(where, "w") as file:
+        options = {} if stdout == "head" else {"stdout": file}
+        options |= {"preexec_fn": lambda: os.close(1)} if stdout == "closed" else {}
+        process = start(folder, "--steps 12 --set fault=print --set pause=0.005", **options)
+        if stdout == "head":
+            assert read_one_line(process) == "2 workers on cpu, data=2,pipeline=1,schedule=1f1b,microbatches=1\n"
+            process.stdout = None
+        _, err = process.communicate(timeout=60)
+    reason = {"full": "No space left on device", "head": "Broken pipe", "closed": ""}[stdout]
+    said = f"polylane: stdout cannot be written: {reason}; the training goes on without it\n"
+    assert (process.returncode, err) == (0, said if reason else "")
+    assert steps(folder) == list(range(1, 13)) and (folder / "run/x/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(("stdout", "code"), [("full", 2), ("head", 0)])
+def test_a_command_whose_output_is_its_result_says_that_it_is_lost(stdout: str, code: int) -> None:
+    words = ["lanes", "1f1b", "--stages", "4", "--microbatches", "8"]
+    with open("/dev/full", "w") as file:
+        options = {"stdout": file} if stdout == "full" else {}
+        process = commands_run.start([sys.executable, "-m", "polylane", *words], **options)
+        if stdout == "head" and process.stdout is not None:
+            process.stdout.close()
+            process.stdout = None
+        _, err = process.communicate(timeout=60)
+    said = "polylane: stdout cannot be written: No space left on device\n"
+    assert (process.returncode, err) == (code, said if code else "")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143)])
 def test_a_signal_without_checkpoints(folder: Path, number: signal.Signals, code: int) -> None:
     process = start(folder, "--epochs 100000 --set pause=0.002")
     while len(steps(folder)) < 2:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
+import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.context import ForkProcess
 from typing import Any
 
 import pytest
@@ -14,7 +19,8 @@ from torch import Tensor, nn
 import covering
 from polylane.errors import PolylaneError, WorkerFailed
 from polylane.runtime.job import Job
-from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers import fork
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from processes import children
 from training import batch_of, mlp, workers
 
@@ -214,3 +220,62 @@ def test_leaving_the_job_by_an_exception_does_not_hang() -> None:
             raise KeyError("gone")
 
     assert failure_of(work, mlp(6, 8, 4), "data=2").error_type == "KeyError"
+
+
+# Processes that cannot be ended, or whose end nobody can see ---------------------------------------------------------
+
+
+def raise_in_one(context: WorkerContext) -> None:
+    if context.rank == 0:
+        raise ArithmeticError("no number")
+    time.sleep(60)
+
+
+def test_a_worker_that_cannot_be_killed_is_named_and_left(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A frozen cgroup, or a dead file server: the system carries the signal out when it lets go of the process."""
+    pids = []
+    for name in ("kill", "terminate"):
+        monkeypatch.setattr(ForkProcess, name, lambda self: pids.append(self.pid))
+    for name in ("TERM_SECONDS", "KILL_SECONDS"):
+        monkeypatch.setattr(fork, name, 0.1)
+    before, start = set(multiprocessing.active_children()), time.monotonic()
+    try:
+        with pytest.raises(WorkerFailed, match="no number"):
+            fork_workers(raise_in_one, 2)
+        assert time.monotonic() - start < 5
+        said = capfd.readouterr().err
+        assert re.match(
+            rf"polylane: worker 1 \(process {pids[-1]}\) was killed and does not end: the system holds", said
+        )
+        assert set(multiprocessing.active_children()) <= before  # the interpreter's exit waits for these
+    finally:
+        os.kill(pids[-1], signal.SIGKILL)
+        os.waitpid(pids[-1], 0)
+
+
+def reap_all(*_: object) -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, reap_all], ids=["ignored", "reaped"])
+def test_a_worker_whose_exit_code_somebody_else_took(handler: Any) -> None:
+    """SIGCHLD ignored, by the shell or the recipe, or a handler that waits for whatever child has ended."""
+    before = signal.signal(signal.SIGCHLD, handler)
+    try:
+        assert fork_workers(lambda context: context.rank, 2) == [0, 1]
+        if handler is not signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, handler)
+        with pytest.raises(WorkerFailed, match=r"worker 1 failed: it (was killed by SIGKILL|ended, and nobody could)"):
+            fork_workers(die_in_one, 2)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def die_in_one(context: WorkerContext) -> None:
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)

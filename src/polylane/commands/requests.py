@@ -102,7 +102,7 @@ class TroubleOptions:
         hang_after: seconds without progress after which a worker hangs; None: from the run's own step times.
         on_disk_error: reaction to a run folder that cannot be written to any more: "warn" and go on, or "stop".
         grace: seconds that a stop signal leaves for a checkpoint.
-        requeue_code: exit code of a training that SIGTERM or SIGUSR1 ended early, with a checkpoint.
+        requeue_code: exit code of a training that a signal but Ctrl-C ended early, with a checkpoint.
     """
 
     on_hang: OnHang = "stop"

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from polylane.commands import user_inputs as inputs
 from polylane.commands.printing import format_count, format_seconds, print_json, print_line
-from polylane.commands.running.launch import Reporter, start_workers, warn
+from polylane.commands.running.launch import Reporter, start_workers
 from polylane.commands.running.resume import NothingLeft, prepare_checkpoints
 from polylane.commands.running.run_control import parse_interval
 from polylane.commands.running.run_folder import RunFolder
-from polylane.errors import LINES, PolylaneError, clean_text, format_plural
+from polylane.errors import PolylaneError, format_plural
+from polylane.output import put_work_first, say_at_once
 from polylane.plan.fixed_keys import parse_auto
 from polylane.runtime.workers.stop_request import LauncherSignals, Stopped, StopRequest
 from polylane.runtime.workers.torchrun_worker import TorchrunWorker, identify_launch
@@ -44,6 +45,7 @@ def run(request: TrainRequest) -> None:
         OutOfMemory: a worker asked for memory in vain.
         WorkerFailed: an exception ended one of the workers.
     """
+    put_work_first()
     if request.epochs is not None and request.steps is not None:
         raise PolylaneError("--epochs and --steps exclude each other: give one of them")
     inputs.check_positive("--clip-norm", request.clip_norm)
@@ -58,7 +60,7 @@ def run(request: TrainRequest) -> None:
         given or Path("run") / _recipe_name(request.recipe),
         given=given is not None,
         launch=identify_launch(),
-        warn=warn if request.trouble.on_disk_error == "warn" else None,
+        warn=say_at_once if request.trouble.on_disk_error == "warn" else None,
     )
     stop = StopRequest(waits_for_save=request.saves_checkpoints)
     ended_early = False
@@ -71,7 +73,7 @@ def run(request: TrainRequest) -> None:
         finally:
             own.close()
     else:
-        with LauncherSignals(stop, request.trouble.grace, warn).handled():
+        with LauncherSignals(stop, request.trouble.grace, say_at_once).handled():
             ended_early = _claim_and_train(request, place, lambda request: _train(request, place, stop))
     # Ctrl-C has its exit code also where it waited for a checkpoint; other signals ask for a good end.
     if stop.number == signal.SIGINT:
@@ -87,7 +89,7 @@ def _claim_and_train(request: TrainRequest, place: RunFolder, train: Callable[[T
     with place.claimed(os.environ.get("RANK", "0") == "0"):
         request = replace(request, model_path=place.model)
         if os.environ.get("RANK", "0") == "0":
-            request = prepare_checkpoints(request, place.path, warn, place.continues)
+            request = prepare_checkpoints(request, place.path, say_at_once, place.continues)
         return train(request)
 
 
@@ -207,7 +209,7 @@ def _under_torchrun(request: TrainRequest, place: RunFolder, stop: StopRequest, 
         told = failure.to_exception()
         if isinstance(told, PolylaneError):
             raise told from None
-        print(f"polylane: {clean_text(str(told), keep=LINES)}", file=sys.stderr, flush=True)
+        say_at_once(str(told))
         sys.exit(1)
 
 
@@ -304,7 +306,7 @@ def _end_without_steps(place: RunFolder, done: NothingLeft) -> None:
         save_safetensors(read_weights(done.folder, read_manifest(done.folder)), path)
 
     written = place.add_weights(done.step, write)
-    warn(f"{done}{'' if written is None else f'; {written} was missing, and has its weights now'}")
+    say_at_once(f"{done}{'' if written is None else f'; {written} was missing, and has its weights now'}")
 
 
 def _tell_early_end(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -> None:

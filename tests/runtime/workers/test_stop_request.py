@@ -17,7 +17,13 @@ from pathlib import Path
 import pytest
 
 import commands_run
-from polylane.runtime.workers.stop_request import LauncherSignals, Stopped, StopRequest, describe_request
+from polylane.runtime.workers.stop_request import (
+    LauncherSignals,
+    Stopped,
+    StopRequest,
+    describe_request,
+    restore_signals,
+)
 
 # A launcher whose workers do small steps, and save for as long as the first argument says once they are asked to end.
 SCRIPT = """
@@ -57,10 +63,13 @@ SCRIPT = """
 
 
 @contextmanager
-def launched(saving: float, grace: float, waits: bool = True) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def launched(
+    saving: float, grace: float, waits: bool = True, ignored: int | None = None
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     words = [str(saving), str(grace), "waits" if waits else "does not"]
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), *words]
-    process = commands_run.start(command, start_new_session=True)
+    ignore = None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN)
+    process = commands_run.start(command, start_new_session=True, preexec_fn=ignore)
     assert process.stdout is not None
     try:
         yield process, [int(pid) for pid in process.stdout.readline().split()]
@@ -75,7 +84,7 @@ def ending(process: subprocess.Popen[str]) -> tuple[list[str], int]:
     return out.splitlines(), process.returncode
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT])
 def test_workers_see_the_request_and_end_well(number: signal.Signals) -> None:
     with launched(saving=0, grace=20) as (process, _):
         process.send_signal(number)
@@ -88,6 +97,54 @@ def test_a_signal_to_every_process_is_one_request() -> None:
     with launched(saving=0.3, grace=20) as (process, _):
         os.killpg(process.pid, signal.SIGTERM)
         assert ending(process) == ([describe_request(signal.SIGTERM, 20), "15 15"], 0)
+
+
+def test_a_closed_terminal_tells_every_process_and_is_one_request() -> None:
+    """A kernel that closes a terminal tells its whole foreground group, and the shell tells the launcher again."""
+    with launched(saving=0.3, grace=20) as (process, _):
+        os.killpg(process.pid, signal.SIGHUP)
+        process.send_signal(signal.SIGHUP)
+        assert ending(process) == ([describe_request(signal.SIGHUP, 20), "1 1"], 0)
+
+
+def test_who_starts_it_with_nohup_wants_it_to_go_on() -> None:
+    with launched(0, 20, ignored=signal.SIGHUP) as (process, workers):
+        os.killpg(process.pid, signal.SIGHUP)
+        os.kill(workers[0], signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert ending(process) == ([describe_request(signal.SIGTERM, 20), "15 15"], 0)
+
+
+def test_a_limit_of_cpu_time_is_told_every_second_and_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("polylane.runtime.workers.stop_request.SAME_REQUEST_SECONDS", 0.0)
+    stop, said = StopRequest(waits_for_save=True), list[str]()
+    with LauncherSignals(stop, 60, said.append).handled():
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGXCPU)
+            time.sleep(0.01)
+    assert stop.number == signal.SIGXCPU and len(said) == 1
+
+
+def test_what_a_worker_forks_outlives_the_terminal_and_no_other_signal() -> None:
+    """A loader's processes are needed for the step that is under way, and torch ends them by SIGTERM."""
+
+    def child() -> None:
+        restore_signals()
+        wait_forever()
+
+    before = signal.getsignal(signal.SIGHUP)
+    forked = get_context("fork").Process(target=child)
+    forked.start()
+    time.sleep(0.1)
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        os.kill(forked.pid or 0, number)
+    forked.join(10)
+    assert forked.exitcode == -signal.SIGTERM and signal.getsignal(signal.SIGHUP) == before
+
+
+def wait_forever() -> None:
+    while True:
+        time.sleep(1)
 
 
 def test_a_signal_to_a_worker_is_the_launchers() -> None:
@@ -113,7 +170,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
         assert not any(is_running(pid) for pid in workers)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGUSR1, 138)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGXCPU, 152), (signal.SIGHUP, 129)])
 def test_without_checkpoints_the_end_comes_at_once(number: signal.Signals, code: int) -> None:
     with launched(saving=60, grace=60, waits=False) as (process, workers):
         process.send_signal(number)

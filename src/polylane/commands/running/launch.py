@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 from polylane.commands.progress import display
 from polylane.commands.running.restarts import train_with_restarts
 from polylane.commands.running.run_folder import RunFolder
-from polylane.errors import PolylaneError, WorkerFailed, WorkerHung, clean_text, format_plural
+from polylane.errors import PolylaneError, WorkerFailed, WorkerHung, format_plural
+from polylane.output import say_at_once
 from polylane.plan.spec import format_degrees
 from polylane.runtime.workers.stop_request import StopRequest
 
@@ -24,11 +25,6 @@ if TYPE_CHECKING:
     from polylane.plan.plan import Plan
     from polylane.plan.spec import Spec
     from polylane.runtime.progress.page import ProgressMemory
-
-
-def warn(message: str) -> None:
-    """Print a sentence on stderr at once, past Python's streams: a signal may come while these are written to."""
-    os.write(2, f"polylane: {clean_text(message)}\n".encode(errors="backslashreplace"))
 
 
 class Reporter:
@@ -47,7 +43,7 @@ class Reporter:
         elif message["kind"] == "testing":
             self._display.testing(message)
         elif message["kind"] == "warning":
-            warn(message["text"])
+            say_at_once(message["text"])
         elif message["kind"] == "step":
             self._place.metric(content)
             self._display.step(message)
@@ -83,12 +79,12 @@ def start_workers(request: TrainRequest, reporter: Reporter, stop: StopRequest) 
 
     if accelerator_type() is not None:
         spawned = _SpawnedWorkers(request, reporter, stop)
-        return train_with_restarts(request, spawned, stop, reporter.pause, warn)
+        return train_with_restarts(request, spawned, stop, reporter.pause, say_at_once)
     from polylane.inspection.memory_prediction import with_predicted_memory
 
     forked = _ForkedWorkers(request, reporter, stop)
     try:
-        return train_with_restarts(request, forked, stop, reporter.pause, warn)
+        return train_with_restarts(request, forked, stop, reporter.pause, say_at_once)
     except OutOfMemory as error:
         raise with_predicted_memory(error, forked.prepared, forked.training.problem.samples) from None
 
@@ -135,7 +131,7 @@ class _ForkedWorkers:
         most = self.prepared.plan.processes
         if request.fewest_workers is not None and request.fewest_workers < most:
             self._fewer = plan_fewer(self.training.problem, self.prepared.plan, request.fewest_workers)
-            warn(describe_fewer(self._fewer, request.fewest_workers, most))
+            say_at_once(describe_fewer(self._fewer, request.fewest_workers, most))
 
     def run(self, request: TrainRequest) -> TrainingOutcome:
         """Fork the workers, watch them, and return their outcome."""

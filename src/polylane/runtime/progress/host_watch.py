@@ -29,11 +29,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from polylane.diagnosis.report import ENDED_STATES, HangReport
 from polylane.errors import CallsDiffer, WorkerHung
+from polylane.output import open_output, put_work_first, say_at_once
 from polylane.runtime.progress.host_board import Board, Host
 from polylane.runtime.progress.joint_watch import JointWatch
 from polylane.runtime.progress.page import ProgressMemory, ProgressWriter
 from polylane.runtime.progress.processes import read_state
 from polylane.runtime.progress.watch import LOOK_SECONDS, HangWatch, OnHang
+from polylane.runtime.workers.stop_request import STOP_SIGNALS
 
 if TYPE_CHECKING:  # the watch of a script starts anew, without torch
     from polylane.runtime.workers.world import World
@@ -161,8 +163,8 @@ def watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Kee
         reader: read end of the pipe from the first worker of the host.
         on_hang, hang_after, keep: the same arguments as of :meth:`HostWatch.start`.
     """
-    # torchrun ends the session of a worker by these: the watch must see how that goes on.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    # torchrun, a terminal or a batch system ends the workers by these: the watch must see how that goes on.
+    for number in (*STOP_SIGNALS, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     with os.fdopen(reader, "rb", buffering=0) as pipe:
         orders = json.loads(pipe.readline() or "{}")
@@ -187,7 +189,8 @@ def watch_host(reader: int, on_hang: OnHang, hang_after: float | None, keep: Kee
 def _silence_store() -> None:
     """Have torch's own warnings about its store, of which it writes many, go nowhere, but not what the watch says."""
     sys.stderr.flush()
-    sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+    sys.stderr = open_output(os.dup(2), "stderr")
+    put_work_first()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     os.close(nowhere)
@@ -219,10 +222,10 @@ def _look(look: Callable[[], None], pids: Mapping[int, int]) -> bool:
     try:
         look()
     except CallsDiffer as error:  # each of them raises it
-        print(f"polylane: {error}", file=sys.stderr, flush=True)
+        say_at_once(str(error))
         return False
     except WorkerHung as error:
-        print(f"polylane: {error}", file=sys.stderr, flush=True)
+        say_at_once(str(error))
         for rank in error.ranks:
             with suppress(ProcessLookupError):
                 os.kill(pids[rank], signal.SIGKILL)

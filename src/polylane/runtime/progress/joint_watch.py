@@ -23,10 +23,11 @@ from polylane.diagnosis.host_post import Answer, HangVerdict, HostPost, abbrevia
 from polylane.diagnosis.judgement import RankRecord, StallJudgement, judge, judge_calls
 from polylane.diagnosis.report import Doing, HangReport, describe_finding, describe_silence, describe_unanswered
 from polylane.errors import clean_sentence
+from polylane.output import say_at_once
 from polylane.runtime.progress.host_board import Board, Heard, HostBoard
 from polylane.runtime.progress.observer import SeenWorker, name_hang
 from polylane.runtime.progress.page import ProgressMemory
-from polylane.runtime.progress.watch import HangWatch, OnHang, say_on_stderr
+from polylane.runtime.progress.watch import HangWatch, OnHang
 
 STALL_SECONDS = 2.0  # without progress after which a host says what its workers do
 FRESH_SECONDS = 3.0  # a post that is older says nothing of its host's workers
@@ -53,7 +54,7 @@ class JointWatch(HangWatch):
         on_hang: OnHang,
         hang_after: float | None,
         keep: Callable[[HangReport], None],
-        say: Callable[[str], None] = say_on_stderr,
+        say: Callable[[str], None] = say_at_once,
     ) -> None:
         super().__init__(memories, on_hang, hang_after, keep, say, board.hosts[board.own].name)
         self._place, self._board = board, HostBoard(board, self._observer.least_bound())

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError, format_value
+from polylane.output import guard_streams, put_work_first
 from polylane.runtime.progress.host_watch import HostWatch, identify_host, watch_host
 from polylane.runtime.progress.page import Progress
 from polylane.runtime.python_process import start_module
@@ -92,5 +93,7 @@ def _start_process(on_hang: ScriptOnHang, hang_after: float | None) -> HostWatch
 
 
 if __name__ == "__main__":
+    guard_streams()
+    put_work_first()
     given = sys.argv[2]
     watch_host(0, sys.argv[1], float(given) if given else None, lambda report: None)  # type: ignore[arg-type]

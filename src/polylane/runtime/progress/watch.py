@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from polylane.diagnosis.culprit import Finding
 from polylane.diagnosis.judgement import PARTING_SECONDS, StallJudgement, judge, judge_calls
 from polylane.diagnosis.report import Doing, HangReport, RankReport, describe_finding, describe_rank
 from polylane.errors import CallsDiffer, WorkerHung
+from polylane.output import say_at_once
 from polylane.runtime.progress.observer import Observer, SeenWorker, main_stack, name_hang
 from polylane.runtime.progress.page import ProgressMemory
 
@@ -30,11 +30,7 @@ OnHang = Literal["stop", "restart", "wait"]
 
 LOOK_SECONDS = 0.25
 TELL_SECONDS = 1.0  # wait for the thread that is told of a hang, before the workers are killed
-
-
-def say_on_stderr(text: str) -> None:
-    """Say something to the user."""
-    print(f"polylane: {text}", file=sys.stderr, flush=True)
+END_SECONDS = 3.0  # wait for a look at the workers to end: of a process that the system holds it may not
 
 
 class HangWatch:
@@ -55,7 +51,7 @@ class HangWatch:
         on_hang: OnHang,
         hang_after: float | None,
         keep: Callable[[HangReport], None],
-        say: Callable[[str], None] = say_on_stderr,
+        say: Callable[[str], None] = say_at_once,
         host: str = "",
     ) -> None:
         self._observer = Observer(memories, hang_after, host)
@@ -93,10 +89,12 @@ class HangWatch:
                         os.kill(int(notes.worker["pid"]), signal.SIGKILL)
 
     def close(self) -> None:
-        """End the watch, let go of the pages, and close the files."""
+        """End the watch, let go of the pages, and close the files, unless a look at these does not end."""
         self._ends.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(END_SECONDS)
+            if self._thread.is_alive():
+                return
         self._observer.close()
 
     def look(self) -> None:

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import Any
 
 from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed, format_value
-from polylane.runtime.workers.out_of_memory import MemoryNeed, OutOfMemory, count_system_kills, out_of_memory
+from polylane.runtime.workers.out_of_memory import MemoryNeed, OutOfMemory, count_system_kills
+from polylane.runtime.workers.system_limits import explain_refusal
 
 # Parts of the messages with which gloo, NCCL and c10d's store report a lost peer (torch 2.9 to 2.13).
 _PEER_LOSS_WORDS = (
@@ -70,7 +71,7 @@ class Failure:
         place = {name: getattr(failed, name) for name in known}
         if isinstance(root, SystemExit):
             return cls.of_system_exit(rank, root)
-        root = out_of_memory(root, rank, **place) or root
+        root = explain_refusal(root, rank, **place) or root
         return cls(
             rank=rank,
             error_type=type(root).__name__,
@@ -96,14 +97,16 @@ class Failure:
         )
 
     @classmethod
-    def of_exit(cls, rank: int, code: int, kills_before: int | None = None) -> Failure:
+    def of_exit(cls, rank: int, code: int | None, kills_before: int | None = None) -> Failure:
         """Build the report on a worker that ended without one: killed by a signal (negative code), or os._exit.
 
         Args:
             rank: rank of the worker that ended.
-            code: exit code of its process; negative for a signal.
+            code: exit code of its process; negative for a signal; None where nobody could see it.
             kills_before: how many processes the system had killed for want of memory when the worker started.
         """
+        if code is None:
+            return cls(rank, "unseen", "it ended, and nobody could see how (killed, or left by os._exit)")
         if code >= 0:
             return cls(
                 rank, "SystemExit", f"it ended without a result (exit code {code}), as by os._exit({code}) in your code"

@@ -42,10 +42,13 @@ class MeetingPlace:
 
     @classmethod
     def in_memory(cls) -> MeetingPlace:
-        """Make an unnamed file in memory, for workers that are forked; a folder if the system has no memfd."""
+        """Make an unnamed file in memory, for workers that are forked; a folder if the system has no memfd or /proc."""
         try:
             descriptor = os.memfd_create("polylane-store", os.MFD_CLOEXEC)
         except (AttributeError, OSError):  # not Linux, or not allowed
+            return cls.in_folder()
+        if not os.path.exists(f"/proc/self/fd/{descriptor}"):
+            os.close(descriptor)
             return cls.in_folder()
         os.fchmod(descriptor, 0o600)
         # A forked worker has the same descriptor: this path opens the same file in its process.

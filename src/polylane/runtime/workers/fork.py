@@ -38,24 +38,24 @@ import torch.distributed as dist
 
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.autograd_engine import start_autograd_engine
-from polylane.runtime.transport.serialization import decode, encode
+from polylane.output import say_at_once
+from polylane.runtime.transport.serialization import encode
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import FileStore, MeetingPlace
 from polylane.runtime.workers.forked_child import end_forked_children
 from polylane.runtime.workers.out_of_memory import count_system_kills
 from polylane.runtime.workers.parent_tie import INTERRUPTS, tie_to_parent
 from polylane.runtime.workers.stop_request import StopRequest
+from polylane.runtime.workers.worker_pipe import FAILURE, MESSAGE, RESULT, Listener, WorkerPipe
 from polylane.runtime.workers.world import TIMEOUT, World, affine_cores
 
 T = TypeVar("T")
-Listener = Callable[[int, dict[str, Any]], None]  # called with a worker's rank and the content of its message
 Watch = Callable[[], None]
-
-MESSAGE, RESULT, FAILURE = b"m", b"r", b"f"  # kinds of reports: each is sent as its kind, then its content
 
 ECHO_GRACE_SECONDS = 0.8  # wait after an echo ("peer lost") for the report of the failure that caused it
 EXIT_SECONDS = 5.0  # wait for workers to exit by themselves after their results have arrived
 TERM_SECONDS = 2.0  # wait between SIGTERM and SIGKILL
+KILL_SECONDS = 2.0  # wait after SIGKILL, which the system does not carry out while it holds a process itself
 POLL_SECONDS = 0.2  # interval of checks for workers that died without closing their pipe
 REAP_SECONDS = 0.001  # interval of checks for the exit code of a worker that has closed its pipe
 PIPE_BYTES = 1 << 20  # capacity of a report pipe, so that workers seldom wait for a busy parent
@@ -155,46 +155,32 @@ def threads_per_worker(workers: int) -> int:
 
 
 @dataclass
-class WorkerPipe(Generic[T]):
-    """The pipe from one worker to the parent, and the reports that have arrived.
-
-    Attributes:
-        rank: rank of the worker at the other end.
-        reports: pipe or socket that carries the worker's reports.
-        result: the worker's result, as a list of one element; empty until it has arrived.
-        failure: the worker's failure, once reported or seen by its exit; else None.
-    """
-
-    rank: int
-    reports: Connection
-    result: list[T] = field(default_factory=list)
-    failure: Failure | None = None
-
-    def read_report(self, on_message: Listener | None) -> None:
-        """Wait for one report and read it; close the pipe at its end, also inside the report of a dead worker."""
-        try:
-            kind, content = self.reports.recv_bytes(), self.reports.recv_bytes()
-        except (EOFError, OSError):
-            self.reports.close()
-            return
-        if kind == MESSAGE and on_message is not None:
-            on_message(self.rank, decode(content))
-        elif kind == RESULT:
-            self.result.append(torch.load(io.BytesIO(content), map_location="cpu", weights_only=False))
-        elif kind == FAILURE:
-            self.failure = pickle.loads(content)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the worker's result or failure has arrived."""
-        return bool(self.result) or self.failure is not None
-
-
-@dataclass
 class _ForkedWorker(WorkerPipe[T]):
     """One forked worker, from the view of the parent."""
 
     process: ForkProcess = field(kw_only=True)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended; its exit code is not known where somebody else has asked the system for it.
+
+        That is the system itself where SIGCHLD is ignored, or a handler of the recipe's that waits for any child.
+        """
+        if self.process.exitcode is not None:
+            return True
+        try:
+            os.kill(self.process.pid or 0, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    def close(self) -> None:
+        """Close the pipe, and forget the process: also one that is still there, which nobody waits for any more."""
+        self.reports.close()
+        if self.process.exitcode is not None:
+            self.process.close()
+        else:  # else the interpreter's exit would wait for it
+            multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]
 
 
 class _WorkerTeam(Generic[T]):
@@ -210,6 +196,8 @@ class _WorkerTeam(Generic[T]):
 
     def fork_all(self, worker: Callable[[WorkerContext], T], workers: int) -> None:
         """Fork all workers."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as a shell or the recipe left it, no exit is seen
         # A child must be in the list of members before an interrupt can end these.
         with _hold_interrupts():
             threads = threads_per_worker(workers)
@@ -251,19 +239,19 @@ class _WorkerTeam(Generic[T]):
         sources += [member.reports for member in waiting if not member.reports.closed]
         ready = connection.wait(sources, POLL_SECONDS)
         for member in waiting:
-            # The exit code before the pipe: what a dead worker sent is complete, so after draining it nothing follows.
-            dead = member.process.exitcode
+            # Its end before the pipe: what a dead worker sent is complete, so after draining it nothing follows.
+            is_gone = member.is_gone
             if member.reports in ready:
-                member.read_report(on_message)
-            while dead is not None and not member.has_ended and not member.reports.closed and member.reports.poll():
-                member.read_report(on_message)
-            if dead is not None and not member.has_ended:
-                member.failure = Failure.of_exit(member.rank, dead, self._kills_before)
+                member.read_reports(on_message)
+            while is_gone and not member.has_ended and not member.reports.closed and member.reports.poll():
+                member.read_reports(on_message)
+            if is_gone and not member.has_ended:
+                member.failure = Failure.of_exit(member.rank, member.process.exitcode, self._kills_before)
 
     def wait_exited(self, seconds: float) -> bool:
         """Wait for workers to exit by themselves; return whether all did in time."""
         deadline = time.monotonic() + seconds
-        while alive := [m.process.sentinel for m in self.members if m.process.exitcode is None]:
+        while alive := [m.process.sentinel for m in self.members if not m.is_gone]:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
@@ -272,7 +260,7 @@ class _WorkerTeam(Generic[T]):
         return True
 
     def end_all(self) -> None:
-        """Terminate and reap every worker, and close all pipes and files."""
+        """Terminate and reap every worker, and close all pipes and files; leave one behind that cannot be killed."""
         with _hold_interrupts():
             for member in self.members:
                 # With checkpoints a worker takes SIGTERM for a request, see handle_in_worker.
@@ -280,13 +268,22 @@ class _WorkerTeam(Generic[T]):
             if not self.wait_exited(TERM_SECONDS):
                 for member in self.members:
                     member.process.kill()
+                if not self.wait_exited(KILL_SECONDS):
+                    self._name_left_behind()
             for member in self.members:
-                member.process.join()
-                member.process.close()
-                member.reports.close()
+                member.close()
             os.close(self.lifeline)
             os.close(self._lifeline_held)
             self.place.remove_files()
+
+    def _name_left_behind(self) -> None:
+        for member in self.members:
+            if not member.is_gone:
+                say_at_once(
+                    f"worker {member.rank} (process {member.process.pid}) was killed and does not end: the system "
+                    "holds it, as a frozen cgroup or a disk that does not answer does; it is left behind, and ends "
+                    "when the system lets go of it"
+                )
 
 
 def _enlarge_pipe(pipe: Connection) -> None:

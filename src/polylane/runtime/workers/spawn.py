@@ -31,20 +31,20 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from polylane.errors import PolylaneError
 from polylane.graph.quiet_tracing import loggers_silenced
+from polylane.output import guard_streams, put_work_first
 from polylane.runtime.workers.failure import Failure, find_root_cause
 from polylane.runtime.workers.file_store import MeetingPlace
 from polylane.runtime.workers.fork import (
     ECHO_GRACE_SECONDS,
-    Listener,
     Watch,
     WorkerContext,
-    WorkerPipe,
     run_worker,
     threads_per_worker,
 )
 from polylane.runtime.workers.out_of_memory import count_system_kills
 from polylane.runtime.workers.parent_tie import tie_to_parent
 from polylane.runtime.workers.stop_request import StopRequest
+from polylane.runtime.workers.worker_pipe import Listener, WorkerPipe
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def spawn_workers(
         local_addr="localhost",
         max_restarts=0,
         # Others are this process's own: what the agent does with a signal leaves no time to save anything.
-        signals_to_handle="SIGHUP,SIGQUIT",
+        signals_to_handle="SIGQUIT",
         shutdown_timeout=SHUTDOWN_SECONDS,
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
@@ -234,7 +234,7 @@ class _ReportServer(Generic[T]):
 
     def _read_reports(self, line: WorkerPipe[T]) -> None:
         try:
-            line.read_report(self._on_message)
+            line.read_reports(self._on_message)
         except Exception as error:  # raised by on_message: it must not stop the server
             self._error = self._error or error
         if line.failure is not None and line.failure not in self._failures:
@@ -255,6 +255,8 @@ def _run_process(
     waits_for_save: bool,
 ) -> None:
     """Run a new process: connect to the report server, introduce itself, run the worker's function."""
+    guard_streams()
+    put_work_first()
     stop = StopRequest.in_file(place.folder / STOP_FILE, waits_for_save)
     tie_to_parent(parent, stop, under_agent=True)
     torch.set_num_threads(threads)
@@ -275,12 +277,10 @@ def _run_process(
 @contextmanager
 def _restoring_handlers() -> Iterator[None]:
     """Context manager: silence the agent's loggers, and restore them and the signal handlers that it installs."""
-    numbers = (signal.SIGHUP, signal.SIGQUIT)
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    handler = signal.getsignal(signal.SIGQUIT)
     try:
         with loggers_silenced("torch.distributed.elastic", "torch.multiprocessing.spawn"):
             yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            signal.signal(signal.SIGQUIT, handler)

@@ -1,7 +1,7 @@
 """Stop request: a signal that asks a training to end, as one byte of shared memory that every worker polls.
 
     what arrives               without checkpoints          with checkpoints
-    SIGTERM, SIGUSR1           the run ends at once         a request: the workers save, and end within the grace
+    one of STOP_SIGNALS        the run ends at once         a request: the workers save, and end within the grace
     Ctrl-C                     the run ends at once         the same
     a second one               -                            the run ends at once
     the grace is over          -                            the run ends at once
@@ -24,7 +24,10 @@ from types import FrameType
 from typing import Any
 
 GRACE = 30.0  # default of seconds from a request to the end
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+# What ends a process by itself, and comes from batch systems before they kill (SIGTERM, SIGUSR1, SIGUSR2), from the
+# system at a limit of CPU time (SIGXCPU), and from a terminal that is closed (SIGHUP).
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, signal.SIGHUP)
 
 # The signals of one request: a batch system may send one to the launcher and to all workers, and these pass it on.
 SAME_REQUEST_SECONDS = 1.0
@@ -52,6 +55,11 @@ class Stopped(BaseException):
         return describe_end(self.number) + (f": {self.reason}" if self.reason else "")
 
 
+def list_heeded() -> list[signal.Signals]:
+    """Return the stop signals that this process does not ignore: who starts it with nohup wants it to go on."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
 def describe_end(number: int) -> str:
     """Describe that a signal has ended the run."""
     return "interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}"
@@ -69,6 +77,11 @@ def describe_request(number: int, grace: float) -> str:
         f"{name}: saving a checkpoint after this step, then the training ends; after {grace:g} s (--grace), or at a "
         "second signal, it ends at once"
     )
+
+
+def is_second(number: int, seconds: float) -> bool:
+    """Return whether a signal that came some seconds after a request is another one; SIGXCPU comes every second."""
+    return seconds > SAME_REQUEST_SECONDS and number != signal.SIGXCPU
 
 
 class StopRequest:
@@ -151,7 +164,7 @@ class LauncherSignals:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        numbers = (*STOP_SIGNALS, *((signal.SIGINT,) if self._stop.waits_for_save else ()))
+        numbers = (*list_heeded(), *((signal.SIGINT,) if self._stop.waits_for_save else ()))
         before = {number: signal.signal(number, self._receive) for number in numbers}
         try:
             yield
@@ -175,7 +188,7 @@ class LauncherSignals:
             self._stop.set(number)
             self._start_grace()
             self._say(describe_request(number, self._grace))
-        elif number == signal.SIGINT or now - self._requested_at > SAME_REQUEST_SECONDS:
+        elif number == signal.SIGINT or is_second(number, now - self._requested_at):
             raise Stopped(number)
 
     def _start_grace(self) -> None:
@@ -205,13 +218,16 @@ def handle_in_worker(stop: StopRequest, launcher: int, under_agent: bool = False
         if not (stop.is_set() or (under_agent and number == signal.SIGTERM)):
             os.kill(launcher, number)
 
-    for number in STOP_SIGNALS:
+    for number in list_heeded():
         signal.signal(number, pass_on if stop.waits_for_save else signal.SIG_DFL)
     os.register_at_fork(after_in_child=restore_signals)
 
 
 def restore_signals() -> None:
-    """Have the stop signals end this process again: called in processes that a worker forks, such as a loader's."""
+    """Have the stop signals end this process again: called in processes that a worker forks, such as a loader's.
+
+    But for a terminal's end, which all processes are told of: the worker needs what it has started, to save.
+    """
     signal.set_wakeup_fd(-1)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
+    for number in list_heeded():
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)

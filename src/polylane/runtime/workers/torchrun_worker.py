@@ -3,7 +3,7 @@
 A thread waits for all of these, since the main thread may be inside a backend's wait, where Python runs no signal
 handler. What the thread does, it does without the main thread.
 
-    the agent is told to end (SIGTERM, Ctrl-C)    it sends the signal to all its workers: see :mod:`.stop_request`
+    the agent is told to end (SIGTERM, SIGHUP)    it sends the signal to all its workers: see :mod:`.stop_request`
     a worker dies                                 the first living worker of its host names it; the agent ends them all
     the agent dies (SIGKILL)                      its workers end at once: nobody would restart or end them
 """
@@ -21,13 +21,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from polylane.output import say_at_once
 from polylane.runtime.workers.parent_tie import tie_to_agent
 from polylane.runtime.workers.stop_request import (
-    SAME_REQUEST_SECONDS,
     STOP_SIGNALS,
     Stopped,
     StopRequest,
     describe_request,
+    is_second,
+    list_heeded,
     restore_signals,
 )
 
@@ -73,8 +75,9 @@ class TorchrunWorker:
         """Handle signals from now on, and tie this worker to its agent; call it before anything takes long."""
         os.set_blocking(self._woken, False)
         signal.set_wakeup_fd(self._woken, warn_on_full_buffer=False)
+        heeded = (*list_heeded(), signal.SIGINT)
         # The thread is told by the wake-up descriptor.
-        self._before = {number: signal.signal(number, lambda number, frame: None) for number in HANDLED}
+        self._before = {number: signal.signal(number, lambda number, frame: None) for number in heeded}
         os.register_at_fork(after_in_child=_restore_signals)
         self._tie_to_agent()
         self._thread = threading.Thread(target=self._watch, name="polylane-torchrun", daemon=True)
@@ -149,7 +152,7 @@ class TorchrunWorker:
             if self._loss and not (self._has_named or self._has_peer_failed() or self._has_anyone_reported()):
                 self._has_named = True
                 if self._local_rank == 0:
-                    _say(f"worker {self._rank} lost a worker of another host: {self._loss}")
+                    say_at_once(f"worker {self._rank} lost a worker of another host: {self._loss}")
             return bool(self._loss)
 
     def _name_dead(self) -> bool:
@@ -159,7 +162,7 @@ class TorchrunWorker:
             if silent and not self._has_named:
                 self._has_named = True
                 if self._rank == min((rank for rank in self._pids if rank not in self._dead), default=self._rank):
-                    _say(self._describe_death(silent[0]))
+                    say_at_once(self._describe_death(silent[0]))
             return bool(silent)
 
     def _has_anyone_reported(self) -> bool:
@@ -186,15 +189,12 @@ class TorchrunWorker:
     def _describe_death(self, rank: int) -> str:
         from polylane.runtime.workers.failure import Failure
 
-        code = self._dead[rank]
-        if code is None:
-            return f"worker {rank} failed: it ended, and nobody could see how (killed, or left by os._exit)"
-        return str(Failure.of_exit(rank, code, self._kills_before).to_exception())
+        return str(Failure.of_exit(rank, self._dead[rank], self._kills_before).to_exception())
 
     def _end(self, number: int, reason: str = "") -> None:
         """End this process at once, by a signal that it was sent."""
         if self._local_rank == 0:
-            _say(str(Stopped(number, reason or self._explain_end(number))))
+            say_at_once(str(Stopped(number, reason or self._explain_end(number))))
         else:
             time.sleep(LINGER_SECONDS)
         time.sleep(LINGER_SECONDS)
@@ -252,8 +252,8 @@ class TorchrunWorker:
             self._requested_at = now
             self._stop.set(number)
             if self._local_rank == 0:
-                _say(describe_request(number, self._grace))
-        elif now - self._requested_at > SAME_REQUEST_SECONDS:
+                say_at_once(describe_request(number, self._grace))
+        elif is_second(number, now - self._requested_at):
             self._end(number)
 
 
@@ -262,11 +262,6 @@ def identify_launch() -> str:
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     started = _read_status(os.getppid())  # its 20th field is the time, so that a later process of this id is another
     return f"{run} {os.getppid()} {started[19] if len(started) > 19 else ''}" if run else ""
-
-
-def _say(message: str) -> None:
-    """Print a sentence past Python's streams, of which another thread may hold the lock."""
-    os.write(2, f"polylane: {message}\n".encode(errors="backslashreplace"))
 
 
 def _restore_signals() -> None:
