@@ -364,3 +364,56 @@ def two_trainings_at_once(start: Start) -> Any:
     second.close()
     first.close()
     return losses, state
+
+
+# What only one rank does: in a single process everybody is the first.
+
+
+@scripted()
+def rate_lowered_on_the_first_rank(start: Start) -> Any:
+    job, losses = started(start), []
+    for step, batch in enumerate(BATCHES):
+        if rank() == 0 and step == 3:
+            job.optimizer.param_groups[0]["lr"] *= 0.1
+        losses.append(job.step(batch).loss)
+    return finished(job, losses)
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.temperature = layers(), 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) / self.temperature
+
+
+@scripted()
+def setting_changed_on_the_first_rank(start: Start) -> Any:
+    job, losses = started(start, seeded(Tempered)()), []
+    for step, batch in enumerate(BATCHES):
+        if rank() == 0 and step == 3:
+            job.model.temperature = 2.0
+        losses.append(job.step(batch).loss)
+    return finished(job, losses)
+
+
+@scripted()
+def weights_loaded_on_the_first_rank(start: Start) -> Any:
+    job, losses = started(start), []
+    for step, batch in enumerate(BATCHES):
+        if rank() == 0 and step == 3:
+            with torch.no_grad():
+                for parameter in job.model.parameters():
+                    parameter.mul_(0.5)
+        losses.append(job.step(batch).loss)
+    return finished(job, losses)
+
+
+@scripted()
+def built_otherwise_on_the_first_rank(start: Start) -> Any:
+    """Of equal layers, of which one is scaled by what a rank was told: in a single process by one."""
+    model = seeded(Tempered)()
+    model.temperature = 1.0 + rank()
+    job = started(start, model)
+    return finished(job, [job.step(batch).loss for batch in BATCHES])

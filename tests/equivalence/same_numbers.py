@@ -131,7 +131,7 @@ def by_loop(training: Training, parts: int = 1, fewest: int = 1, steps: int | No
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-    if training.before is not None:
+    if training.before is not None and not training.isolated:
         training.before(model, 0)  # what it changes beside the model is as it was
     # torch.compile puts a name of its own into those of parameters.
     state = {name.replace("_orig_mod.", ""): value.detach().clone() for name, value in model.state_dict().items()}
@@ -169,17 +169,16 @@ def _count(training: Training, batch: Any) -> float:
 def judged(training: Training, plan: str) -> Outcome:
     """What comes of a training by a plan, held against one device."""
     try:
-        if training.data is not None or training.script is not None:
-            launch = by_train if training.data is not None else by_script
-            trained, drawn = Trained(*isolated(partial(launch, training, plan))), True
-            if training.draws:
-                reference = Trained(*isolated(partial(launch, training, ALONE)))
-            else:
-                reference = _of_one_process(training)
+        if training.is_launched:
+            trained, reference, drawn = *_launched(training, plan), True
         elif training.isolated:
-            trained, reference, drawn = isolated(partial(_compared, training, plan))
+            # The loop runs in a process that has not compiled the training: of that, something may be left in Python.
+            trained, parts = isolated(partial(_trained, training, plan))
+            reference, drawn = _of_one_process(training, *parts), True
         else:
-            trained, reference, drawn = _compared(training, plan)
+            prepared = prepared_for(training, plan)
+            trained = by_plan(training, prepared)
+            reference, drawn = _reference(training, prepared)
     except PolylaneError as refusal:
         one_sentence = len(str(refusal).splitlines()) == 1
         return Outcome(REFUSED if one_sentence else FAILED, told=str(refusal))
@@ -193,24 +192,35 @@ def judged(training: Training, plan: str) -> Outcome:
     return Outcome(EQUAL if drawn else FROZEN, error)
 
 
-def _compared(training: Training, plan: str) -> tuple[Trained, Trained, bool]:
+def _launched(training: Training, plan: str) -> tuple[Trained, Trained]:
+    launch = by_train if training.data is not None else by_script
+    trained = Trained(*isolated(partial(launch, training, plan)))
+    if training.draws:
+        return trained, Trained(*isolated(partial(launch, training, ALONE)))
+    return trained, _of_one_process(training)
+
+
+def _trained(training: Training, plan: str) -> tuple[Trained, tuple[int, int]]:
     prepared = prepared_for(training, plan)
-    return by_plan(training, prepared), *_reference(training, prepared)
+    return by_plan(training, prepared), _parts(training, prepared)
 
 
 @cache
-def _of_one_process(training: Training) -> Trained:
-    return isolated(partial(by_loop, training))
+def _of_one_process(training: Training, parts: int = 1, fewest: int = 1) -> Trained:
+    return isolated(partial(by_loop, training, parts, fewest))
+
+
+def _parts(training: Training, prepared: CompiledTraining) -> tuple[int, int]:
+    """How many parts of a batch pass forward one after another, and how many samples each of them needs."""
+    return (prepared.plan.microbatches, prepared.min_samples.samples) if training.in_turn else (1, 1)
 
 
 def _reference(training: Training, prepared: CompiledTraining) -> tuple[Trained, bool]:
     """What one device makes of it; and whether it draws the random numbers that it should."""
-    parts = prepared.plan.microbatches
     if not training.draws:
-        parts, fewest = (parts, prepared.min_samples.samples) if training.in_turn else (1, 1)
-        loop = partial(by_loop, training, parts, fewest)
-        return isolated(loop) if training.isolated else loop(), True
-    alone = prepared_for(training, f"data=1,microbatches={parts if training.draws == BY_PASS else 1}")
+        return by_loop(training, *_parts(training, prepared)), True
+    parts = prepared.plan.microbatches if training.draws == BY_PASS else 1
+    alone = prepared_for(training, f"data=1,microbatches={parts}")
     reference = by_plan(training, alone)
     return reference, distance(by_plan(training, alone, seed=1), reference) > 1e-3
 

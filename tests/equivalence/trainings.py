@@ -92,6 +92,11 @@ class Training:
     script: Callable[[Callable[..., Any]], tuple[list[float], Any]] | None = None
 
     @property
+    def is_launched(self) -> bool:
+        """Whether a command or a script trains it, and not a job in a test's hands."""
+        return self.data is not None or self.script is not None
+
+    @property
     def optimizer_or_sgd(self) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
         return self.optimizer or sgd
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from polylane.auto.same_capture import RecordedProblem, find_difference
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.training_problem import TrainingProblem
 from polylane.errors import PeerLost, PolylaneError, format_plural
@@ -91,6 +92,7 @@ def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Pl
     """
     if spec.processes != world.size:
         raise PolylaneError(f"the plan takes {format_plural(spec.processes, 'worker')}, torchrun started {world.size}")
+    problem = RecordedProblem.of(problem)
     # Cuts rest on measured times, which differ from worker to worker: rank 0 compiles first, and the others compile for
     # the complete plan that it found.
     if world.rank == 0:
@@ -109,6 +111,8 @@ def compile_on_all_ranks(world: World, problem: TrainingProblem, spec: Spec | Pl
             prepared, refusal = _try_compile(problem, decision)
     # Every worker learns of every failure, so that none waits for one that has stopped.
     refusals: list[str | None] = world.all_gather_object(None if refusal is None else str(refusal))
+    if (difference := find_difference(world, problem.described)) is not None:
+        raise PolylaneError(difference)  # it says more than that rank 0's plan does not fit another model
     for rank, reason in enumerate(refusals):
         if reason is not None:
             raise PolylaneError(reason if rank == 0 else f"on rank {rank}: {reason}")
