@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from polylane.auto.on_workers import resolve_plan
@@ -33,7 +34,7 @@ from polylane.runtime.workers.world import World
 def parallelize(
     model: nn.Module,
     loss: Loss | Mapping[str, Loss],
-    optimizer: OptimizerFactory | Mapping[str, OptimizerFactory],
+    optimizer: torch.optim.Optimizer | OptimizerFactory | Mapping[str, torch.optim.Optimizer | OptimizerFactory],
     *,
     example: Any,
     plan: str | Spec | Plan = "data=1",
@@ -52,8 +53,10 @@ def parallelize(
 
     Args:
         model: an ordinary ``nn.Module``. If workers built it with different weights, those of rank 0 count.
-        loss: ``loss(model, batch)`` -> a scalar mean over the batch, or :class:`polylane.Mean`; or several by name.
-        optimizer: (name, parameter) pairs -> a torch.optim optimizer; or one for each loss.
+        loss: ``loss(model, batch)`` -> a scalar mean over the batch, or :class:`polylane.Mean`; or several by name. For
+            batches ``(x, y)`` also a criterion, such as ``nn.CrossEntropyLoss()``: ``criterion(model(x), y)``.
+        optimizer: a torch.optim optimizer on the model's parameters, which then steps on what this worker has of them;
+            or a function that builds one: (name, parameter) pairs -> optimizer; or one for each loss.
         example: a batch, for its form and size.
         plan: ``"data=2,pipeline=2,schedule=1f1b,microbatches=8"``, or a :class:`polylane.plan.plan.Plan`; or ``"auto"``
             for the best one that takes every worker: rank 0 measures the model on the example, and prints on stderr
@@ -76,7 +79,8 @@ def parallelize(
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
     """
     world = watch_script(World.join(), on_hang, hang_after)
-    of_loss = build_objectives(loss, optimizer, scheduler)
+    factories: Any = optimizer  # an object becomes a factory with the model's names: see TrainingProblem
+    of_loss = build_objectives(loss, factories, scheduler)
     problem = TrainingProblem(model, of_loss, example, batch_size, init, device=world.accelerator)
     spec = resolve_plan(world, problem, plan)
     if world.size == 1:

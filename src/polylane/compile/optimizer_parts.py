@@ -57,12 +57,14 @@ def own_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]
     yield from ((name, value) for name, value in vars(optimizer).items() if name not in BASE_ATTRIBUTES)
 
 
-def find_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors in nested lists and mappings."""
+def find_tensors(value: Any, seen: Collection[int] = ()) -> list[Tensor]:
+    """Return the tensors in nested lists and mappings, and in optimizers in these."""
     if isinstance(value, Tensor):
         return [value]
-    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for each in values for tensor in find_tensors(each)]
+    values = vars(value) if isinstance(value, torch.optim.Optimizer) else value
+    values = values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple)) else ()
+    within = {*seen, id(value)}
+    return [tensor for each in values if id(each) not in within for tensor in find_tensors(each, within)]
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, pieces: Mapping[nn.Parameter, OptimizerPart | None]) -> None:
@@ -174,7 +176,8 @@ def _find_kept_tensors(parameters: Sequence[tuple[str, nn.Parameter]], factory: 
         _, built = build_on_trial(factory, draw_trial(parameters).values)
     except Exception:  # a factory that knows the shapes of its own model
         return ""
-    return next((name for name, value in own_attributes(built) if find_tensors(value)), "")
+    kept = ((n, v) for n, v in own_attributes(built) if not isinstance(v, torch.optim.Optimizer))
+    return next((name for name, value in kept if find_tensors(value)), "")
 
 
 class _ShareFailed(Exception):

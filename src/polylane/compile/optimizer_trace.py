@@ -26,6 +26,7 @@ from polylane.compile.optimizer_trials import (
     trying,
 )
 from polylane.compile.origins import ANSWERS, Origin, Origins, SeenArrays
+from polylane.optim.modes import set_mode
 from polylane.optim.trust import set_sum_over_holders
 
 # A count that begins behind the length of any warm-up, and is a multiple of most periods: of powers of 2 and of 10.
@@ -162,7 +163,9 @@ def _take_step(
         parameter.grad = gradients[name].clone()
         mode.mark(name, parameter)
         mode.mark(name, parameter.grad)
+    set_mode(optimizer, True)
     optimizer.step()
+    set_mode(optimizer, False)
     for name, parameter in own.items() if found is not None else ():
         found.add(name, mode.origin_of(parameter))  # type: ignore[union-attr]
 

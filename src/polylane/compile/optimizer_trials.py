@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
 from polylane.compile.objectives import OptimizerFactory
+from polylane.optim.modes import set_mode
 
 SIZE = 4  # length of every dimension of small parameters
 ELEMENTS = 1 << 15  # elements of a larger one: 181 x 181, past the sizes from which optimizers factor or quantize
@@ -154,6 +155,7 @@ def build_on_trial(
     given = {id(parameter) for parameter in own.values()}
     if any(id(parameter) not in given for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError("optimizer(parameters) takes other parameters than those that it is given")
+    set_mode(optimizer, True)
     return own, optimizer
 
 

@@ -15,6 +15,7 @@ from polylane.errors import PolylaneError, describe_error
 from polylane.graph.partition import Partition
 from polylane.graph.python_state.gradient_hooks import hooked_names
 from polylane.graph.sparse_gradients import find_sparse_gradients
+from polylane.optim.modes import has_modes
 from polylane.plan import fit_to_graph as fit
 from polylane.plan.plan import Plan
 from polylane.program.lower import differentiable_parameters
@@ -110,6 +111,26 @@ def check_optimizers(
             trained = [pair for pair in parameters if pair[0] in used]
             _rehearse_step(optimizer, trained, objective, sparse)
         _refuse_coupled(parameters, objective, partitions, plan, sparse)
+        if has_modes(optimizer):
+            _refuse_exchanges(type(optimizer).__name__, plan)
+
+
+def _refuse_exchanges(name: str, plan: Plan) -> None:
+    """Refuse an optimizer that exchanges weights where others read, average or keep these between steps.
+
+    Raises:
+        PolylaneError: the plan has parameter servers, averages weights, or has several batches under way.
+    """
+    for word, applies in (
+        (f"servers={plan.sync.server_count}", plan.sync.has_servers),
+        (f"every={plan.sync.every}", plan.sync.every > 1),
+        (f"schedule={plan.schedule}", plan.is_asynchronous),
+    ):
+        if applies:
+            raise PolylaneError(
+                f"{plan.title}: {name}.train() and eval() exchange the weights that are trained for those that are "
+                f"evaluated, and {word} hands weights on between steps: leave that out of the plan"
+            )
 
 
 def explain_coupled_updates(parameters: Parameters, objective: Objective, sparse: Collection[str]) -> str:

@@ -13,6 +13,7 @@ from polylane.compile.objectives import Init, Objective, Parameters, named_param
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.compile.plan_checks import check_plan, explain_coupled_updates, refuse_coupled_search
 from polylane.compile.unusable_modules import refuse_uninitialised, refuse_unusable_modules
+from polylane.compile.user_objects import OptimizerObject, take_loss
 from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count
 from polylane.graph.batch_checks import refuse_undividable
 from polylane.graph.capture.export import Loss
@@ -56,6 +57,12 @@ class TrainingProblem:
         object.__setattr__(self, "model", without_compiler(self.model))
         refuse_unusable_modules(self.model)
         refuse_undividable(self.example)
+        taken = {n: replace(o, loss=take_loss(o.loss, self.model, self.example)) for n, o in self.objectives.items()}
+        object.__setattr__(self, "objectives", taken)
+        for name, objective in taken.items():
+            if isinstance(objective.optimizer, torch.optim.Optimizer):
+                built = OptimizerObject(objective.optimizer, self.parameters)
+                taken[name] = replace(objective, optimizer=built)
 
     @property
     def objective(self) -> Objective:

@@ -15,6 +15,7 @@ from polylane.cost.operators.profile import Both, Profile
 from polylane.graph.batch import Rebuild, clone_leaves, sample_count, take_first_samples
 from polylane.graph.capture.export import Loss, ModelWithLoss, model_restored
 from polylane.graph.graph import Graph
+from polylane.optim.modes import set_mode
 from polylane.profiling.time_operators import measure_both, wait_for
 
 REPEATS = 5
@@ -92,6 +93,7 @@ def _update(model: nn.Module, loss: Loss, factory: Factory) -> float:
     times = []
     with model_restored(model):
         optimizer = factory(named)
+        set_mode(optimizer, True)
         for _ in range(REPEATS + 1):
             for _, parameter in named:
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

@@ -154,6 +154,7 @@ class TrainingRole:
                 lane = self._cache.compiled_for(name, own, True, self._rule.is_replica_local(name), draws)
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
             self._limit_in_flight(self._rule.max_steps_in_flight)
+            self._set_mode(True)
             trainer.zero_grad()
             if lane.buffers:
                 self._holding.buffers.receive_updates(lane.buffers)
@@ -174,6 +175,11 @@ class TrainingRole:
         self._spans.append(tuple(state.spans))
         self._step += 1
         return result
+
+    def _set_mode(self, training: bool) -> None:
+        """Let optimizers that train at other weights than they give exchange them, see :func:`set_optimizer_mode`."""
+        for trainer in self._trainers.values():
+            trainer.set_mode(training)
 
     def _run(
         self, what: str, lane: BoundProgram, own: Batch, step: int, update: Callable[[StepState], None]
@@ -213,6 +219,7 @@ class TrainingRole:
                 trainer.scale_gradients(state.samples_in_mean / float(count))
         samples = bool(state.tables.shares) or not lane.executor.is_replica_local
         self._hooks.run(trainer.local_parameters, self._seed, self._step)
+        trainer.step_key = self._seed, self._step
         self._rule.update_weights(name, trainer, samples)
         self._rule.after_step(name, lane.counted)
 
@@ -220,6 +227,7 @@ class TrainingRole:
 
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
         self.empty_pipeline()
+        self._set_mode(False)
         own = self._own(batch)
         if own.is_collated:
             self._checks.refuse_unequal_sizes(own)
@@ -293,6 +301,7 @@ class TrainingRole:
 
     def state_dict(self) -> dict[str, Tensor]:
         self.empty_pipeline()
+        self._set_mode(False)
         with self._rule.averaged_weights():
             state = self._full_tensors.state_dict()
             self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
@@ -300,6 +309,7 @@ class TrainingRole:
 
     def save(self, path: Path) -> None:
         self.empty_pipeline()
+        self._set_mode(False)
         try:
             with self.world.progress.during(Phase.SAVING), self._rule.averaged_weights():
                 self._full_tensors.save(path)
@@ -311,6 +321,7 @@ class TrainingRole:
 
     def collect_state(self) -> WorkerState:
         self.empty_pipeline()
+        self._set_mode(False)
         with self.world.progress.during(Phase.SAVING):
             return self._state.collect()
 

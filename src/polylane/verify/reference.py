@@ -26,7 +26,7 @@ from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.rounding_noise import TRIES, nudge_values
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
-from polylane.runtime.parameters.optimizer import step_optimizer, step_scheduler
+from polylane.runtime.parameters.optimizer import set_optimizer_mode, step_optimizer, step_scheduler
 from polylane.samples.batch_statistics import needs_batch_counts
 from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
 from polylane.verify.rounding_floor import TRIES_MORE, MeasuredPass, RoundingFloors, measure_floors
@@ -44,6 +44,7 @@ def train_reference(training: ComparedTraining) -> ReferenceRun:
         one.update_weights(loss=total / count)
         steps.append((ReferenceStep(total / count, before, one.copy_state(), gradients, floors),))
         before = steps[-1][0].after
+    set_optimizer_mode(one.optimizer, False)
     state = {name: value.detach().clone() for name, value in training.prepared.model.state_dict().items()}
     losses = [step.loss for (step,) in steps]
     return ReferenceRun(losses, steps[0][0].gradients, state, steps, one.loop.is_eager)
@@ -79,9 +80,11 @@ class ReferenceModel:
 
     def __init__(self, training: ComparedTraining, replica: int = 0, replicas: int = 1) -> None:
         prepared, self._training = training.prepared, training
+        self.step_key: tuple[int, ...] = (training.seed, 0)  # what random numbers depend on that the optimizer draws
         objective = next(iter(prepared.objectives.values()))
         named = named_parameters(prepared.model, [objective.loss])
         self.optimizer = objective.optimizer(list(named))
+        set_optimizer_mode(self.optimizer, True)
         self.scheduler = build_scheduler(objective.scheduler, self.optimizer)
         # The user's optimizer may leave parameters out, which are then neither clipped nor compared.
         taken = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -112,7 +115,7 @@ class ReferenceModel:
         Returns:
             The loss as (total, count), the gradients by parameter, and the floors.
         """
-        loop = self.whole_loop if together else self.loop
+        self.step_key, loop = (self._training.seed, step), self.whole_loop if together else self.loop
         restore = snapshot_model(loop.modules, loop.loss)
         total, count = loop.backward(step)
         once = self._build_pass(total, count, loop)
@@ -143,7 +146,7 @@ class ReferenceModel:
     def update_weights(self, samples: bool = True, loss: float | None = None) -> None:
         """Step the optimizer, where there were samples, and the scheduler, with the loss if it needs one."""
         if samples:
-            step_optimizer(self.optimizer)
+            step_optimizer(self.optimizer, self.step_key)
         step_scheduler(self.scheduler, loss if needs_metric(self.scheduler) else None)
 
 

@@ -102,6 +102,7 @@ class _ReplayedServer:
         """
         for name, parameter in self.trained_parameters.items():
             parameter.grad = gradients.get(name)
+        self._copy.step_key = (self.version,)
         self._copy.update_weights()
         self.version += 1
         if update.version != self.version:

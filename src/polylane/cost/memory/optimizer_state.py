@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from polylane.cost.memory.allocation_meter import AllocationMeter
 from polylane.graph.graph import Graph
 from polylane.graph.sparse_gradients import find_sparse_gradients
+from polylane.optim.modes import set_mode
 
 Factory = Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
@@ -103,6 +104,7 @@ def _run_optimizer(
     extra = [pair for _ in range(-(-_MANY // max(len(small), 1)) - 1) for pair in made().items()]
     every = [*extra, *small.items()]  # optimizers that key by name keep the last of equal names: the probed ones
     optimizer = factory(every)
+    set_mode(optimizer, True)
     for group in optimizer.param_groups:
         if device == "cuda" and "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True

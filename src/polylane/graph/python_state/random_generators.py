@@ -63,6 +63,20 @@ def generators_drawn_from(a: States, b: States) -> list[str]:
 
 
 @contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Context manager: all global generators are seeded with a function of ``key``, and as before afterwards."""
+    saved = _python_states()
+    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        seed_generators(*key)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(torch.default_generator.initial_seed())
+        try:
+            yield
+        finally:
+            _restore_python(*saved)
+
+
+@contextmanager
 def python_seeded(number: int) -> Iterator[None]:
     """Context manager: seed Python's and numpy's global generators inside, and restore the user's states afterwards."""
     saved = _python_states()

@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from polylane.compile.objectives import Objective
 from polylane.compile.optimizer_parts import replace_parameters
 from polylane.compile.optimizer_trials import empty_groups_clipped
+from polylane.compile.user_objects import OptimizerObject
 from polylane.errors import PolylaneError, describe_error
 from polylane.graph.python_state.own_objects import is_users
+from polylane.graph.python_state.random_generators import seeded
+from polylane.optim.modes import set_mode
 from polylane.runtime.workers.failure import is_peer_loss
 from polylane.runtime.workers.out_of_memory import is_out_of_memory
 
@@ -34,25 +37,42 @@ def build_optimizer(
         held: (name, parameter) of this worker's parameters that the objective trains.
         every: (name, parameter) of all parameters of the model, in its order.
     """
-    optimizer = objective.optimizer(list(every))
+    factory = objective.optimizer
+    optimizer = factory.take(every) if isinstance(factory, OptimizerObject) else factory(list(every))
     mine = {id(parameter) for _, parameter in held}
     replace_parameters(optimizer, {parameter: None for _, parameter in every if id(parameter) not in mine})
     return optimizer
 
 
-def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
+def set_optimizer_mode(optimizer: Any, training: bool) -> bool:
+    """Call an optimizer's own ``train()`` or ``eval()``, if it has both; return whether it has.
+
+    Raises:
+        PolylaneError: it raised.
+    """
+    with _blamed_on("optimizer.train()" if training else "optimizer.eval()"):
+        return set_mode(optimizer, training)
+
+
+def step_optimizer(optimizer: torch.optim.Optimizer, key: tuple[int, ...] | None = None) -> None:
     """Take one step of the user's optimizer.
 
     Where this worker holds none of its parameters there is nothing to update. It still steps, for what it counts in its
     groups, for its scheduler and for sums with other workers; but code that was written for some parameters, as that of
     torch's foreach functions, may raise on none, which is of no consequence then.
 
+    Args:
+        optimizer: the user's optimizer, on this worker's parameters.
+        key: what the random numbers depend on that an optimizer of the user's draws (the training's seed and the number
+            of the step), so that all replicas draw the same; None: they are as the process has them.
+
     Raises:
         PolylaneError: it raised, other than for a lost worker or for want of memory.
     """
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     try:
-        with _blamed_on("optimizer.step()"), nullcontext() if all(sizes) else empty_groups_clipped():
+        draws = seeded(*key) if key is not None and _may_draw(optimizer) else nullcontext()
+        with _blamed_on("optimizer.step()"), draws, nullcontext() if all(sizes) else empty_groups_clipped():
             optimizer.step()
     except PolylaneError as error:
         if any(sizes) and not all(sizes):
@@ -62,6 +82,12 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
             ) from error
         if any(sizes) or getattr(optimizer, "sum_over_holders", None) is not None:
             raise
+
+
+def _may_draw(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether code of the user's runs in a step: torch's own optimizers draw nothing."""
+    hooks = [getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+    return any(hooks) or not type(optimizer).__module__.startswith(("torch.optim", "polylane."))
 
 
 def step_scheduler(scheduler: Any, loss: float | None = None) -> None:

@@ -18,6 +18,7 @@ from polylane.runtime.parameters.optimizer import (
     GradientClipper,
     SumOverMesh,
     build_optimizer,
+    set_optimizer_mode,
     step_optimizer,
     step_scheduler,
 )
@@ -39,6 +40,7 @@ class ObjectiveUpdate:
         clipper: bounds the norm of the gradients, or None.
         shards: ZeRO shards of this worker; none without ``sync.shard``.
         full_parameters: this worker's parameters in the shapes that its passes compute with, by name.
+        step_key: seed of the training and number of the step: what the optimizer's random numbers depend on.
         compressor: sums gradients over replicas; shared by all bound programs of the objective, so that error feedback
             of one of them is sent by the next.
     """
@@ -51,6 +53,16 @@ class ObjectiveUpdate:
     shards: Shards
     full_parameters: dict[str, nn.Parameter]
     compressor: GradientCompressor
+    step_key: tuple[int, ...] | None = None
+    _is_training: bool | None = None  # whether the optimizer's train() or its eval() was called last
+
+    def set_mode(self, training: bool) -> None:
+        """Call the optimizer's own ``train()`` or ``eval()``, if it has both; collective where replicas have shares."""
+        if training is self._is_training:
+            return
+        self._is_training = training
+        if set_optimizer_mode(self.optimizer, training) and self.shards.flat_buffers:
+            self.shards.gather_updated(self.full_parameters.keys())
 
     def zero_grad(self) -> None:
         """Set the gradients of all local parameters and shards to None."""
@@ -66,7 +78,7 @@ class ObjectiveUpdate:
         if samples:
             if self.clipper is not None:
                 self.clipper.clip_gradients()
-            step_optimizer(self.optimizer)
+            step_optimizer(self.optimizer, self.step_key)
             # ZeRO-1 and -2: each replica updated its shard, the full parameters need all of them.
             if self.shards.flat_buffers:
                 self.shards.gather_updated(self.full_parameters.keys())

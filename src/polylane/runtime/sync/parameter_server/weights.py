@@ -55,7 +55,7 @@ class ObjectiveState:
             parameter.grad = gradients.get(name)
         if self.clipper is not None:
             self.clipper.clip_gradients()
-        optimizer.step_optimizer(self.optimizer)
+        optimizer.step_optimizer(self.optimizer, (self.updates,))
         optimizer.step_scheduler(self.scheduler)
         self.updates += 1
 

@@ -1,0 +1,18 @@
+"""Modes of an optimizer: schedule-free methods train at other weights than they give (Defazio et al., NeurIPS 2024)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def has_modes(optimizer: Any) -> bool:
+    """Return whether an optimizer has ``train()`` and ``eval()``, which exchange its weights."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def set_mode(optimizer: Any, training: bool) -> bool:
+    """Call an optimizer's own ``train()`` or ``eval()``, if it has both; return whether it has."""
+    if not has_modes(optimizer):
+        return False
+    (optimizer.train if training else optimizer.eval)()
+    return True
