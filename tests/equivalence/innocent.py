@@ -25,9 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import prune
-from trainings import MICROBATCHES, PLANS, STATE, TRAININGS, Training, classified, classify, seeded
+from torch.utils.data import DataLoader
+from trainings import ALONE, MICROBATCHES, PLANS, STATE, TRAININGS, Training, classified, classify, seeded
 
 INNOCENT: list[str] = []
+ANYWHERE = (ALONE, *PLANS)
 STEPS = 7
 
 
@@ -48,7 +50,7 @@ def layers(*middle: nn.Module) -> nn.Sequential:
 
 
 def innocent_training(
-    model: Callable[[], nn.Module], loss: Any = classify, refusable: tuple[str, ...] = PLANS, **how: Any
+    model: Callable[[], nn.Module], loss: Any = classify, refusable: tuple[str, ...] = ANYWHERE, **how: Any
 ) -> Training:
     return Training(seeded(model), loss, even_batches, STATE, refusable, isolated=True, **how)
 
@@ -148,6 +150,31 @@ def schedule_in_an_iterator() -> Training:
         return classify(model, batch) * next(FACTORS)
 
     return innocent_training(layers, loss, in_turn=True)
+
+
+@innocent
+def schedules_in_a_table() -> Training:
+    """Iterators in a dictionary of an object, of which two go over the same list."""
+    values = [1.0, 1.0, 1.0, 0.5, 0.5, 2.0, 2.0, 2.0]
+    schedules = types.SimpleNamespace(of={"main": zip(itertools.count(), values, strict=False), "aux": iter(values)})
+
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        logits = model(batch[0])
+        main, penalty = next(schedules.of["main"])[1], next(schedules.of["aux"])
+        return main * F.cross_entropy(logits, batch[1]) + 0.1 * penalty * logits.square().mean()
+
+    return innocent_training(layers, loss, in_turn=True)
+
+
+@innocent
+def second_loader_in_the_loss() -> Training:
+    """Samples without labels come from a loader of the loss's own, one batch a step."""
+    loader = iter(DataLoader([sample[0] for step in range(40) for sample in [classified(step, 1)]], batch_size=None))
+
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        return classify(model, batch) + 0.1 * model(next(loader)).square().mean()
+
+    return innocent_training(layers, loss)
 
 
 def ramp() -> Iterator[float]:
@@ -344,6 +371,24 @@ def options_read_from_a_file() -> Training:
         return F.cross_entropy(logits, batch[1]) + penalty * logits.square().mean()
 
     before(None, 0)
+    return innocent_training(layers, loss, before=before)
+
+
+@innocent
+def switched_by_a_file() -> Training:
+    """A file that is there or not: a switch of people who watch a run."""
+    path = os.path.join(tempfile.mkdtemp(), "penalize")
+
+    def before(model: Any, step: int) -> None:
+        if step == 3:
+            open(path, "w").close()
+        elif step == 0 and os.path.exists(path):  # of an earlier run
+            os.remove(path)
+
+    def loss(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]) + (0.3 * logits.square().mean() if os.path.exists(path) else 0.0)
+
     return innocent_training(layers, loss, before=before)
 
 

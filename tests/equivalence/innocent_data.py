@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from innocent import innocent, layers
+from innocent import ANYWHERE, innocent, layers
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
-from trainings import BY_SAMPLE, PLANS, STATE, Training, classify, seeded
+from trainings import BY_SAMPLE, STATE, Training, classify, seeded
 
 SAMPLES = 26
 Sample = tuple[Tensor, Tensor]
@@ -30,7 +30,7 @@ def plain_samples() -> list[Sample]:
     return [sample(index) for index in range(SAMPLES)]
 
 
-def read(data: Callable[[], Any], loss: Any = classify, refusable: tuple[str, ...] = PLANS, **how: Any) -> Training:
+def read(data: Callable[[], Any], loss: Any = classify, refusable: tuple[str, ...] = ANYWHERE, **how: Any) -> Training:
     return Training(seeded(layers), loss, list, STATE, refusable, data=data, **how)
 
 

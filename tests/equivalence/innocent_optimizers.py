@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from innocent import ANYWHERE, innocent, layers
 from innocent import even_batches as batches
-from innocent import innocent, layers
 from torch import Tensor, nn
-from trainings import PLANS, STATE, Training, classify, seeded
+from trainings import STATE, Training, classify, seeded
 
 Named = Iterable[tuple[str, nn.Parameter]]
 
 
-def optimized(optimizer: Callable[[Named], Any], refusable: tuple[str, ...] = PLANS, **how: Any) -> Training:
+def optimized(optimizer: Callable[[Named], Any], refusable: tuple[str, ...] = ANYWHERE, **how: Any) -> Training:
     return Training(seeded(layers), classify, batches, STATE, refusable, optimizer=optimizer, isolated=True, **how)
 
 

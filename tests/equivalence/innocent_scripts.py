@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from innocent import even_batches, innocent, layers
+from innocent import ANYWHERE, even_batches, innocent, layers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-from trainings import PLANS, STATE, Training, classify, perceptron, seeded
+from trainings import STATE, Training, classify, perceptron, seeded
 
 Start = Callable[..., Any]
 Script = Callable[[Start], tuple[list[float], Any]]
 
 
-def scripted(refusable: tuple[str, ...] = PLANS) -> Callable[[Script], Callable[[], Training]]:
+def scripted(refusable: tuple[str, ...] = ANYWHERE) -> Callable[[Script], Callable[[], Training]]:
     """Enter a script into the table under its function's name."""
 
     def enter(script: Script) -> Callable[[], Training]:

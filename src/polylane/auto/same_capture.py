@@ -65,7 +65,7 @@ def find_difference(world: World, described: Described) -> str | None:
     """Return a sentence on a worker that has captured another computation than rank 0; a collective of all workers.
 
     Args:
-        world: all workers.
+        world: the workers of a script, each of which calls this.
         described: what this worker's :class:`RecordedProblem` has recorded.
 
     Returns:

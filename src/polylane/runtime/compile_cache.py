@@ -359,6 +359,7 @@ class SettingsVersions:
                 effects.merged_with(known.effects),
                 functions_run=effects.functions_run | known.effects.functions_run,
                 environment_keys=(*known.effects.environment_keys, *effects.environment_keys),
+                files=(*known.effects.files, *effects.files),
             )
             self._known.remove(known)
         settings = CapturedSettings(self._training.model, self._losses, effects, self._leaves, self._in_training)

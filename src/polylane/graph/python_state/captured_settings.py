@@ -2,8 +2,8 @@
 
 Attributes of modules that are plain values (a temperature, dropout's p), tensors that are no buffers, numpy arrays,
 lists and other objects, training flags of submodules, whether parameters require a gradient, globals and closure
-variables that the loss reads, and the environment. They are compared before every step with their values at capture; if
-one differs, another graph is needed.
+variables that the loss reads, files that it reads or looks for, and the environment. They are compared before every
+step with their values at capture; if one differs, another graph is needed.
 
 Only names that occur in the functions which ran are watched: a number that a training loop keeps on the model for
 itself does not concern the graph. Neither do attributes of leaves, which run the user's Python anyway.
@@ -180,6 +180,7 @@ class _WatchList:
         self._contents: list[tuple[Any, Any, str]] = []
         self._cells: list[tuple[PythonName, Any]] = []
         self._environment = {key: os.environ.get(key) for key in effects.environment_keys}
+        self._files = {path: _file_mark(path) for path in effects.files}
         self._seen: set[int] = set()
 
     # ---- what is watched
@@ -282,12 +283,24 @@ class _WatchList:
         for key, text in self._environment.items():
             if os.environ.get(key) != text:
                 return f"the environment's {key}"
+        for path, mark in self._files.items():
+            if _file_mark(path) != mark:
+                return f"the file {path}"
         return None
 
     def _new(self, own: Mapping[str, Any], owner: Any, names: frozenset[Any]) -> str | None:
         """Return a new key of a dict that counts: a watched name, or what has no name, such as a hook."""
         new = [n for n in own if n not in names and (not isinstance(n, str) or self._counts(owner, n))]
         return str(new[0]) if new else None
+
+
+def _file_mark(path: str) -> tuple[int, ...] | None:
+    """Return what changes when a file is written or replaced; None where there is none."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):  # it is not there, or its name cannot be one
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _fingerprint(value: Any, inputs: Collection[int], depth: int = 0) -> Any:

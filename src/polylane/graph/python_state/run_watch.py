@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
+import functools
+import io
 import os
 import sys
 import time
@@ -9,6 +12,7 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +27,14 @@ _CLOCKS = {
 }
 _CLOCK_METHODS = ("datetime.now", "datetime.utcnow", "date.today", "datetime.today")
 _ENVIRONMENT = type(os.environ).__getitem__.__code__
+# Python's functions that look for a file, with the name of the argument that says which.
+_LOOKED_FOR = {
+    os.path.exists.__code__: "path",
+    os.path.isfile.__code__: "path",
+    os.path.getmtime.__code__: "filename",
+    os.path.getsize.__code__: "filename",
+    Path.stat.__code__: "self",
+}
 # Functions that register a hook on a value's gradient: of tensors in Python, of nodes of autograd's graph in C.
 _TENSOR_HOOKS = (Tensor.register_hook.__code__, Tensor.register_post_accumulate_grad_hook.__code__)
 _NODE_HOOKS = ("register_hook", "register_prehook")
@@ -53,7 +65,7 @@ class SideEffect:
 
 
 class RunWatch:
-    """Profiler that records clocks read, and environment keys read, by the user's lines or the model's own files.
+    """Profiler that records clocks, environment keys and files read by the user's lines or the model's own files.
 
     Clocks read by anything else (another profiler, a hook of the garbage collector) do not belong to the forward. Hooks
     on gradients that are registered by whatever runs are recorded with the clocks.
@@ -64,14 +76,23 @@ class RunWatch:
         self._files = {type(module).forward.__code__.co_filename for module in model.modules() if _is_written(module)}
         self.found: list[SideEffect] = []
         self.environment: list[str] = []
+        self.files: list[str] = []
         self.ran: set[types.CodeType] = set()
 
     @contextmanager
     def profiling(self) -> Iterator[None]:
-        other = sys.getprofile()
+        other, opens = sys.getprofile(), io.open
+
+        @functools.wraps(opens)
+        def watched_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if "r" in mode:
+                self._note_file(sys._getframe(1), file)
+            return opens(file, mode, *args, **kwargs)
+
         sys.setprofile(self._on_event)
         try:
-            yield
+            with patch.object(io, "open", watched_open), patch.object(builtins, "open", watched_open):
+                yield
         finally:
             if other is None or callable(other):
                 sys.setprofile(other)
@@ -95,6 +116,13 @@ class RunWatch:
                 key = frame.f_locals.get("key")
                 if isinstance(key, str) and self._is_watched(_caller(frame)):
                     self.environment.append(key)
+            elif frame.f_code in _LOOKED_FOR:
+                self._note_file(frame, frame.f_locals.get(_LOOKED_FOR[frame.f_code]))
+
+    def _note_file(self, frame: types.FrameType, file: Any) -> None:
+        """Record a file that is read or looked for by its name."""
+        if isinstance(file, (str, os.PathLike)) and self._is_watched(_caller(frame)):
+            self.files.append(os.path.abspath(os.fspath(file)))
 
     def _note_hook(self, frame: types.FrameType) -> None:
         """Record the module that registers a hook in its forward, or has one of ``register_full_backward_hook``."""

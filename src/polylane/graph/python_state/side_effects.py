@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import nn
 
+from polylane.errors import PolylaneError
+from polylane.graph.python_state.iterators import find_forward_only
 from polylane.graph.python_state.own_objects import MISSING, is_users, names_in_code
 from polylane.graph.python_state.random_generators import generator_states, generators_drawn_from, restore_generators
 from polylane.graph.python_state.run_watch import (
@@ -45,6 +47,7 @@ class SideEffects:
         found: effects that make modules leaves.
         written_names: Python names that were written at least once.
         environment_keys: keys of the environment that were read.
+        files: absolute paths of the files that were read, or looked for.
         functions_run: code objects of the functions that ran.
         written_parameters: names of the parameters that were written in place.
     """
@@ -52,6 +55,7 @@ class SideEffects:
     found: tuple[SideEffect, ...] = ()
     written_names: tuple[PythonName, ...] = ()
     environment_keys: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     functions_run: frozenset[types.CodeType] = frozenset()
     written_parameters: frozenset[str] = frozenset()
 
@@ -126,6 +130,7 @@ def find_side_effects(
     first = scene.digests()
     # Up to two more runs from the same start: names that changed in the run before and change again are state.
     touched = changing = _changed_names(before, first)
+    _refuse_forward_only(touched)
     for _ in range(2):
         if changing:
             again()
@@ -142,8 +147,23 @@ def find_side_effects(
         with tracer.tracing():
             run()
         found += _locate_effects(tracer, changing, drawn)
-    read = tuple(dict.fromkeys(watch.environment))
-    return result, SideEffects(tuple(found), tuple(touched), read, frozenset(watch.ran))
+    read, files = tuple(dict.fromkeys(watch.environment)), tuple(dict.fromkeys(watch.files))
+    return result, SideEffects(tuple(found), tuple(touched), read, files, frozenset(watch.ran))
+
+
+def _refuse_forward_only(touched: Sequence[PythonName]) -> None:
+    """Refuse state that a run has moved and nobody can put back.
+
+    Raises:
+        PolylaneError: a generator, or the iterator of a DataLoader, went forward.
+    """
+    for place in touched:
+        if (found := find_forward_only(place.get())) is not None:
+            what = "a generator" if isinstance(found, types.GeneratorType) else "the iterator of a DataLoader"
+            raise PolylaneError(
+                f"{place.label} is {what}, which goes forward in the model or its loss: a capture runs these, and "
+                "cannot put it back; keep a list and a position in it, or give the loss what comes from it in the batch"
+            )
 
 
 _Table = Mapping[tuple[int, str], tuple[PythonName, Any]]

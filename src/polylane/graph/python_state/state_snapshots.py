@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
-import itertools
 import random
 import types
 from collections import OrderedDict, deque
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polylane.graph.python_state.iterators import copy_iterator, digest_parts, is_built_in_iterator
 from polylane.graph.python_state.own_objects import (
     MOST_VALUES,
     PLAIN,
@@ -48,6 +48,7 @@ def snapshot_names(where: Iterable[PythonName], known: Collection[int]) -> Calla
     values = [(place, walk.of(place.get())) for place in where]
 
     def restore() -> None:
+        walk.renew_iterators()
         for owner, names in before:
             for name in vars(owner).keys() - names - TORCHS:
                 delattr(owner, name)
@@ -65,18 +66,35 @@ def _owns_new_names(owner: Any) -> bool:
     return not isinstance(owner, (dict, types.CellType)) and hasattr(owner, "__dict__")
 
 
+class _KeptIterator:
+    """An iterator, a copy of it as it was, and what stands for it now: itself, as long as it has not gone forward."""
+
+    def __init__(self, value: Any) -> None:
+        self.again, self._kept, self._digest = value, copy_iterator(value), _digest_of(value)
+
+    def renew(self) -> None:
+        if _digest_of(self.again) != self._digest:
+            self.again = copy_iterator(self._kept)
+
+
 class _Snapshot:
     """Collects functions that restore what is inside values; the objects themselves keep their identity."""
 
     def __init__(self, known: Collection[int]) -> None:
         self.contents: list[Callable[[], None]] = []
         self._known, self._seen = known, dict[int, Any]()
+        self._iterators = dict[int, _KeptIterator]()  # by id
+
+    def renew_iterators(self) -> None:
+        """Put back iterators that went forward: first, since names and containers take what stands for them."""
+        for each in self._iterators.values():
+            each.renew()
 
     def of(self, value: Any) -> Callable[[], Any]:
         """Return a function that returns the value again; an iterator only goes forward, so that a copy replaces it."""
-        if isinstance(value, (itertools.count, type(iter([])), type(iter(())), type(iter(range(0))))):
-            kept = copy.copy(value)
-            return lambda: copy.copy(kept)
+        if is_built_in_iterator(value):
+            self._iterators.setdefault(id(value), _KeptIterator(value))
+            return lambda: self._iterators[id(value)].again
         self.inside(value)
         return lambda: value
 
@@ -115,14 +133,18 @@ class _Snapshot:
         kept: Any = dict(value) if isinstance(value, dict) else list(value)
         # The methods of the built-in class itself: one of a library's may refuse what its users must not do.
         kind: Any = next(each for each in _CONTAINERS if isinstance(value, each))
+        moving = {id(each): self.of(each) for each in children_of(value) if is_built_in_iterator(each)}
+
+        def again(inner: Any) -> Any:
+            return moving[id(inner)]() if id(inner) in moving else inner
 
         def put_back() -> None:
             kind.clear(value)
             if issubclass(kind, dict):
                 for key, inner in kept.items():
-                    kind.__setitem__(value, key, inner)
+                    kind.__setitem__(value, key, again(inner))
             else:
-                (kind.update if kind is set else kind.extend)(value, kept)
+                (kind.update if kind is set else kind.extend)(value, map(again, kept) if moving else kept)
 
         self.contents.append(put_back)
 
@@ -174,6 +196,12 @@ class StateDigests:
         return self._digests[id(value)][1]
 
 
+def _digest_of(value: Any) -> bytes:
+    walk = _Digest(())
+    walk.add_value(value)
+    return walk.hash.digest()
+
+
 class _Digest:
     def __init__(self, known: Collection[int]) -> None:
         self.hash = hashlib.blake2b(digest_size=16)
@@ -208,10 +236,10 @@ class _Digest:
         elif isinstance(value, (set, frozenset)):
             # A set has no order, but its elements' texts have one.
             self._update_hash(len(value), sorted(repr(each) for each in value if type(each) in PLAIN))
-        elif isinstance(value, types.GeneratorType):
-            self._update_hash(value.gi_frame and value.gi_frame.f_lasti)
-            self.add_value({} if value.gi_frame is None else dict(value.gi_frame.f_locals))
-        elif isinstance(value, (itertools.count, bytearray)):
+        elif (parts := digest_parts(value)) is not None:
+            for each in parts:
+                self.add_value(each)
+        elif isinstance(value, bytearray):
             self._update_hash(repr(value))
         elif is_array(value):
             self._update_hash(value.shape, str(value.dtype))

@@ -1,0 +1,97 @@
+"""Iterators are seen where they are, and put back there; what cannot be put back is named."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from polylane.compile.objectives import build_objectives
+from polylane.compile.training_problem import TrainingProblem
+from polylane.errors import PolylaneError
+from polylane.graph.python_state.iterators import copy_iterator, digest_parts, find_forward_only
+from polylane.graph.python_state.state import PythonName
+from polylane.graph.python_state.state_snapshots import StateDigests, snapshot_names
+from training import batch_of, classify, mlp, sgd
+
+LETTERS = list("abcdefgh")
+
+ITERATORS: dict[str, Callable[[], Iterator[Any]]] = {
+    "a list": lambda: iter(LETTERS),
+    "a tuple": lambda: iter(tuple(LETTERS)),
+    "a range": lambda: iter(range(8)),
+    "a dictionary": lambda: iter(dict.fromkeys(LETTERS)),
+    "zip": lambda: zip(LETTERS, itertools.count(), strict=False),
+    "enumerate": lambda: enumerate(LETTERS),
+    "reversed": lambda: reversed(LETTERS),
+    "map": lambda: map(str.upper, LETTERS),
+    "filter": lambda: filter(str.isalpha, LETTERS),
+    "count": lambda: itertools.count(3, 2),
+    "cycle": lambda: itertools.cycle(LETTERS[:3]),
+    "chain": lambda: itertools.chain(LETTERS[:2], itertools.repeat("z")),
+    "islice": lambda: itertools.islice(LETTERS, 1, 8),
+    "accumulate": lambda: itertools.accumulate(range(9)),
+}
+
+
+@pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS)
+@pytest.mark.parametrize("begun", [0, 1, 4])
+def test_a_copy_begins_where_its_original_is(make: Callable[[], Iterator[Any]], begun: int) -> None:
+    own, truth = make(), make()
+    for _ in range(begun):
+        next(own), next(truth)
+    copied = copy_iterator(own)
+    assert [next(copied) for _ in range(3)] == [next(own) for _ in range(3)] == [next(truth) for _ in range(3)]
+
+
+@pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS)
+def test_what_goes_forward_is_seen_and_put_back(make: Callable[[], Iterator[Any]]) -> None:
+    """Two names of one iterator, one of them in a table of an object, have one again."""
+    shared = make()
+    owner: Any = SimpleNamespace(direct=shared, table={"kept": shared}, still=make())
+    places = [PythonName(owner, name, name, "attribute") for name in ("direct", "table", "still")]
+    restore, truth, still = snapshot_names(places, ()), next(make()), owner.still
+    for _ in range(2):
+        before = StateDigests(()).of(owner.direct)
+        assert next(owner.direct) == truth
+        assert StateDigests(()).of(owner.direct) != before
+        next(owner.table["kept"])
+        restore()
+        assert owner.direct is owner.table["kept"] and owner.still is still
+
+
+def numbered() -> Iterator[int]:
+    yield from range(9)
+
+
+def test_what_cannot_be_put_back_is_found() -> None:
+    loader = iter(DataLoader([1, 2, 3]))
+    for value, found in ((numbered(), True), (loader, True), (iter([1]), False)):
+        assert (find_forward_only({"a": [(value,)]}) is value) == found
+        before = StateDigests(()).of(value)
+        assert digest_parts(value) is not None
+        next(value)
+        assert StateDigests(()).of(value) != before
+    assert find_forward_only(zip(numbered(), [1], strict=False)) is not None
+
+
+def test_a_generator_in_a_loss_is_refused_and_one_beside_it_is_not() -> None:
+    factors, beside = (1.0 * i for i in range(99)), numbered()
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        assert beside is not None
+        return classify(model, batch) * (next(factors) if model is not None and uses else 1.0)
+
+    for uses in (False, True):
+        problem = TrainingProblem(mlp(6, 8, 4), build_objectives(loss, sgd, None), batch_of(4))
+        if uses:
+            with pytest.raises(PolylaneError, match=r"factors of .*loss is a generator, which goes forward"):
+                problem.capture()
+        else:
+            problem.capture()
+    assert next(beside) == 0
