@@ -254,13 +254,21 @@ def _find_different(parameters: Sequence[tuple[str, nn.Parameter]], factory: Opt
     cuttable = [(name, parameter) for name, parameter in parameters if parameter.dim()]
     for larger in draw_true_trials(cuttable, factory, different):
         different |= _find_different_in(larger, factory)
-    reason = different or trace.draws
+    reason = different or trace.draws or _goes_by_place(factory, trial)
     if reason and (reason := explain_coupling(parameters, factory, split_by_bits(list(trial.values)), moved=True)):
         raise PolylaneError(
             f"shard: {type(built).__name__} {reason}, so that no replica can update a share of them: take shard out of "
             "the plan, or another optimizer"
         )
     return different
+
+
+def _goes_by_place(factory: OptimizerFactory, trial: Trial) -> bool:
+    """Return whether an optimizer treats parameters by their places in a group: a replica has parts of some alone."""
+    try:
+        return not _are_shares_equal(factory, trial, split_by_bits(list(trial.values))[:2], False)
+    except _ShareFailed:
+        return True
 
 
 def _find_different_in(trial: Trial, factory: OptimizerFactory) -> set[str]:

@@ -104,6 +104,29 @@ def test_one_that_mixes_parameters_is_refused() -> None:
         find_unshardable(named(), [of(Mixes, lr=0.1)])
 
 
+@pytest.mark.parametrize(
+    "rate",
+    [
+        lambda place, parameters: 1.0 + place,
+        lambda place, parameters: 1.0 / len(parameters),
+        lambda place, parameters: float(place == len(parameters) - 1),
+        lambda place, parameters: float(parameters[place] is max(parameters, key=torch.numel)),
+    ],
+)
+def test_one_that_goes_by_places_is_refused(rate: Any) -> None:
+    """A replica has parts of some parameters: the others are no longer before them in their group."""
+
+    class ByPlace(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for group in self.param_groups:
+                for place, parameter in enumerate(group["params"]):
+                    parameter.grad.mul_(rate(place, group["params"]))
+            super().step()
+
+    with pytest.raises(PolylaneError, match="shard: ByPlace looks at several parameters at once"):
+        find_unshardable(named(), [of(ByPlace, lr=0.1)])
+
+
 def test_pieces_take_the_place_of_parameters() -> None:
     matrix, vector = nn.Parameter(torch.arange(6.0).view(2, 3)), nn.Parameter(torch.zeros(4))
     groups = [{"params": [("matrix", matrix)], "lr": 1.0}, {"params": [("vector", vector)]}]
