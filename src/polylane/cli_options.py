@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from polylane.commands.requests import WorkerRange
+from polylane.verify.audit import AuditMode
 
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A Python file, or a package.module.", show_default=False)
@@ -87,6 +88,15 @@ ClipNorm = Annotated[
 OnNan = Annotated[
     Literal["stop", "warn"],
     typer.Option("--on-nan", help="If the loss is not finite: stop, naming the first operator; or warn and go on."),
+]
+Audit = Annotated[
+    AuditMode,
+    typer.Option(
+        "--audit",
+        help="Make steps 1, 2, 4, 8, ... and one of each epoch again as the recipe is written, in one process beside "
+        "the training, and compare: auto keeps that below 1% of the time, and stops at a difference; stop audits "
+        "every such step; warn goes on at a difference.",
+    ),
 ]
 OnHang = Annotated[
     Literal["stop", "restart", "wait"],

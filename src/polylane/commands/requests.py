@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from polylane.runtime.workers.stop_request import GRACE
+from polylane.verify.audit import AuditMode
 
 if TYPE_CHECKING:
     from polylane.commands.learning_rates import LearningRateOptions
@@ -122,6 +123,7 @@ class TrainRequest(WorkersRequest):
         steps: optimizer steps after which the training ends; None: it ends after ``epochs``.
         run_folder: the folder for the run's files; None: a new folder below ``run/``.
         on_nan: reaction to a loss that is not finite: "stop", naming the first operator, or "warn" and go on.
+        audit: whether some steps are made a second time as the user wrote them, and what follows from a difference.
         drop_last: leave out an epoch's last batch where it has fewer samples than the others.
         rates: changes to the recipe's optimizer and learning rates.
         saving: checkpoints, and going on from one.
@@ -136,6 +138,7 @@ class TrainRequest(WorkersRequest):
     steps: int | None = None
     run_folder: Path | None = None
     on_nan: OnNan = "stop"
+    audit: AuditMode = "auto"
     drop_last: bool = False
     rates: LearningRateOptions
     saving: SavingOptions = SavingOptions()

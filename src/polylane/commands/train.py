@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -269,6 +269,7 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -
         "sent_bytes": list(outcome.timeline.sent()),
         "bytes_a_step": list(outcome.traffic),
         **({"checkpoint_stall": outcome.stall_seconds} if request.saves_checkpoints else {}),
+        **({} if outcome.audit is None else {"audit": asdict(outcome.audit)}),
         "run": str(place.path),
         "files": files,
     }
@@ -291,6 +292,8 @@ def _finish(request: TrainRequest, place: RunFolder, outcome: TrainingOutcome) -
     if request.saves_checkpoints:
         share = outcome.stall_seconds / max(outcome.seconds, 1e-9)
         print(f"checkpoint stall: {format_seconds(outcome.stall_seconds)}, {share:.1%} of the time")
+    if outcome.audit is not None:
+        print_line(str(outcome.audit))
     if outcome.staleness:
         print(_describe_staleness(outcome.staleness))
     print_line(f"{place.path}/: {', '.join(Path(file).name for file in files.values())}")

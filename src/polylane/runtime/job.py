@@ -30,6 +30,7 @@ from polylane.runtime.pipeline.connections import Connect
 from polylane.runtime.pipeline.step_result import StepResult, merge_timelines
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.server_role import ServingRole
+from polylane.runtime.step_audit import StepAudit
 from polylane.runtime.sync.gradient_sync import LocalOptimizer
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.training_role import TrainingRole
@@ -49,6 +50,7 @@ class Job:
         model: the user's model, of which this worker's own part is up to date. Where that is not all of it, a call of
             the model is refused until the whole weights of :meth:`state_dict` are loaded into it.
         anomalies: detector of values that are not finite in this worker's forward passes; None: off.
+        audit: makes some steps a second time as the user wrote them, and compares; None: off.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Job:
         self.plan, self.model = prepared.plan, prepared.model
         self._objectives, self._is_closed = tuple(prepared.partitions), False
         self.anomalies: AnomalyDetector | None = None
+        self.audit: StepAudit | None = None
         self._position, self._choices = Position(), describe_choices(prepared, clip_norm)
         self._savers, self._stream = dict[Path, CheckpointSaver](), StreamState()
         self._offered: tuple[Batch | None, Position, StreamState] = None, self._position, self._stream
@@ -122,8 +125,14 @@ class Job:
             OutOfMemory: the worker asked for memory in vain.
             PolylaneError: an unknown objective; or this batch, or a later one of its epoch, is too short for the model.
         """
-        result = self._role.step(batch, self._resolve_objective(objective), self.anomalies)
+        name = self._resolve_objective(objective)
         after, stream = self._offered[1:] if batch is self._offered[0] else (self._position, self._stream)
+        if self.audit is not None:
+            of_dataset = batch.loaded_samples if isinstance(batch, Batch) and batch is self._offered[0] else 0
+            self.audit.before_step(batch, name, after.epoch, after.samples - of_dataset)
+        result = self._role.step(batch, name, self.anomalies)
+        if self.audit is not None:
+            self.audit.after_step(result)
         self._position, self._stream = Position(self._position.step + 1, after.epoch, after.samples), stream
         return result
 
@@ -251,7 +260,22 @@ class Job:
             NotFinite: on every worker, if a weight is NaN or infinite; an existing file is left as it is.
             PolylaneError: on rank 0, if the file cannot be written.
         """
+        self.settle_audit()
         self._role.save(Path(path))
+
+    @property
+    def worker(self) -> TrainingRole | ServingRole:
+        """The role of this worker, for polylane's own commands: no part of the public interface."""
+        return self._role
+
+    def settle_audit(self) -> None:
+        """Wait for the verdict on the last audited step, before anything is kept of the training; collective.
+
+        Raises:
+            PolylaneError: on all workers, if the step was not what one device computes.
+        """
+        if self.audit is not None:
+            self.audit.settle()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -291,6 +315,7 @@ class Job:
         Raises:
             PolylaneError: on every worker, if it cannot be begun.
         """
+        self.settle_audit()
         facts, role = {"plan": dump(self.plan), "run": {**self._choices, **(run or {})}}, self._role
         saver.begin(self._position, lambda: self._stream.add_to(role.collect_state(), self._rank), facts)
 
@@ -383,7 +408,12 @@ class Job:
         for saver in self._savers.values():
             saver.finish()
             saver.close()
-        self._role.close()
+        try:
+            self.settle_audit()
+        finally:
+            if self.audit is not None:
+                self.audit.close()
+            self._role.close()
 
     def abandon(self) -> None:
         """Let this worker's process end without the others: after an error they may never come to the close."""

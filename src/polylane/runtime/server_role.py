@@ -126,6 +126,9 @@ class ServingRole:
     def collect_state(self) -> WorkerState:
         return self._host.collect_state()
 
+    def collect_step(self, name: str) -> WorkerState:
+        return self.collect_state()
+
     def restore_state(self, step: int, reader: CheckpointReader, plain: Mapping[str, Any]) -> None:
         self._step = step
         self._host.restore_state(SavedState(reader, plain, 1))

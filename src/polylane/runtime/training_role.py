@@ -22,11 +22,13 @@ from polylane.diagnosis.page_layout import Phase
 from polylane.errors import ActionFailed, PolylaneError
 from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.python_state.gradient_hooks import GradientHooks
+from polylane.graph.sparse_gradients import densify
 from polylane.observe.timeline import Span
 from polylane.plan.plan import Plan
 from polylane.program.program import Program
 from polylane.runtime.batch_checks import BatchChecks
 from polylane.runtime.checkpoint.held_tensors import WorkerState
+from polylane.runtime.checkpoint.model_state import optimized_parts
 from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.checkpoint.training_state import WorkerTrainingState
 from polylane.runtime.compile_cache import CompileCache
@@ -324,6 +326,16 @@ class TrainingRole:
         self._set_mode(False)
         with self.world.progress.during(Phase.SAVING):
             return self._state.collect()
+
+    def collect_step(self, name: str) -> WorkerState:
+        """Return the state after a step of an objective, with the gradients that its optimizer used."""
+        self._rule.load_summed_gradients(name)
+        found = self.collect_state()
+        for parameter, part in optimized_parts(self._holding, self._trainers[name].local_parameters).items():
+            gradient = part.parameter.grad
+            if gradient is not None:
+                found.add(f"gradient/{parameter}", part.region, densify(gradient))
+        return found
 
     def restore_state(self, step: int, reader: CheckpointReader, plain: Mapping[str, Any]) -> None:
         self.empty_pipeline()

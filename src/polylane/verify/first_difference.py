@@ -82,7 +82,7 @@ def find_first_difference(training: ComparedTraining, wrong: StepDifference) -> 
 
 
 def describe_later_difference(
-    prepared: CompiledTraining, wrong: StepDifference, last: int = -1, microbatch: int = 0
+    prepared: CompiledTraining, wrong: StepDifference, last: int = -1, microbatch: int = 0, traced: bool = True
 ) -> str:
     """Describe what differs first where every forward value is equal, in the order of a step's phases.
 
@@ -93,10 +93,11 @@ def describe_later_difference(
         wrong: the differences that were seen after the step.
         last: graph position of the last node whose value has a wrong gradient, where these were compared; -1 for none.
         microbatch: number of the microbatch in which that gradient is wrong.
+        traced: whether the values of all operators were compared; never where replicas have weights of their own.
     """
     step, nodes = f"step {wrong.step + 1}", prepared.main_partition.graph.nodes
     forward, passes = f"every forward value of {step} agrees; ", f"every forward value and gradient of {step} agrees: "
-    if prepared.plan.sync.is_replica_local:  # values were not traced
+    if prepared.plan.sync.is_replica_local or not traced:
         forward = step + (": " if wrong.replica is None else f" of replica {wrong.replica}: ")
         passes = forward + "every gradient agrees; "
     for node in nodes:

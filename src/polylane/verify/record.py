@@ -31,11 +31,12 @@ class ComparedTraining:
     """A training that is run on both sides of a comparison: by the reference, and by the plan.
 
     Attributes:
-        prepared: the training, compiled in float64 for the plan; its first objective counts.
-        batches: whole batches in float64, one for each step.
+        prepared: the training, compiled for the plan, of which the first objective counts; in float64 for a proof.
+        batches: whole batches, one for each step; in float64 for a proof.
         clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
         seed: of dropout and of all other random numbers.
         tolerance: largest relative error that counts as rounding.
+        first_step: number of the training's step, from 0, that the first batch is of: random numbers depend on it.
     """
 
     prepared: CompiledTraining
@@ -43,6 +44,7 @@ class ComparedTraining:
     clip_norm: float | None = None
     seed: int = 0
     tolerance: float = TOLERANCE
+    first_step: int = 0
     _by_form: dict[Any, list[CompiledTraining]] = field(default_factory=dict, repr=False, compare=False)
 
     def compiled_for(self, step: int) -> CompiledTraining:
@@ -54,14 +56,18 @@ class ComparedTraining:
         example, batch = (self.batch_form(i) for i in (0, step))
         leaves, _ = flatten(self.batches[step])
         known = [*([self.prepared] if batch == example else []), *self._by_form.get(batch, [])]
-        draws = StepDraws(self.seed, step)
+        draws = StepDraws(self.seed, self.first_step + step)
         found = next(
             (each for each in known if are_answered(each.main_partition.graph.code.readings, leaves, draws)), None
         )
         if found is None:
             prepared, (name, *_) = self.prepared, self.prepared.objectives
             partition = prepared.recapture(
-                name, self.batches[step], training=True, which=f"the batch of step {step + 1}", draws=draws
+                name,
+                self.batches[step],
+                training=True,
+                which=f"the batch of step {self.first_step + step + 1}",
+                draws=draws,
             )
             graphs = {**prepared.graphs, name: prepared.compile_further(partition)}
             found = replace(prepared, graphs=MappingProxyType(graphs))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.parameters.optimizer import set_optimizer_mode, step_optimizer, step_scheduler
 from polylane.samples.batch_statistics import needs_batch_counts
+from polylane.verify.keyed_draws import DrawsDiffer, KeyedDraws, list_draws
 from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
 from polylane.verify.rounding_floor import TRIES_MORE, MeasuredPass, RoundingFloors, measure_floors
 from polylane.verify.training_state import TrainingState, read_state, write_tensors
@@ -93,6 +95,10 @@ class ReferenceModel:
         # In the warm-up steps of local SGD replicas still share gradients: these steps take whole batches.
         self.whole_loop = ReferenceLoop(training, self.trained_parameters) if replicas > 1 else self.loop
         self._names = {id(p): name for name, p in named}
+
+    def follow(self, training: ComparedTraining) -> None:
+        """Go on with other batches of the same training, each of which may have a form of its own."""
+        self._training = self.loop.training = self.whole_loop.training = training
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers by name, not copied."""
@@ -163,6 +169,7 @@ class ReferenceLoop:
         replicas: number of replicas that share the samples of each microbatch; gradients are of this one's mean.
 
     Attributes:
+        training: the training, whose batches are computed on.
         modules: the model and a loss module: all that a step may change.
         loss: the user's loss function or module.
         tensors: weights and buffers of both, by name.
@@ -173,7 +180,7 @@ class ReferenceLoop:
     def __init__(
         self, training: ComparedTraining, optimized: Mapping[str, nn.Parameter], replica: int = 0, replicas: int = 1
     ) -> None:
-        self._training, self._replica, self._replicas = training, replica, replicas
+        self.training, self._replica, self._replicas = training, replica, replicas
         prepared, example = training.prepared, training.batches[0]
         self._graph, self._microbatches = prepared.main_partition.graph, prepared.plan.microbatches
         self._running = self._graph  # that of the form of the batch that is computed on
@@ -189,13 +196,15 @@ class ReferenceLoop:
     def _choose_loss(self, model: nn.Module, loss: Loss, example: Any) -> tuple[Run, bool]:
         """Return the function that computes the loss, and whether that runs the model itself."""
         leaves, rebuild = flatten(example)
-        whole = ModelWithLoss(model, loss, rebuild)
+        self._whole = whole = ModelWithLoss(model, loss, rebuild)
+        promotes = self.training.prepared.in_float64
 
         def by_graph(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
-            return run_graph(self._running.code, self.tensors, leaves, part)
+            with nullcontext() if promotes else self._autocast():
+                return run_graph(self._running.code, self.tensors, leaves, part)
 
         def by_model(leaves: Sequence[Any], part: SampleSlice) -> tuple[Tensor, ...]:
-            with Promoted():
+            with Promoted() if promotes else self._autocast():
                 result: tuple[Tensor, ...] = whole(*leaves)
             return result
 
@@ -205,14 +214,45 @@ class ReferenceLoop:
         code = self._graph.code
         if not depends_on_split(code) and self._replicas == 1:
             self._microbatches = 1
-        if code.random:  # only the graph draws random numbers by key
+        # The model itself is given the graph's random numbers, where it draws them in the graph's order.
+        self._draws = list_draws(code) if code.random else []
+        if self._draws is None:
             return by_graph, False
         # So can only the graph be given the whole batch's answers to what the loss asks.
         if (needs_batch_counts(code.fx) or code.readings) and self._microbatches * self._replicas > 1:
             return by_graph, False
-        part = SampleSlice(sample_count(leaves))
-        plain = _runs_in_float64(self.modules, loss, lambda: by_model(clone_leaves(leaves), part))
+        part = SampleSlice(sample_count(leaves), batch=sample_count(leaves))
+        if self._draws and not self._draws_alike(lambda: by_model(clone_leaves(leaves), part), part):
+            return by_graph, False
+        plain = not promotes or _runs_in_float64(self.modules, loss, lambda: by_model(clone_leaves(leaves), part))
         return (by_model, True) if plain else (by_graph, False)
+
+    def _draws_alike(self, run: Callable[[], tuple[Tensor, ...]], part: SampleSlice) -> bool:
+        """Return whether the model draws, forward and backward, what its graph does."""
+        restore = snapshot_model(self.modules, self.loss)
+        try:
+            with self._drawing(part):
+                run()[0].backward()
+        except (DrawsDiffer, RuntimeError, NotImplementedError, TypeError):
+            return False
+        finally:
+            restore()
+        return True
+
+    @contextmanager
+    def _drawing(self, part: SampleSlice) -> Iterator[None]:
+        """Context manager around a pass of the model itself, which draws the plan's random numbers inside."""
+        if not self._draws:
+            yield
+            return
+        with KeyedDraws(self._draws, part) as draws:
+            yield
+        draws.check_all_drawn()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        """Return the context manager of the plan's precision; in float64 there is none."""
+        is_lower = self.training.prepared.plan.precision == "bfloat16"
+        return torch.autocast("cpu", dtype=torch.bfloat16) if is_lower else nullcontext()
 
     def backward(self, step: int, permuted: int | None = None) -> tuple[float, float]:
         """Leave the clipped gradients of the mean over a batch in the parameters; return the loss as (total, count).
@@ -225,14 +265,14 @@ class ReferenceLoop:
         hooks = GradientHooks(self._optimized)
         with hooks.taken_off():
             sums = self._accumulate_gradients(step, permuted)
-            hooks.run(self._optimized, self._training.seed, step)
-        if self._training.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(list(self._optimized.values()), self._training.clip_norm)
+            hooks.run(self._optimized, self.training.seed, self.training.first_step + step)
+        if self.training.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(self._optimized.values()), self.training.clip_norm)
         return sums
 
     def count_samples(self, step: int) -> int:
         """Return how many samples of a step's batch this replica trains on."""
-        leaves, _ = flatten(self._training.batches[step])
+        leaves, _ = flatten(self.training.batches[step])
         return sum(stop - start for _, start, stop in self._local_ranges(sample_count(leaves)))
 
     def _local_ranges(self, samples: int) -> list[tuple[int, int, int]]:
@@ -246,7 +286,9 @@ class ReferenceLoop:
         return [share for share in found if share[1] < share[2]]
 
     def _accumulate_gradients(self, step: int, permuted: int | None) -> tuple[float, float]:
-        leaves = clone_leaves(flatten(self._training.batches[step])[0])  # a model may write into its batch
+        leaves, rebuild = flatten(self.training.batches[step])
+        leaves, self._whole.rebuild = clone_leaves(leaves), rebuild  # a model may write into its batch
+        number = self.training.first_step + step
         samples, sampled = sample_count(leaves), self._sampled if len(self._sampled) == len(leaves) else None
         shares = self._local_ranges(samples)
         own = sum(stop - start for _, start, stop in shares)
@@ -256,28 +298,32 @@ class ReferenceLoop:
             for _, start, stop in shares
         ]
         parts = [
-            SampleSlice(stop - start, start, samples, i, step, self._training.seed, loss_samples=own)
+            SampleSlice(stop - start, start, samples, i, number, self.training.seed, loss_samples=own)
             for i, start, stop in shares
         ]
         if not self.is_eager:
-            self._running = self._training.compiled_for(step).main_partition.graph
+            self._running = self.training.compiled_for(step).main_partition.graph
         parts = add_batch_counts(self._running.code, self.tensors, parts, each, sampled)
         for (microbatch, start, stop), part, given in zip(shares, parts, each, strict=True):
-            try:
-                result = self._compute_loss(given, part)
-            except Exception as error:
-                why = str(error).strip().partition("\n")[0]
-                raise PolylaneError(
-                    f"one worker fails on microbatch {microbatch}, {stop - start} of "
-                    f"{format_plural(samples, 'sample')} of step {step}'s batch: {type(error).__name__}: {why}"
-                ) from error
-            # A mean is weighted by its part of the samples now. The totals of polylane.Mean are summed as they are, and
-            # divided by the total count after the last microbatch.
+            drawing = self._drawing(part) if self.is_eager else nullcontext()
+            with drawing:
+                try:
+                    result = self._compute_loss(given, part)
+                except DrawsDiffer:
+                    raise
+                except Exception as error:
+                    why = str(error).strip().partition("\n")[0]
+                    raise PolylaneError(
+                        f"one worker fails on microbatch {microbatch}, {stop - start} of "
+                        f"{format_plural(samples, 'sample')} of step {number}'s batch: {type(error).__name__}: {why}"
+                    ) from error
+                # A mean is weighted by its part of the samples now. The totals of polylane.Mean are summed as they are,
+                # and divided by the total count after the last microbatch.
+                weight = (stop - start) / own if self._graph.loss_is_mean else 1.0
+                (result[0] * weight).backward()
             if self._graph.loss_is_mean:
-                (result[0] * ((stop - start) / own)).backward()
                 total, count = total + result[0].item() * (stop - start), count + (stop - start)
             else:
-                result[0].backward()
                 total, count = total + result[0].item(), count + result[1].item()
         if not self._graph.loss_is_mean and count:
             for gradient in self.named_gradients().values():

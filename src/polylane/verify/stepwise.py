@@ -121,7 +121,7 @@ def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun
         job.gathered(None)
         # Rank 0 alone receives whole gradients; parameters without a gradient on either side are found here.
         if rank == 0:
-            for name, distance in _gradient_distances(reference.step_of(number, 0).gradients, gradients):
+            for name, distance in gradient_distances(reference.step_of(number, 0).gradients, gradients):
                 found.record_distance(number, (ComparedKind.GRADIENT, name, ""), distance)
         after = step.after.tensors
         found.record_tensors(number, ComparedKind.VALUE, after, job.held(), parts.local_part)
@@ -144,9 +144,7 @@ def _load_reference_state(job: Job, step: ReferenceStep, parts: WorkerParts) -> 
         write_memory(step.before, each.optimizer, each.parameters, parts.optimizer_part)
 
 
-def _gradient_distances(
-    expected: Mapping[str, Tensor], got: Mapping[str, Tensor | None]
-) -> Iterator[tuple[str, float]]:
+def gradient_distances(expected: Mapping[str, Tensor], got: Mapping[str, Tensor | None]) -> Iterator[tuple[str, float]]:
     """Yield how far whole gradients are from the expected ones, by name; a missing gradient counts as zero.
 
     Where None and zero lead to different updates (weight decay), the comparison of updates finds it.

@@ -36,6 +36,7 @@ from polylane.commands.running.training_loop import train
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.runtime.job import Job
 from polylane.runtime.workers.stop_request import StopRequest
+from polylane.verify.audit.training_audit import AuditStart
 
 DELAY_SECONDS = 0.02  # longest time from the beginning of a step to the death of a worker
 DELAY_OPERATORS = 12  # most operators of a pass before the one that raises
@@ -54,6 +55,7 @@ def train_with_fault(
     prepared: CompiledTraining,
     tell: Tell,
     stop: StopRequest,
+    audits: AuditStart,
 ) -> TrainingOutcome:
     """Train as the training loop does, with a fault that strikes once.
 
@@ -65,13 +67,14 @@ def train_with_fault(
         prepared: the training, compiled for the plan.
         tell: receives the messages of the training.
         stop: whether a signal asks the training to end.
+        audits: makes some steps a second time, and compares.
     """
     injector = Injector(fault, log, job, training)
     if fault is not None and fault.kind in LOADS:
         training = replace(training, train=_open_faulty(training.train, injector))
     job.step = injector.wrap_step(job.step)  # type: ignore[method-assign]
     try:
-        return train(job, training, prepared, tell, stop)
+        return train(job, training, prepared, tell, stop, audits)
     finally:
         injector.free_disk()
 

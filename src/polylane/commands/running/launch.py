@@ -44,6 +44,8 @@ class Reporter:
             self._display.testing(message)
         elif message["kind"] == "warning":
             say_at_once(message["text"])
+        elif message["kind"] == "audit":
+            self._place.metric({"audit": content})
         elif message["kind"] == "step":
             self._place.metric(content)
             self._display.step(message)

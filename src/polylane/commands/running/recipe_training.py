@@ -12,14 +12,16 @@ from polylane.commands.requests import TrainRequest
 from polylane.commands.running.resume import check_same_model, read_saved_plan
 from polylane.commands.running.resumed_microbatches import keep_microbatches
 from polylane.compile.compiled_training import CompiledTraining, compile_training
+from polylane.compile.sample_shares import Batch
 from polylane.compile.training_problem import TrainingProblem
-from polylane.errors import format_plural
+from polylane.errors import PolylaneError, format_plural
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.recipe import Recipe
 from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
+from polylane.verify.audit.training_audit import AuditStart, start_auditor
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,62 @@ class RecipeTraining:
         clip_norm, seed = self.request.clip_norm, self.request.seed
         example = self.problem.example
         return Job(prepared, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=same_weights)
+
+    def start_auditor(self, prepared: CompiledTraining, world: World) -> AuditStart:
+        """Start what makes some steps a second time; every worker calls it, before it makes its job."""
+        clip_norm, seed, example = self.request.clip_norm, self.request.seed, self.problem.example
+        how: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "read_batch": _WholeBatches(self).read}
+        return start_auditor(self.request.audit, prepared, world, example=example, **how)
+
+
+class _WholeBatches:
+    """Whole batches of a training's data, read in one process.
+
+    Args:
+        training: whose data they are of.
+    """
+
+    def __init__(self, training: RecipeTraining) -> None:
+        self._training = training
+        self._epoch, self._samples = -1, 0
+        self._batches: Iterator[Batch] = iter(())
+
+    def read(self, epoch: int, samples: int) -> Any:
+        """Return the batch that begins after some samples of an epoch.
+
+        Raises:
+            PolylaneError: there is none there.
+        """
+        # A stream goes on from the batch that was read last: what is passed over is read all the same.
+        if epoch != self._epoch or samples < self._samples or inputs.is_mapped(self._training.train):
+            self._open(epoch, samples)
+        for batch in self._batches:
+            begin, self._samples = self._samples, self._samples + batch.loaded_samples
+            if begin == samples:
+                assert batch.form is not None
+                return batch.form.rebuild(list(batch.leaves))
+        raise PolylaneError(
+            f"the data of epoch {epoch + 1} ends before sample {samples} when it is read by one process"
+        )
+
+    def _open(self, epoch: int, samples: int) -> None:
+        training, request = self._training, self._training.request
+        dataset = training.train
+        if isinstance(dataset, Iterator) and self._epoch >= 0:  # it was read for another epoch
+            dataset = inputs.open_data(training.recipe, "train")
+        skip = samples if inputs.is_mapped(dataset) else 0
+        how: dict[str, Any] = {"drop_last": request.drop_last or training.ends_before_last, "skip": skip}
+        self._epoch, self._samples = epoch, skip
+        self._batches = data.load_batches(
+            dataset,
+            request.batch,
+            shares=data.share_of_all,
+            epoch=epoch,
+            seed=request.seed,
+            collate=training.recipe.collate,
+            whole=True,
+            **how,
+        )
 
 
 def load_materials(request: TrainRequest) -> RecipeTraining:

@@ -15,6 +15,7 @@ from polylane.observe.timeline import Timeline
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline.step_result import StepResult
 from polylane.runtime.transport.serialization import serializable
+from polylane.verify.audit.training_audit import AuditReport
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -50,6 +51,7 @@ class TrainingOutcome:
         stall_seconds: time that checkpoints have cost the training.
         traffic: bytes that every worker sent in a step, see :meth:`polylane.Job.traffic`.
         servers: number of dedicated parameter servers, which are the last workers.
+        audit: what audits of its steps have found; None where they were off.
     """
 
     plan: str
@@ -72,6 +74,7 @@ class TrainingOutcome:
     ended_early: bool = False
     checkpoint: str = ""
     stall_seconds: float = 0.0
+    audit: AuditReport | None = None
 
 
 @serializable

@@ -32,10 +32,12 @@ from polylane.runtime.job import Job
 from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue, earliest_fault
 from polylane.runtime.sync.parameter_server.update_log import count_staleness
 from polylane.runtime.workers.stop_request import StopRequest
+from polylane.verify.audit.step_replay import StepVerdict
+from polylane.verify.audit.training_audit import AuditStart
 
 
 def train(
-    job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: Tell, stop: StopRequest
+    job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: Tell, stop: StopRequest, audits: AuditStart
 ) -> TrainingOutcome:
     """Train as long as was asked for, test after each epoch, save the weights, and close the job.
 
@@ -45,6 +47,7 @@ def train(
         prepared: the training, compiled for the plan.
         tell: called with a "begin" message, a "step" for each step, and a "testing" and an "epoch" after each epoch.
         stop: whether a signal asks the training to end.
+        audits: makes some steps a second time, and compares.
 
     Returns:
         The outcome, the same on every worker but for times.
@@ -56,6 +59,7 @@ def train(
     log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
     saved, changed = _load_checkpoint(job, training, log) if request.resume_from is not None else (None, [])
     tell(begin_message(job, training, prepared, saved, log.loss, changed))
+    audit = audits.attach(job, lambda verdict: _tell_verdict(verdict, tell))
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None
@@ -93,7 +97,14 @@ def train(
     outcome = _finish_outcome(job, training, prepared, log, outcome)
     progress.enter(Phase.ENDING)
     job.close()
-    return outcome
+    return outcome if audit is None else replace(outcome, audit=audit.report())
+
+
+def _tell_verdict(verdict: StepVerdict, tell: Tell) -> None:
+    agrees = not verdict.difference
+    tell({"kind": "audit", "step": verdict.step, "agrees": agrees, "largest_difference": verdict.worst})
+    if not agrees:
+        tell({"kind": "warning", "text": verdict.difference})
 
 
 def _all_know_losses(job: Job, control: RunControl | None) -> bool:

@@ -26,6 +26,7 @@ from polylane.runtime.workers.fork import WorkerContext
 from polylane.runtime.workers.forked_child import end_forked_children
 from polylane.runtime.workers.out_of_memory import OutOfMemory, out_of_memory
 from polylane.runtime.workers.world import World
+from polylane.verify.audit.training_audit import AuditStart
 
 
 def run_forked_worker(
@@ -35,8 +36,9 @@ def run_forked_worker(
     rank = context.rank
     progress = ProgressWriter(pages[rank], rank, serves=rank >= prepared.plan.workers)
     world = replace(context.world, progress=progress)
+    audits = training.start_auditor(prepared, world)
     job = training.job(prepared, world)
-    return train(job, training, prepared, context.send_message if rank == 0 else _tell_nobody, world.stop)
+    return train(job, training, prepared, context.send_message if rank == 0 else _tell_nobody, world.stop, audits)
 
 
 def run_spawned_worker(
@@ -85,7 +87,8 @@ def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> Trai
         prepared = keep_microbatches(prepared, plan, saved, compile_again, warn)
     check_last_batch(training, prepared)
     try:
-        return _train_or_abandon(training.job(prepared, world, same_weights=False), training, prepared, tell)
+        audits = training.start_auditor(prepared, world)
+        return _train_or_abandon(training.job(prepared, world, same_weights=False), training, prepared, tell, audits)
     except Exception as error:
         told = error if isinstance(error, OutOfMemory) else out_of_memory(error, world.rank)
         if told is None:
@@ -93,10 +96,12 @@ def run_torchrun_worker(request: TrainRequest, world: World, tell: Tell) -> Trai
         raise with_predicted_memory(told, prepared, training.problem.samples) from None
 
 
-def _train_or_abandon(job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: Tell) -> TrainingOutcome:
+def _train_or_abandon(
+    job: Job, training: RecipeTraining, prepared: CompiledTraining, tell: Tell, audits: AuditStart
+) -> TrainingOutcome:
     """Train; after an error this worker's process ends without waiting for the others, which may wait for it."""
     try:
-        return train(job, training, prepared, tell, job.world.stop)
+        return train(job, training, prepared, tell, job.world.stop, audits)
     except NothingLeft:  # raised on all workers, which close the job together
         raise
     except BaseException:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.own_objects import MISSING
 from polylane.graph.python_state.state import PythonName
@@ -27,7 +28,7 @@ def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
         PolylaneError: a value that changes in every step is of a type that no file has.
     """
     found = dict[str, Any]()
-    for written in _written_names(holding):
+    for written in _written_names(holding.prepared):
         value = written.place.get()
         if holding.stage not in written.stages or value is MISSING:
             continue
@@ -45,13 +46,13 @@ def collect_python_state(holding: LocalModel, replica: int) -> dict[str, Any]:
     return found
 
 
-def restore_python_state(holding: LocalModel, replica: int, plain: Mapping[str, Any]) -> None:
+def restore_python_state(prepared: CompiledTraining, model: nn.Module, replica: int, plain: Mapping[str, Any]) -> None:
     """Set what forward passes write in Python, and the extra state of modules, to that of a checkpoint."""
-    for written in _written_names(holding):
+    for written in _written_names(prepared):
         name = _saved_name(f"python/{written.key}", replica, plain)
         if name is not None:
             _put(written.place, plain[name])
-    for path, module in _with_extra_state(holding.tensors.model):
+    for path, module in _with_extra_state(model):
         name = _saved_name(f"extra/{path}", replica, plain)
         if name is not None:
             module.set_extra_state(from_plain(plain[name]))
@@ -79,10 +80,10 @@ class _WrittenName:
     changes_every_step: bool
 
 
-def _written_names(holding: LocalModel) -> Iterator[_WrittenName]:
+def _written_names(prepared: CompiledTraining) -> Iterator[_WrittenName]:
     """Yield the names that forward passes write, each once."""
     seen = set[str]()
-    for partition in holding.prepared.partitions.values():
+    for partition in prepared.partitions.values():
         effects, leaves = partition.graph.code.effects, collect_effects(partition.graph)
         for place in () if effects is None else effects.written_names:
             key = f"{place.kind}/{place.path or place.label}/{place.name}"
@@ -93,7 +94,7 @@ def _written_names(holding: LocalModel) -> Iterator[_WrittenName]:
             stages = {s for s in range(partition.stages) if any(node.name in at for node in partition.nodes(s))}
             if key not in seen:
                 seen.add(key)
-                first = holding.prepared.plan.first_chunk
+                first = prepared.plan.first_chunk
                 yield _WrittenName(key, place, {first(s) for s in stages} or {0}, bool(at))
 
 

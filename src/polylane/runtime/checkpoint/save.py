@@ -173,7 +173,7 @@ class CheckpointSaver:
             refusal = str(refused)
         _raise_first([error], "begun")
         error = refusal
-        shards, rectangles = _cut_shards(state)
+        shards, rectangles = cut_shards(state)
         digest = hashlib.sha256(encode([tuple(each) for each in rectangles])).hexdigest()
         every = self._gather((error, digest, state.plain if not error else {}))
         try:
@@ -326,7 +326,7 @@ def _raise_first(errors: Sequence[str], done: str) -> None:
             raise PolylaneError(f"the checkpoint was not {done}: rank {rank}: {error}")
 
 
-def _cut_shards(state: WorkerState) -> tuple[list[ShardToWrite], list[WritableRectangle]]:
+def cut_shards(state: WorkerState) -> tuple[list[ShardToWrite], list[WritableRectangle]]:
     """Return the rectangles that a worker could write, sorted by name, and what others are told of them."""
     shards = [
         ShardToWrite(held, piece)

@@ -92,7 +92,7 @@ class WorkerTrainingState:
                 restore_optimizer(name, trainer.optimizer, parts, saved.plain, saved.fill, self._variant)
             restore_options(name, trainer.optimizer, trainer.scheduler, saved.plain)
         self._sync.restore_state(saved, self._replica)
-        restore_python_state(holding, self._replica, saved.plain)
+        restore_python_state(holding.prepared, holding.tensors.model, self._replica, saved.plain)
         for name, trainer in self._trainers.items():
             trainer.compressor.restore_state(name, holding, self._replica, saved)
         if saved.was_saved_by(holding.prepared.plan):

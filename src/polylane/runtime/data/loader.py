@@ -58,7 +58,7 @@ def load_batches(
             for a single batch with ``drop_last``.
     """
     refuse_data_loader(dataset, "batches(dataset, ...)")
-    shares = _share_of_all if whole else shares
+    shares = share_of_all if whole else shares
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         sizes = batch_sizes(len(dataset), batch_size, drop_last)
         if skip:
@@ -79,7 +79,8 @@ def load_batches(
         )
 
 
-def _share_of_all(samples: int) -> tuple[SampleShare, ...]:
+def share_of_all(samples: int) -> tuple[SampleShare, ...]:
+    """Return the share of a worker that loads all samples of a batch."""
     return (SampleShare(0, 0, samples, 1),)
 
 

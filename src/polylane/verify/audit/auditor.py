@@ -1,0 +1,231 @@
+"""Auditor: a process beside rank 0 that replays audited steps by the user's own code, while the training goes on.
+
+It is forked before the training takes the model apart, and so has all of the user's Python as it was built: model,
+loss, optimizer, data set, hooks, globals. It knows of no ranks, its output is discarded, and it computes when a core
+has nothing else to do. Its Python state goes on from one audited step to the next: what a checkpoint carries is the
+plan's, the rest has seen the audited steps alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.errors import PolylaneError, describe_error
+from polylane.graph.batch import flatten
+from polylane.runtime.checkpoint.state_board import BoardReader, BoardRecord
+from polylane.runtime.parameters.materialize import is_on_meta, materialize
+from polylane.runtime.transport.serialization import decode, encode, serializable
+from polylane.runtime.workers.parent_tie import die_with_parent
+from polylane.verify.audit.step_replay import StepReplay, StepVerdict
+
+# The environment by which a data set or a model may find out which worker it is in.
+RANK_VARIABLES = (
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
+EXIT_SECONDS = 2.0  # bound on the wait for the process to end by itself
+
+# Reads the whole batch that begins after some samples of an epoch (from 0), by the user's own data set.
+ReadBatch = Callable[[int, int], Any]
+
+
+@serializable
+@dataclass(frozen=True)
+class StepOrder:
+    """A step that is to be replayed.
+
+    Attributes:
+        step: number of the step, from 0.
+        objective: name of the loss.
+        loss: of the step, as the plan computed it.
+        epoch, samples: where in the data its batch begins.
+        leaves: leaves of the whole batch, where the auditor has no data set to read it from; else None.
+        before: the plan's state with which the step began.
+        after: the plan's state after it, with its gradients.
+    """
+
+    step: int
+    objective: str
+    loss: float
+    epoch: int
+    samples: int
+    leaves: Sequence[Any] | None
+    before: BoardRecord
+    after: BoardRecord
+
+
+@dataclass(frozen=True)
+class AuditedTraining:
+    """What the auditor has of a training.
+
+    Attributes:
+        prepared: the training, compiled for its plan, with the user's model.
+        example: a batch, for its form.
+        clip_norm: bound on the 2-norm of all gradients, or None.
+        seed: of all random numbers.
+        tolerance: largest relative difference that counts as rounding without a measurement.
+        read_batch: reads batches from the user's data set; None: they come with the orders.
+    """
+
+    prepared: CompiledTraining
+    example: Any
+    clip_norm: float | None
+    seed: int
+    tolerance: float
+    read_batch: ReadBatch | None = None
+
+
+class Auditor:
+    """The process of rank 0 that replays steps, seen from rank 0.
+
+    Args:
+        training: what it has of the training.
+        boards: descriptors of the memory that holds the state before an audited step, and of that after it.
+
+    Attributes:
+        is_busy: whether it has an order whose verdict has not been read.
+    """
+
+    def __init__(self, training: AuditedTraining, boards: tuple[int, int]) -> None:
+        self._orders, orders = multiprocessing.Pipe()
+        self.is_busy, parent = False, os.getpid()
+        for stream in (sys.stdout, sys.stderr):  # else the child has a copy of what was not written yet
+            with suppress(Exception):
+                stream.flush()
+        self._process = os.fork()
+        if self._process == 0:
+            try:
+                self._orders.close()
+                _run_process(training, boards, orders, parent)
+            finally:
+                os._exit(1)
+        orders.close()
+
+    def send(self, order: StepOrder) -> None:
+        """Have a step replayed; nothing is done where the process has died, which :meth:`poll` finds."""
+        self.is_busy = True
+        with suppress(OSError):
+            self._orders.send_bytes(encode(order))
+
+    def poll(self, seconds: float) -> StepVerdict | None:
+        """Return the verdict on the step that was sent; None if it takes longer.
+
+        Args:
+            seconds: bound on the waiting.
+        """
+        try:
+            if not self._orders.poll(seconds):
+                return None
+            verdict = decode(self._orders.recv_bytes())
+        except (EOFError, OSError):
+            verdict = StepVerdict(0, refusal=f"its process {self._describe_end()}")
+        self.is_busy = False
+        assert isinstance(verdict, StepVerdict)
+        return verdict
+
+    def _describe_end(self) -> str:
+        with suppress(ChildProcessError):
+            ended, status = os.waitpid(self._process, os.WNOHANG)
+            if ended and os.WIFSIGNALED(status):
+                return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+        return "has ended"
+
+    def close(self) -> None:
+        """End the process; what it is replaying is left unfinished."""
+        with suppress(OSError):
+            self._orders.close()
+        with suppress(OSError):  # it has ended by itself, and was waited for
+            os.kill(self._process, signal.SIGKILL)
+            os.waitpid(self._process, 0)
+
+
+# The process of its own ----------------------------------------------------------------------------------------------
+
+
+def _run_process(training: AuditedTraining, boards: tuple[int, int], orders: Connection, parent: int) -> None:
+    """Serve orders until there are no more."""
+    gc.freeze()
+    _leave_the_workers(parent)
+    replays: dict[str, StepReplay] = {}
+    while True:
+        try:
+            order = decode(orders.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            verdict = _replay(training, boards, order, replays)
+        except PolylaneError as refused:
+            verdict = StepVerdict(order.step + 1, refusal=str(refused))
+        except Exception as error:  # of the user's own code, in a process where it never ran before
+            verdict = StepVerdict(order.step + 1, refusal=f"{describe_error(error)}{_last_line(error)}")
+        try:
+            orders.send_bytes(encode(verdict))
+        except OSError:
+            os._exit(0)
+
+
+def _leave_the_workers(parent: int) -> None:
+    """Become a process that is nobody's worker: without ranks, output, or a claim on a core."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
+    _forget_process_group()
+    with suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    with suppress(OSError):  # where memory runs out, it goes first
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    torch.set_num_threads(1)
+
+
+def _forget_process_group() -> None:
+    """Let ``torch.distributed`` say that it is not initialised: this copy of a group must never be used."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.distributed_c10d._update_default_pg(None)
+
+
+def _replay(
+    training: AuditedTraining, boards: tuple[int, int], order: StepOrder, replays: dict[str, StepReplay]
+) -> StepVerdict:
+    prepared = training.prepared
+    if is_on_meta(prepared.model):  # the values come with every order
+        materialize(prepared.model, prepared.init, training.seed, torch.device("cpu"), lambda name, whole: whole)
+    if order.objective not in replays:
+        replays[order.objective] = StepReplay(
+            prepared, order.objective, training.clip_norm, training.seed, training.tolerance, training.example
+        )
+    if order.leaves is not None:
+        batch = flatten(training.example)[1](list(order.leaves))
+    else:
+        assert training.read_batch is not None
+        batch = training.read_batch(order.epoch, order.samples)
+    before, after = (
+        BoardReader(board, state) for board, state in zip(boards, (order.before, order.after), strict=True)
+    )
+    return replays[order.objective].replay(order.step, batch, order.loss, before, after)
+
+
+def _last_line(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})" if frames else ""

@@ -1,0 +1,84 @@
+"""Audit schedule: which steps are audited, so that a long training is audited often enough at a bounded cost.
+
+Due are the steps 1, 2, 4, 8, ... of a run, and the first one of each epoch. A step that is due while the one before is
+still being replayed waits for it. With a budget it also waits until the training has gone on for long enough.
+"""
+
+from __future__ import annotations
+
+import math
+
+BUDGET = 0.01  # part of the training's time that audits may take
+FIRST_AUDITS = 2  # steps that are audited whatever they cost: most faults show in the first ones
+LOOK_STEPS = 4  # steps after which a first verdict is looked for
+
+
+class AuditSchedule:
+    """The choice of steps on rank 0, whose times count.
+
+    Args:
+        first: number of the first step of the run, from 0.
+        is_bounded: whether audits keep within the budget.
+
+    Attributes:
+        stall_seconds: time that audits have cost the training so far.
+    """
+
+    def __init__(self, first: int, is_bounded: bool) -> None:
+        self._first, self._is_bounded = first, is_bounded
+        self._due, self._audits, self._look = 1, 0, LOOK_STEPS
+        self._longest = 0.0
+        self.stall_seconds = 0.0
+
+    def count_stall(self, seconds: float, of_audit: bool) -> None:
+        """Count time that the training has waited for.
+
+        Args:
+            seconds: the time.
+            of_audit: whether a step was audited in it, and not only looked for a verdict.
+        """
+        self.stall_seconds += seconds
+        if of_audit:
+            self._longest = max(self._longest, seconds)
+
+    def is_due(self, step: int, begins_epoch: bool, elapsed_seconds: float) -> bool:
+        """Return whether a step is to be audited now.
+
+        Args:
+            step: number of the step, from 0.
+            begins_epoch: whether it is the first of its epoch.
+            elapsed_seconds: duration of the run so far.
+        """
+        if step - self._first + 1 < self._due and not begins_epoch:
+            return False
+        if not self._is_bounded or self._audits < FIRST_AUDITS:
+            return True
+        return self.stall_seconds + self._longest <= BUDGET * elapsed_seconds
+
+    def begin_audit(self, step: int) -> int:
+        """Note that a step is audited now; return the step at which its verdict is to be looked for."""
+        done = step - self._first + 1
+        self._audits += 1
+        while self._due <= done:
+            self._due *= 2
+        return step + 1 if done == 1 else step + self._look
+
+    def look_again(self, step: int) -> int:
+        """Return the step at which a verdict is looked for that is not there yet."""
+        self._look *= 2
+        return step + self._look
+
+    def next_step(self, step: int, elapsed_seconds: float) -> int:
+        """Return the next step at which something is to be decided, while no verdict is awaited.
+
+        Args:
+            step: number of the step that begins now, from 0.
+            elapsed_seconds: duration of the run so far.
+        """
+        due = self._first + self._due - 1
+        if due > step:
+            return due
+        # It is due and does not fit into the budget yet: as many steps later as that takes.
+        done = max(step - self._first, 1)
+        missing = (self.stall_seconds + self._longest) / BUDGET - elapsed_seconds
+        return step + max(1, math.ceil(missing / (elapsed_seconds / done)) if elapsed_seconds > 0 else 1)

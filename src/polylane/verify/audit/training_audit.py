@@ -1,0 +1,390 @@
+"""Training audit: between steps all workers agree which is audited, put their state on the board, and hear the verdict.
+
+    step                 1        2    3 ... 4        8
+    workers agree        audit    audit      audit    audit
+    state on the board   | step | | step |   | step |
+    auditor (rank 0)       replays   replays     replays
+
+All workers exchange a message before a step in which something is decided; which steps these are, all know from the
+message before. Nothing is exchanged at other steps. Who finds a difference stops the training on all workers, at the
+latest before the next checkpoint, or before the weights are saved.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.sample_shares import Batch
+from polylane.diagnosis.page_layout import Phase
+from polylane.errors import PolylaneError, format_plural
+from polylane.graph.batch import batch_structure, clone_leaves, flatten
+from polylane.plan.plan import Plan
+from polylane.runtime.checkpoint.save import Position
+from polylane.runtime.checkpoint.state_board import BoardRecord, StateBoard
+from polylane.runtime.job import Job
+from polylane.runtime.nameless_file import open_nameless_file
+from polylane.runtime.pipeline.step_result import StepResult
+from polylane.runtime.transport.serialization import serializable
+from polylane.runtime.workers.world import World
+from polylane.verify.audit import AuditMode
+from polylane.verify.audit.auditor import AuditedTraining, Auditor, ReadBatch, StepOrder
+from polylane.verify.audit.schedule import AuditSchedule
+from polylane.verify.audit.step_replay import StepVerdict, choose_tolerance
+
+SETTLE_SECONDS = 60.0  # bound on the wait for a verdict, before a checkpoint and at the end
+MEMORY_COPIES = 10  # of the weights: the auditor's, its optimizer's, and two states on the boards
+MEMORY_SHARE = 0.5  # part of the host's free memory that these may take
+
+
+class AuditFailed(PolylaneError):
+    """An audited step was not what one device computes."""
+
+
+@serializable
+@dataclass(frozen=True)
+class _Decision:
+    """What rank 0 decides between two steps, for all workers.
+
+    Attributes:
+        audits: whether the next step is audited.
+        next_step: number of the next step, from 0, before which something is decided.
+        is_judged: whether the verdict on the audited step is there.
+        difference: what differs, as a sentence; "" for nothing.
+        note: why no further step is audited; "" where some are.
+    """
+
+    audits: bool = False
+    next_step: int = 0
+    is_judged: bool = False
+    difference: str = ""
+    note: str = ""
+
+
+@serializable
+@dataclass(frozen=True)
+class AuditReport:
+    """What the audits of a run have found.
+
+    Attributes:
+        steps: numbers of the audited steps, from 1.
+        worst: the largest relative difference of all.
+        differences: a sentence for each step that differs.
+        of_own_code: whether the user's own code was run in all of them, and not its captured graph.
+        note: why no step was audited, or none from some step on; "" for no reason.
+        stall_seconds: time that audits have cost the training.
+    """
+
+    steps: tuple[int, ...] = ()
+    worst: float = 0.0
+    differences: tuple[str, ...] = ()
+    of_own_code: bool = True
+    note: str = ""
+    stall_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return f"not audited: {self.note}" if self.note else "not audited"
+        done = f"audited at {format_plural(len(self.steps), 'step')}"
+        if self.differences:
+            text = f"{done}: {len(self.differences)} differed from one device"
+        elif self.worst:
+            text = f"{done}: the same numbers as one device (largest difference {self.worst:.0e}, rounding)"
+        else:
+            text = f"{done}: the same numbers as one device, bit for bit"
+        return f"{text}; not audited further: {self.note}" if self.note else text
+
+
+def start_auditor(
+    mode: AuditMode,
+    prepared: CompiledTraining,
+    world: World,
+    *,
+    example: Any,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    read_batch: ReadBatch | None = None,
+) -> AuditStart:
+    """Start the auditor on rank 0, before the job takes the model apart; every worker calls it.
+
+    Args:
+        mode: whether, and how often, steps are audited, and what follows from a difference.
+        prepared: the training, compiled for its plan.
+        world: this worker.
+        example: a batch, for its form.
+        clip_norm: bound on the 2-norm of all gradients, or None.
+        seed: of all random numbers.
+        read_batch: reads batches from the user's data set; None: the step's own batches are taken.
+    """
+    note = "" if mode != "off" else "off"
+    note = note or _why_not(prepared.plan)
+    if note or world.rank:
+        return AuditStart(mode, note, example)
+    if note := _why_no_room(prepared):
+        return AuditStart(mode, note, example)
+    tolerance = choose_tolerance(prepared, world.device)
+    training = AuditedTraining(prepared, example, clip_norm, seed, tolerance, read_batch)
+    try:
+        boards = open_nameless_file("audit"), open_nameless_file("audit")
+        return AuditStart(mode, "", example, Auditor(training, boards), boards, read_batch is not None)
+    except OSError as refused:
+        return AuditStart(mode, f"no process can be had for it ({refused.strerror or refused})", example)
+
+
+def _why_not(plan: Plan) -> str:
+    """Return why the steps of a plan have no single loop to be held against; "" where they have one."""
+    if plan.is_asynchronous:
+        return f"schedule={plan.schedule} trains with weights of several steps: polylane verify replays its rule"
+    if plan.sync.is_replica_local:
+        return "replicas take steps of their own: polylane verify replays their rule"
+    if not plan.sync.is_exact:
+        words = ",".join(plan.sync.to_words())
+        return f"{words}: gradients lose digits on their way, which is no difference to be found"
+    return ""
+
+
+def _why_no_room(prepared: CompiledTraining) -> str:
+    """Return why the host has no room for a second model; "" where it has."""
+    needed = MEMORY_COPIES * sum(tensor.nbytes for tensor in (*prepared.model.parameters(), *prepared.model.buffers()))
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, IndexError, ValueError):
+        return ""
+    if needed <= MEMORY_SHARE * free:
+        return ""
+    return f"a second model takes {needed >> 20:,} MiB on the host of rank 0, of which {free >> 20:,} MiB are free"
+
+
+@dataclass
+class AuditStart:
+    """What one worker has of audits before its job is made.
+
+    Attributes:
+        mode: whether, and how often, steps are audited, and what follows from a difference.
+        note: why none are; "" where some are.
+        example: a batch, for its form.
+        auditor: the process that replays steps; None on other ranks than 0.
+        boards: descriptors of the memory for states before and after a step; on rank 0.
+        reads_data: whether the auditor reads batches from the user's data set.
+    """
+
+    mode: AuditMode
+    note: str
+    example: Any
+    auditor: Auditor | None = None
+    boards: tuple[int, int] | None = None
+    reads_data: bool = False
+
+    def attach(self, job: Job, tell: Callable[[StepVerdict], None] | None = None) -> TrainingAudit | None:
+        """Audit a job's steps from now on; a collective of all workers. None where nothing is audited.
+
+        Args:
+            job: this worker's job, which has made no step in this run.
+            tell: called on rank 0 with each verdict; default: a warning for each difference that stops nothing.
+        """
+        if self.mode == "off":
+            return None
+        note = job.worker.exchange(self.note)[0]
+        audit = TrainingAudit(replace(self, note=note), job, tell or _warn_of_difference)
+        job.audit = audit
+        return audit
+
+
+def _warn_of_difference(verdict: StepVerdict) -> None:
+    if verdict.difference:
+        warnings.warn(verdict.difference, stacklevel=2)
+
+
+class TrainingAudit:
+    """One worker's part in the audits of its job, see :class:`polylane.runtime.job.StepAudit`.
+
+    Args:
+        start: what was there before the job.
+        job: this worker's job.
+        tell: called on rank 0 with each verdict.
+    """
+
+    def __init__(self, start: AuditStart, job: Job, tell: Callable[[StepVerdict], None]) -> None:
+        self._start, self._job, self._tell = start, job, tell
+        self._auditor, self._worker = start.auditor, job.worker
+        self._note, self._started = start.note, time.perf_counter()
+        first = job.position.step
+        self._schedule = AuditSchedule(first, is_bounded=start.mode == "auto")
+        self._next, self._epoch = first, -1
+        self._awaits_verdict = False  # the same on all workers
+        self._verdicts: list[StepVerdict] = []
+        self._under_way: tuple[str, Position, Sequence[Any] | None, BoardRecord] | None = None
+        self._structure = batch_structure(start.example) if job.world.rank == 0 else None
+        if not self._note:
+            rank, files = job.world.rank, start.boards or (-1, -1)
+            self._before, self._after = (StateBoard(rank, self._worker.exchange, file) for file in files)
+
+    # ---- around a step -----------------------------------------------------------------------------------------------
+
+    def before_step(self, batch: Any, objective: str, epoch: int, samples: int) -> None:
+        """Decide with all workers whether this step is audited, and take the state that it begins with.
+
+        Raises:
+            AuditFailed: on all workers, if an earlier step differs, and that is to stop the training.
+        """
+        step = self._job.position.step
+        begins_epoch = epoch != self._epoch
+        if self._note or (step < self._next and not begins_epoch):
+            return
+        self._epoch, started = epoch, time.perf_counter()
+        leaves = None
+        decision = _Decision()
+        if self._auditor is not None:
+            decision = self._decide(step, begins_epoch, 0.0)
+            if decision.audits and not self._start.reads_data:
+                leaves, why = self._take_leaves(batch)
+                decision = replace(decision, audits=not why, note=why) if why else decision
+        decision = self._hear(decision)
+        if decision.audits:
+            try:
+                before = self._before.record(self._worker.collect_state)
+                self._under_way = objective, Position(step, epoch, samples), leaves, before
+            except PolylaneError as refused:  # on all workers alike
+                self._end(str(refused))
+        self._schedule.count_stall(time.perf_counter() - started, decision.audits)
+
+    def after_step(self, result: StepResult) -> None:
+        """Put the state after an audited step on the board, and have the step replayed."""
+        if self._under_way is None:
+            return
+        started = time.perf_counter()
+        (objective, position, leaves, before), self._under_way = self._under_way, None
+        try:
+            after = self._after.record(lambda: self._worker.collect_step(objective))
+        except PolylaneError as refused:
+            self._end(str(refused))
+            return
+        self._awaits_verdict = True
+        if self._auditor is not None:
+            at = position.step, objective, result.loss, position.epoch, position.samples
+            self._auditor.send(StepOrder(*at, leaves, before, after))
+        self._schedule.count_stall(time.perf_counter() - started, True)
+
+    def _take_leaves(self, batch: Any) -> tuple[Sequence[Any] | None, str]:
+        """Return copies of a whole batch's leaves, for a step may write into them; or why it cannot be had."""
+        if isinstance(batch, Batch):
+            structure = self._structure if batch.form is None else batch.form.structure
+            leaves, is_whole = batch.leaves, batch.is_whole
+        else:
+            structure, leaves, is_whole = batch_structure(batch), flatten(batch)[0], True
+        if not is_whole:
+            return None, "each worker reads only its own samples, and no process has the whole batch"
+        if structure != self._structure:
+            return None, "a batch has another form than the example"
+        return [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in clone_leaves(leaves)], ""
+
+    # ---- decisions ---------------------------------------------------------------------------------------------------
+
+    def _decide(self, step: int, begins_epoch: bool, wait_seconds: float) -> _Decision:
+        """Decide on rank 0 what comes before a step."""
+        assert self._auditor is not None
+        elapsed = time.perf_counter() - self._started
+        is_judged, difference, note = False, "", ""
+        if self._auditor.is_busy:
+            verdict = self._auditor.poll(wait_seconds)
+            if verdict is None:
+                return _Decision(next_step=self._schedule.look_again(step))
+            is_judged, difference, note = True, *self._judge(verdict)
+        if note or not self._schedule.is_due(step, begins_epoch, elapsed):
+            return _Decision(False, self._schedule.next_step(step, elapsed), is_judged, difference, note)
+        return _Decision(True, self._schedule.begin_audit(step), is_judged, difference)
+
+    def _judge(self, verdict: StepVerdict) -> tuple[str, str]:
+        """Keep a verdict; return the sentence about a difference, and why no further step is audited."""
+        if verdict.refusal:
+            return "", f"step {verdict.step} cannot be made by one process: {verdict.refusal}"
+        if verdict.difference:
+            agreed = [each.step for each in self._verdicts if not each.difference]
+            before = f"; step {agreed[-1]} was the last that agreed" if agreed else ""
+            sentence = (
+                f"the plan {self._job.plan.spec} does not compute what one device computes: {verdict.difference} "
+                f"(largest relative difference {verdict.worst:.1e}, more than rounding explains{before})"
+            )
+            verdict = replace(verdict, difference=sentence)
+        self._verdicts.append(verdict)
+        self._tell(verdict)
+        return verdict.difference, ""
+
+    def _hear(self, decision: _Decision) -> _Decision:
+        """Return rank 0's decision, and follow it; a collective of all workers.
+
+        Raises:
+            AuditFailed: on all workers, if a step differs, and that is to stop the training.
+        """
+        heard = self._worker.exchange(decision)[0]
+        assert isinstance(heard, _Decision)
+        self._next = heard.next_step
+        if heard.is_judged:
+            self._awaits_verdict = False
+        if heard.difference and self._start.mode != "warn":
+            self._end("a step differed")
+            raise AuditFailed(
+                f"{heard.difference}; polylane verify shows the first operator that differs, and --audit warn goes on"
+            )
+        if heard.note:
+            self._end(heard.note)
+        return heard
+
+    def _end(self, note: str) -> None:
+        """Audit no further step."""
+        self._note, self._awaits_verdict = note, False
+        if self._auditor is not None:
+            self._auditor.close()
+            self._auditor.is_busy = False
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait for the verdict on the audited step, if there is one; a collective of all workers.
+
+        Raises:
+            AuditFailed: on all workers, if the step differs, and that is to stop the training.
+        """
+        if not self._awaits_verdict:
+            return
+        started, decision = time.perf_counter(), _Decision(next_step=self._next)
+        if self._auditor is not None:
+            with self._job.world.progress.during(Phase.SAVING):
+                verdict = self._auditor.poll(SETTLE_SECONDS)
+            if verdict is None:
+                note = f"the last audited step was not replayed within {SETTLE_SECONDS:.0f} s"
+                decision = replace(decision, is_judged=True, note=note)
+            else:
+                difference, note = self._judge(verdict)
+                decision = replace(decision, is_judged=True, difference=difference, note=note)
+        with self._job.world.progress.during(Phase.SAVING):
+            self._hear(decision)
+        self._schedule.count_stall(time.perf_counter() - started, False)
+
+    def report(self) -> AuditReport:
+        """Return what was found; on rank 0."""
+        verdicts = self._verdicts
+        return AuditReport(
+            tuple(each.step for each in verdicts),
+            max((each.worst for each in verdicts if not each.difference), default=0.0),
+            tuple(each.difference for each in verdicts if each.difference),
+            all(each.of_own_code for each in verdicts),
+            self._note,
+            self._schedule.stall_seconds,
+        )
+
+    def close(self) -> None:
+        """End the auditor."""
+        if self._auditor is not None:
+            self._auditor.close()
+        if not self._start.note:
+            self._before.close()
+            self._after.close()
