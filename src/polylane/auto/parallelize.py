@@ -29,6 +29,8 @@ from polylane.runtime.job import Job
 from polylane.runtime.progress.script_watch import ScriptOnHang, watch_script
 from polylane.runtime.workers.idle_cores import threads_of_idle_cores
 from polylane.runtime.workers.world import World
+from polylane.verify.audit import AuditMode
+from polylane.verify.audit.training_audit import start_auditor
 
 
 def parallelize(
@@ -46,6 +48,7 @@ def parallelize(
     alone: bool = False,
     on_hang: ScriptOnHang | None = "stop",
     hang_after: float | None = None,
+    audit: AuditMode = "auto",
 ) -> Job:
     """Split the training of a plain model over the workers that torchrun started.
 
@@ -74,6 +77,10 @@ def parallelize(
         on_hang: who does not go on while others wait for it is named on stderr, and with ``"stop"`` killed; the others
             raise :class:`polylane.errors.WorkerHung`. ``"wait"`` only names it, with None nobody watches.
         hang_after: seconds without progress after which a worker hangs; default: 8 s longer than steps usually take.
+        audit: makes some steps again, by the model, loss and optimizer as they are, in one process beside rank 0, and
+            compares: the steps 1, 2, 4, 8, ... and the first of each epoch. A difference raises PolylaneError on all
+            workers before the next checkpoint; with ``"warn"`` it is a warning. ``"auto"`` keeps the cost below 1% of
+            the time, ``"stop"`` audits every such step, ``"off"`` none.
 
     Raises:
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
@@ -84,11 +91,14 @@ def parallelize(
     problem = TrainingProblem(model, of_loss, example, batch_size, init, device=world.accelerator)
     spec = resolve_plan(world, problem, plan)
     if world.size == 1:
-        chosen = _compile_alone(world, problem, spec, alone)
-        return Job(chosen, world, example=example, clip_norm=clip_norm, seed=seed)
+        compiled = _compile_alone(world, problem, spec, alone)
+    else:
+        compiled = compile_on_all_ranks(world, problem, spec)
+    how: dict[str, Any] = {"example": example, "clip_norm": clip_norm, "seed": seed}
+    audits = start_auditor(audit, compiled, world, **how)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
-    together = compile_on_all_ranks(world, problem, spec)
-    job = Job(together, world, example=example, clip_norm=clip_norm, seed=seed, same_weights=False)
+    job = Job(compiled, world, **how, same_weights=world.size == 1)
+    audits.attach(job)
     world.progress.enter(Phase.SCRIPT)
     return job
 

@@ -12,6 +12,7 @@ latest before the next checkpoint, or before the weights are saved.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -99,6 +100,7 @@ class AuditReport:
             text = f"{done}: the same numbers as one device (largest difference {self.worst:.0e}, rounding)"
         else:
             text = f"{done}: the same numbers as one device, bit for bit"
+        text += "" if self.of_own_code else ", of the captured graph, for the user's own code cannot make them"
         return f"{text}; not audited further: {self.note}" if self.note else text
 
 
@@ -127,7 +129,7 @@ def start_auditor(
     note = note or _why_not(prepared.plan)
     if note or world.rank:
         return AuditStart(mode, note, example)
-    if note := _why_no_room(prepared):
+    if note := _why_not_here(prepared):
         return AuditStart(mode, note, example)
     tolerance = choose_tolerance(prepared, world.device)
     training = AuditedTraining(prepared, example, clip_norm, seed, tolerance, read_batch)
@@ -150,8 +152,11 @@ def _why_not(plan: Plan) -> str:
     return ""
 
 
-def _why_no_room(prepared: CompiledTraining) -> str:
-    """Return why the host has no room for a second model; "" where it has."""
+def _why_not_here(prepared: CompiledTraining) -> str:
+    """Return why a process beside this one cannot have the model a second time; "" where it can."""
+    devices = {tensor.device.type for tensor in (*prepared.model.parameters(), *prepared.model.buffers())}
+    if others := devices - {"cpu", "meta"}:
+        return f"the model was built on {others.pop()}, which no process beside this one can use: build it on the CPU"
     needed = MEMORY_COPIES * sum(tensor.nbytes for tensor in (*prepared.model.parameters(), *prepared.model.buffers()))
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
@@ -193,7 +198,7 @@ class AuditStart:
         if self.mode == "off":
             return None
         note = job.worker.exchange(self.note)[0]
-        audit = TrainingAudit(replace(self, note=note), job, tell or _warn_of_difference)
+        audit = TrainingAudit(replace(self, note=note), job, tell or _warn_of_difference, says_end=tell is None)
         job.audit = audit
         return audit
 
@@ -210,9 +215,11 @@ class TrainingAudit:
         start: what was there before the job.
         job: this worker's job.
         tell: called on rank 0 with each verdict.
+        says_end: whether rank 0 says on stderr at the end what was found.
     """
 
-    def __init__(self, start: AuditStart, job: Job, tell: Callable[[StepVerdict], None]) -> None:
+    def __init__(self, start: AuditStart, job: Job, tell: Callable[[StepVerdict], None], says_end: bool) -> None:
+        self._says_end = says_end
         self._start, self._job, self._tell = start, job, tell
         self._auditor, self._worker = start.auditor, job.worker
         self._note, self._started = start.note, time.perf_counter()
@@ -364,7 +371,8 @@ class TrainingAudit:
                 decision = replace(decision, is_judged=True, note=note)
             else:
                 difference, note = self._judge(verdict)
-                decision = replace(decision, is_judged=True, difference=difference, note=note)
+                due = self._schedule.next_step(self._job.position.step - 1, time.perf_counter() - self._started)
+                decision = _Decision(False, due, True, difference, note)
         with self._job.world.progress.during(Phase.SAVING):
             self._hear(decision)
         self._schedule.count_stall(time.perf_counter() - started, False)
@@ -385,6 +393,8 @@ class TrainingAudit:
         """End the auditor."""
         if self._auditor is not None:
             self._auditor.close()
+            if self._says_end and self._verdicts:
+                print(f"polylane: {self.report()}", file=sys.stderr)
         if not self._start.note:
             self._before.close()
             self._after.close()

@@ -1,0 +1,246 @@
+"""Audits: a right training agrees with the user's own loop at every audited step, a wrong one is stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import polylane
+from polylane.compile.compiled_training import compile_training
+from polylane.compile.objectives import build_objectives
+from polylane.compile.training_problem import TrainingProblem
+from polylane.errors import PolylaneError
+from polylane.graph.capture import dry_run, self_check
+from polylane.graph.python_state.side_effects import SideEffects
+from polylane.runtime.job import Job
+from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.verify.audit import AuditMode
+from polylane.verify.audit.schedule import AuditSchedule
+from polylane.verify.audit.training_audit import AuditReport, start_auditor
+
+SAMPLES, STEPS = 6, 4
+Pairs = Iterable[tuple[str, nn.Parameter]]
+Batch = tuple[Tensor, Tensor]
+
+
+def sgd(parameters: Pairs) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in parameters], lr=0.1, momentum=0.9)
+
+
+def adamw(parameters: Pairs) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in parameters], lr=0.01, weight_decay=0.1)
+
+
+def cross_entropy(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 3)
+    ).double()
+
+
+def batches(count: int = STEPS) -> list[Batch]:
+    random = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(SAMPLES, 4, generator=random).double(), torch.randint(0, 3, (SAMPLES,), generator=random))
+        for _ in range(count)
+    ]
+
+
+def train(
+    plan: str,
+    build: Callable[[], nn.Module] = network,
+    loss: Callable[[Any, Any], Any] = cross_entropy,
+    optimizer: Callable[[Any], Any] = sgd,
+    *,
+    mode: AuditMode = "stop",
+    data: Sequence[Any] = (),
+    spoil: Callable[[Job, int], None] | None = None,
+    **how: Any,
+) -> AuditReport:
+    """Train by a plan, with each worker spoiled after the auditor has got what the user wrote; rank 0's report."""
+    data = data or batches()
+    objectives = build_objectives(loss, optimizer, how.pop("scheduler", None))
+    prepared = compile_training(TrainingProblem(build(), objectives, data[0]), plan)
+
+    def run(context: WorkerContext) -> AuditReport | None:
+        job_options: dict[str, Any] = {"example": data[0], "seed": 5, **how}
+        audits = start_auditor(mode, prepared, context.world, **job_options)
+        job = Job(prepared, context.world, **job_options)
+        audit = audits.attach(job)
+        for number, batch in enumerate(data):
+            if spoil is not None:
+                spoil(job, number)
+            job.step(batch)
+            job.settle_audit()  # else the tests would wait for an idle core to find out at which step it was
+        job.close()
+        return None if audit is None else audit.report()
+
+    report = fork_workers(run, prepared.plan.processes)[0]
+    assert report is not None
+    return report
+
+
+PLANS = [
+    "data=1",
+    "data=2",
+    "pipeline=2,microbatches=2",
+    "tensor=2",
+    "data=2,shard=parameters",
+    "data=2,servers=1",
+    "data=2,pipeline=2,microbatches=3",
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_right_training_agrees(plan: str) -> None:
+    def scheduler(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    report = train(plan, optimizer=adamw, scheduler=scheduler, clip_norm=0.5)
+    assert report.steps == (1, 2, 4)
+    assert not report.differences
+    assert report.worst < 1e-9
+    # Batch statistics see microbatches, and a mean over labels needs the whole batch's count: only the graph has both.
+    assert report.of_own_code == ("microbatches" not in plan)
+    assert "the same numbers as one device" in str(report)
+
+
+def test_in_single_precision_rounding_is_no_difference() -> None:
+    data = [(x.float(), y) for x, y in batches()]
+    report = train("data=2,pipeline=2,microbatches=2", lambda: network().float(), optimizer=adamw, data=data)
+    assert report.steps == (1, 2, 4)
+    assert 0 < report.worst < 1e-4
+
+
+# Bugs as a plan may have them: each worker is spoiled, the auditor is not.
+
+
+def move_a_weight(job: Job, step: int) -> None:
+    """In step 2 a weight is moved after the update."""
+    if step == 1:
+        optimizer = job.optimizer
+        plain = optimizer.step
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            result = plain(*args, **kwargs)
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].add_(1e-3)
+            return result
+
+        optimizer.step = wrong  # type: ignore[method-assign]
+
+
+def other_options(job: Job, step: int) -> None:
+    """From step 2 on, the momentum is another one, once the step has begun."""
+    if step == 1:
+        plain = job.optimizer.step
+
+        def wrong(*args: Any, **kwargs: Any) -> Any:
+            job.optimizer.param_groups[0]["momentum"] = 0.5
+            return plain(*args, **kwargs)
+
+        job.optimizer.step = wrong  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("spoil", [move_a_weight, other_options], ids=lambda spoil: spoil.__name__)
+@pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=2"])
+def test_a_wrong_step_stops_the_training(plan: str, spoil: Callable[[Job, int], None]) -> None:
+    with pytest.raises(PolylaneError, match=r"does not compute what one device computes: step 2.*--audit warn goes on"):
+        train(plan, spoil=spoil)
+
+
+def test_a_difference_may_be_a_warning() -> None:
+    report = train("data=2", mode="warn", spoil=move_a_weight)
+    assert report.steps == (1, 2, 4)
+    assert len(report.differences) == 2
+    assert "step 2" in report.differences[0]
+    assert "step 1 was the last that agreed" in report.differences[0]
+
+
+class Counting(nn.Module):
+    """Its loss depends on how often it was called: a capture that freezes that is wrong from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.calls = nn.Linear(4, 3), 0
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layer(x) * self.calls
+
+
+def test_python_state_that_capture_has_frozen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not train("data=2", Counting).differences
+    # Now nothing sees the counter any more.
+    monkeypatch.setattr(dry_run, "find_side_effects", lambda model, loss, run, again: (run(), SideEffects()))
+    monkeypatch.setattr(self_check, "first_difference", lambda *args, **kwargs: None)
+    with pytest.raises(PolylaneError, match=r"step 2: the first gradient that differs.*layer\.weight"):
+        train("data=2", Counting)
+
+
+def test_what_has_no_single_loop_is_not_audited() -> None:
+    for plan, words in (
+        ("data=2,every=2", "replicas take steps of their own"),
+        ("pipeline=2,schedule=pipedream,microbatches=1", "weights of several steps"),
+        ("data=2,compress=powersgd:1", "gradients lose digits"),
+    ):
+        report = train(plan, lambda: network()[:1], lambda m, b: m(b[0]).square().mean())  # type: ignore[index]
+        assert not report.steps
+        assert words in str(report)
+
+
+def test_the_model_is_read_as_it_was_given() -> None:
+    """Hooks, a closure and a module that is used twice are the user's own in the auditor, too."""
+    scale = torch.tensor(0.5, dtype=torch.float64)
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return cross_entropy(model, batch) + scale * model(batch[0] * 2).square().mean()
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 3)).double()
+        model[0].register_forward_hook(lambda module, args, output: output * 3)
+        return model
+
+    report = train("data=2", build, loss)
+    assert report.steps == (1, 2, 4) and report.worst < 1e-9
+
+
+def test_a_budget_puts_steps_off() -> None:
+    schedule = AuditSchedule(0, is_bounded=True)
+    audited = []
+    step, seconds_of_step, stall = 0, 0.01, 0.05
+    while step < 20_000:
+        elapsed = step * seconds_of_step + schedule.stall_seconds
+        if schedule.is_due(step, False, elapsed):
+            audited.append(step + 1)
+            schedule.begin_audit(step)
+            schedule.count_stall(stall, of_audit=True)
+        step = max(step + 1, schedule.next_step(step, elapsed))
+    assert audited[:2] == [1, 2]
+    assert audited[-3:] == [4096, 8192, 16384]
+    assert schedule.stall_seconds <= 0.01 * 20_000 * seconds_of_step
+    unbounded = AuditSchedule(0, is_bounded=False)
+    assert [n + 1 for n in range(70) if unbounded.is_due(n, False, 1.0) and unbounded.begin_audit(n)] == [
+        1, 2, 4, 8, 16, 32, 64,
+    ]  # fmt: skip
+
+
+def test_scripts_are_audited(capfd: pytest.CaptureFixture[str]) -> None:
+    data = batches()
+    job = polylane.parallelize(network(), cross_entropy, sgd, example=data[0], audit="stop")
+    for batch in data:
+        job.step(batch)
+        job.settle_audit()
+    job.close()
+    assert "audited at 3 steps: the same numbers as one device" in capfd.readouterr().err
