@@ -24,6 +24,10 @@ class NotFinite(PolylaneError):
     """Weights hold NaN or infinity, and are not saved for this reason."""
 
 
+class AuditFailed(PolylaneError):
+    """A step of a training was not what one device computes; nothing of it is kept any more."""
+
+
 class WorkerFailed(Exception):
     """A worker of this job raised or died: the one error of the whole job, raised where the job was started.
 

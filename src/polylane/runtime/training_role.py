@@ -81,7 +81,7 @@ class TrainingRole:
             allocator.retain_freed_memory()
         everyone, world = world, world.first_workers(prepared.plan.workers)
         self.plan, self.world = prepared.plan, world
-        self._prepared, self._seed, self._step = prepared, seed, 0
+        self._prepared, self._seed, self._step, self._is_last_step_local = prepared, seed, 0, False
         # Programs first: their channels and groups are what connections are opened for.
         lowered = lower_ahead(prepared)
         units = plan_shard_units(prepared, lowered)
@@ -153,7 +153,8 @@ class TrainingRole:
         with progress.during(Phase.TRAINING), allow_own_calls(), rule.blame_local_server(), self._hooks.taken_off():
             draws = StepDraws(self._seed, self._step)
             with progress.during(Phase.COMPILING):
-                lane = self._cache.compiled_for(name, own, True, self._rule.is_replica_local(name), draws)
+                self._is_last_step_local = self._rule.is_replica_local(name)
+                lane = self._cache.compiled_for(name, own, True, self._is_last_step_local, draws)
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
             self._limit_in_flight(self._rule.max_steps_in_flight)
             self._set_mode(True)
@@ -329,12 +330,14 @@ class TrainingRole:
 
     def collect_step(self, name: str) -> WorkerState:
         """Return the state after a step of an objective, with the gradients that its optimizer used."""
+        # Replicas that take steps of their own have gradients of their own.
+        variant = f"@{self._state.replica}" if self._is_last_step_local else ""
         self._rule.load_summed_gradients(name)
         found = self.collect_state()
         for parameter, part in optimized_parts(self._holding, self._trainers[name].local_parameters).items():
             gradient = part.parameter.grad
             if gradient is not None:
-                found.add(f"gradient/{parameter}", part.region, densify(gradient))
+                found.add(f"gradient/{parameter}{variant}", part.region, densify(gradient))
         return found
 
     def restore_state(self, step: int, reader: CheckpointReader, plain: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ def train_local_sgd(training: ComparedTraining) -> ReferenceRun:
     """Train by the rule of a plan's ``sync.every`` in this process."""
     plan = training.prepared.plan
     replicas = [ReferenceReplica(training, number, plan.data) for number in range(plan.data)]
-    average = _ReplicaAverage(plan.sync, replicas)
+    average = ReplicaAverage(plan.sync, replicas)
     losses, steps = list[float](), list[tuple[ReferenceStep, ...]]()
     before = [replica.copy_state() for replica in replicas]
     for number in range(len(training.batches)):
@@ -74,7 +74,7 @@ def train_local_sgd(training: ComparedTraining) -> ReferenceRun:
                 other.copy_from(replicas[0])
             average.reset_anchor()
         else:
-            average.record_step(number)
+            average.record_step(number, number)
         after = [replica.copy_state() for replica in replicas]
         each = zip(passed, before, after, updated or [{}], strict=False)  # not strict: a warm-up step has one record
         steps.append(
@@ -89,7 +89,7 @@ def train_local_sgd(training: ComparedTraining) -> ReferenceRun:
     return ReferenceRun(losses, steps[0][0].gradients, state, steps, replicas[0].loop.is_eager)
 
 
-class _ReplicaAverage:
+class ReplicaAverage:
     """The averages of the replicas' weights, weighted by the samples that each has seen since the last average."""
 
     def __init__(self, sync: SyncOptions, replicas: Sequence[ReferenceReplica]) -> None:
@@ -103,10 +103,26 @@ class _ReplicaAverage:
         """Take the weights of replica 0, which all replicas share now, as those from which DiLoCo measures change."""
         self._anchor = {name: p.detach().clone() for name, p in self._replicas[0].trained_parameters.items()}
 
-    def record_step(self, step: int) -> None:
-        """Count the samples of a local step, and average the weights after every ``every`` steps."""
-        for number, replica in enumerate(self._replicas):
-            self._samples_seen[number] += replica.loop.count_samples(step)
+    def restore(self, seen: Sequence[int], anchors: Mapping[str, Tensor], velocities: Mapping[str, Tensor]) -> None:
+        """Go on from the last average of another run.
+
+        Args:
+            seen: samples of each replica since then; empty right after one.
+            anchors: the weights that replicas shared then, by name, where an outer optimizer moves them.
+            velocities: the outer optimizer's momentum, by name.
+        """
+        self._samples_seen = list(seen) or [0] * len(self._replicas)
+        self._anchor, self._velocity = dict(anchors), dict(velocities)
+
+    def record_step(self, number: int, step: int) -> None:
+        """Count the samples of a local step, and average the weights after every ``every`` steps.
+
+        Args:
+            number: of the step among those whose batches are there.
+            step: number of the step in the training.
+        """
+        for index, replica in enumerate(self._replicas):
+            self._samples_seen[index] += replica.loop.count_samples(number)
         if (step + 1 - self._sync.warmup) % self._sync.every == 0:
             means = self._compute_means()
             if self._sync.outer is not None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polylane.diagnosis.page_layout import Phase
-from polylane.errors import PolylaneError
+from polylane.errors import AuditFailed, PolylaneError
 
 if TYPE_CHECKING:
     from polylane.runtime.checkpoint.save import CheckpointSaver
@@ -238,7 +238,7 @@ class RunControl:
         try:
             return act()
         except PolylaneError as error:
-            if self._warn is None:
+            if self._warn is None or isinstance(error, AuditFailed):
                 raise
             self._warn(f"{error}; the training goes on")
             self._saved_step = -1

@@ -8,6 +8,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from polylane.commands.running.step_log import StepLog, Tell, TrainingOutcome, l
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
-from polylane.errors import NotFinite, PolylaneError, format_plural
+from polylane.errors import AuditFailed, NotFinite, PolylaneError, format_plural
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import parse_plan
 from polylane.runtime.checkpoint.load import LoadedCheckpoint
@@ -32,6 +33,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue, earliest_fault
 from polylane.runtime.sync.parameter_server.update_log import count_staleness
 from polylane.runtime.workers.stop_request import StopRequest
+from polylane.verify.audit import AuditMode
 from polylane.verify.audit.step_replay import StepVerdict
 from polylane.verify.audit.training_audit import AuditStart
 
@@ -59,7 +61,7 @@ def train(
     log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
     saved, changed = _load_checkpoint(job, training, log) if request.resume_from is not None else (None, [])
     tell(begin_message(job, training, prepared, saved, log.loss, changed))
-    audit = audits.attach(job, lambda verdict: _tell_verdict(verdict, tell))
+    audit = audits.attach(job, partial(_tell_verdict, tell, request.audit))
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None
@@ -100,10 +102,10 @@ def train(
     return outcome if audit is None else replace(outcome, audit=audit.report())
 
 
-def _tell_verdict(verdict: StepVerdict, tell: Tell) -> None:
+def _tell_verdict(tell: Tell, mode: AuditMode, verdict: StepVerdict) -> None:
     agrees = not verdict.difference
     tell({"kind": "audit", "step": verdict.step, "agrees": agrees, "largest_difference": verdict.worst})
-    if not agrees:
+    if not agrees and mode == "warn":  # else it is an error
         tell({"kind": "warning", "text": verdict.difference})
 
 
@@ -271,7 +273,7 @@ def _try_to_save(job: Job, path: Path) -> str:
     error = ""
     try:
         job.save(path)
-    except NotFinite:
+    except (NotFinite, AuditFailed):
         raise
     except PolylaneError as failed:
         error = str(failed)

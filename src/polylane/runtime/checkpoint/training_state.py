@@ -34,17 +34,21 @@ class WorkerTrainingState:
         holding: the worker's parameters and buffers.
         trainers: optimizers and schedulers, by the name of the objective.
         sync: the worker's gradient synchronization.
+
+    Attributes:
+        replica: number of this worker's replica.
+        replicas: number of replicas of its stage.
     """
 
     def __init__(self, holding: LocalModel, trainers: Mapping[str, ObjectiveUpdate], sync: GradientSync) -> None:
         self._local_model, self._trainers, self._sync = holding, trainers, sync
         plan = holding.prepared.plan
-        self._replica = plan.stage_and_replica(holding.world.rank)[1]
+        self.replica = plan.stage_and_replica(holding.world.rank)[1]
         self.replicas = plan.degree("data", holding.stage)
         # Weights, buffers and momenta of local SGD are each replica's own.
-        self._variant = f"@{self._replica}" if plan.sync.every > 1 else ""
+        self._variant = f"@{self.replica}" if plan.sync.every > 1 else ""
         # Running statistics of asynchronous replicas are, whose weights are the servers'.
-        self._buffer_variant = f"@{self._replica}" if plan.sync.is_replica_local else ""
+        self._buffer_variant = f"@{self.replica}" if plan.sync.is_replica_local else ""
 
     def collect(self) -> WorkerState:
         """Return what this worker adds to a checkpoint.
@@ -65,11 +69,11 @@ class WorkerTrainingState:
                 found.extend(collect_optimizer(name, trainer.optimizer, mine, self._variant))
             if holding.world.rank == 0:
                 found.plain |= collect_options(name, trainer.optimizer, trainer.scheduler)
-        found.extend(self._sync.collect_state(self._replica))
+        found.extend(self._sync.collect_state(self.replica))
         for name, trainer in self._trainers.items():
-            found.extend(trainer.compressor.collect_state(name, holding, self._replica))
+            found.extend(trainer.compressor.collect_state(name, holding, self.replica))
         found.extend(_collect_random(holding.world))
-        found.plain |= collect_python_state(holding, self._replica)
+        found.plain |= collect_python_state(holding, self.replica)
         if holding.world.rank == 0:
             found.plain |= {"replicas": self.replicas, "weights": state_dict_names(holding)}
         return found
@@ -91,10 +95,10 @@ class WorkerTrainingState:
                 parts = optimized_parts(holding, trainer.local_parameters)
                 restore_optimizer(name, trainer.optimizer, parts, saved.plain, saved.fill, self._variant)
             restore_options(name, trainer.optimizer, trainer.scheduler, saved.plain)
-        self._sync.restore_state(saved, self._replica)
-        restore_python_state(holding.prepared, holding.tensors.model, self._replica, saved.plain)
+        self._sync.restore_state(saved, self.replica)
+        restore_python_state(holding.prepared, holding.tensors.model, self.replica, saved.plain)
         for name, trainer in self._trainers.items():
-            trainer.compressor.restore_state(name, holding, self._replica, saved)
+            trainer.compressor.restore_state(name, holding, self.replica, saved)
         if saved.was_saved_by(holding.prepared.plan):
             _restore_random(holding.world, saved)
 

@@ -1,8 +1,8 @@
 """Auditor: a process beside rank 0 that replays audited steps by the user's own code, while the training goes on.
 
 It is forked before the training takes the model apart, and so has all of the user's Python as it was built: model,
-loss, optimizer, data set, hooks, globals. It knows of no ranks, its output is discarded, and it computes when a core
-has nothing else to do. Its Python state goes on from one audited step to the next: what a checkpoint carries is the
+loss, optimizer, data set, hooks, globals. It knows of no ranks, its output is discarded, and the workers compute first.
+Its Python state goes on from one audited step to the next: what a checkpoint carries is the
 plan's, the rest has seen the audited steps alone.
 """
 
@@ -13,10 +13,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-EXIT_SECONDS = 2.0  # bound on the wait for the process to end by itself
+NICENESS = 5  # the workers compute first
 
 # Reads the whole batch that begins after some samples of an epoch (from 0), by the user's own data set.
 ReadBatch = Callable[[int, int], Any]
@@ -162,6 +163,7 @@ def _run_process(training: AuditedTraining, boards: tuple[int, int], orders: Con
     _leave_the_workers(parent)
     replays: dict[str, StepReplay] = {}
     while True:
+        started = time.process_time()
         try:
             order = decode(orders.recv_bytes())
         except (EOFError, OSError):
@@ -172,6 +174,7 @@ def _run_process(training: AuditedTraining, boards: tuple[int, int], orders: Con
             verdict = StepVerdict(order.step + 1, refusal=str(refused))
         except Exception as error:  # of the user's own code, in a process where it never ran before
             verdict = StepVerdict(order.step + 1, refusal=f"{describe_error(error)}{_last_line(error)}")
+        verdict = replace(verdict, seconds=time.process_time() - started)
         try:
             orders.send_bytes(encode(verdict))
         except OSError:
@@ -190,8 +193,7 @@ def _leave_the_workers(parent: int) -> None:
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     _forget_process_group()
-    with suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    os.nice(NICENESS)
     with suppress(OSError):  # where memory runs out, it goes first
         Path("/proc/self/oom_score_adj").write_text("1000")
     torch.set_num_threads(1)

@@ -1,15 +1,15 @@
 """Audit schedule: which steps are audited, so that a long training is audited often enough at a bounded cost.
 
-Due are the steps 1, 2, 4, 8, ... of a run, and the first one of each epoch. A step that is due while the one before is
-still being replayed waits for it. With a budget it also waits until the training has gone on for long enough.
+Due are the steps 1, 2, 4, 8, ... of a run, and the first one of each epoch. Without a budget a step that is due waits
+until the one before has been replayed. With one, a later step is audited in its place, once the training has gone on
+for long enough.
 """
 
 from __future__ import annotations
 
 import math
 
-BUDGET = 0.01  # part of the training's time that audits may take
-FIRST_AUDITS = 2  # steps that are audited whatever they cost: most faults show in the first ones
+BUDGET = 0.01  # part of the training's time that audits may take; the first one is made whatever it costs
 LOOK_STEPS = 4  # steps after which a first verdict is looked for
 
 
@@ -19,15 +19,16 @@ class AuditSchedule:
     Args:
         first: number of the first step of the run, from 0.
         is_bounded: whether audits keep within the budget.
+        busy_share: seconds by which a second of the replay's CPU time delays the training: 0 where a core is idle.
 
     Attributes:
         stall_seconds: time that audits have cost the training so far.
     """
 
-    def __init__(self, first: int, is_bounded: bool) -> None:
-        self._first, self._is_bounded = first, is_bounded
+    def __init__(self, first: int, is_bounded: bool, busy_share: float = 0.0) -> None:
+        self._first, self._is_bounded, self._busy_share = first, is_bounded, busy_share
         self._due, self._audits, self._look = 1, 0, LOOK_STEPS
-        self._longest = 0.0
+        self._longest = self._replay = 0.0
         self.stall_seconds = 0.0
 
     def count_stall(self, seconds: float, of_audit: bool) -> None:
@@ -41,6 +42,19 @@ class AuditSchedule:
         if of_audit:
             self._longest = max(self._longest, seconds)
 
+    def count_replay(self, seconds: float) -> None:
+        """Count the CPU time that a replay took beside the training."""
+        self._replay = self._busy_share * seconds
+        self.stall_seconds += self._replay
+
+    def is_reached(self, step: int, begins_epoch: bool) -> bool:
+        """Return whether a step is one that is to be audited, whatever that costs."""
+        return step - self._first + 1 >= self._due or begins_epoch
+
+    def waits(self, step: int, begins_epoch: bool) -> bool:
+        """Return whether a step waits until the one before has been replayed."""
+        return not self._is_bounded and self.is_reached(step, begins_epoch)
+
     def is_due(self, step: int, begins_epoch: bool, elapsed_seconds: float) -> bool:
         """Return whether a step is to be audited now.
 
@@ -49,11 +63,11 @@ class AuditSchedule:
             begins_epoch: whether it is the first of its epoch.
             elapsed_seconds: duration of the run so far.
         """
-        if step - self._first + 1 < self._due and not begins_epoch:
+        if not self.is_reached(step, begins_epoch):
             return False
-        if not self._is_bounded or self._audits < FIRST_AUDITS:
+        if not self._is_bounded or not self._audits:
             return True
-        return self.stall_seconds + self._longest <= BUDGET * elapsed_seconds
+        return self.stall_seconds + self._longest + self._replay <= BUDGET * elapsed_seconds
 
     def begin_audit(self, step: int) -> int:
         """Note that a step is audited now; return the step at which its verdict is to be looked for."""
@@ -61,7 +75,7 @@ class AuditSchedule:
         self._audits += 1
         while self._due <= done:
             self._due *= 2
-        return step + 1 if done == 1 else step + self._look
+        return step + 1 if done == 1 else min(step + self._look, self._first + self._due - 1)
 
     def look_again(self, step: int) -> int:
         """Return the step at which a verdict is looked for that is not there yet."""
@@ -80,5 +94,5 @@ class AuditSchedule:
             return due
         # It is due and does not fit into the budget yet: as many steps later as that takes.
         done = max(step - self._first, 1)
-        missing = (self.stall_seconds + self._longest) / BUDGET - elapsed_seconds
+        missing = (self.stall_seconds + self._longest + self._replay) / BUDGET - elapsed_seconds
         return step + max(1, math.ceil(missing / (elapsed_seconds / done)) if elapsed_seconds > 0 else 1)

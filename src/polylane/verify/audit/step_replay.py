@@ -11,8 +11,7 @@ only where a difference is larger than rounding usually is.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,11 +29,11 @@ from polylane.runtime.checkpoint.state_board import BoardReader
 from polylane.runtime.transport.serialization import serializable
 from polylane.verify.first_difference import describe_later_difference
 from polylane.verify.judgement import Judgement, judge_differences
+from polylane.verify.local_sgd_reference import ReferenceReplica, ReplicaAverage
 from polylane.verify.record import TOLERANCE, ComparedTraining, ReferenceRun, ReferenceStep
 from polylane.verify.reference import ReferenceModel, remeasure_floors
-from polylane.verify.rounding_floor import RoundingFloors
 from polylane.verify.stepwise import ComparedKind, Distances, gradient_distances
-from polylane.verify.training_state import memory_differences
+from polylane.verify.training_state import TrainingState, memory_differences
 
 # Largest relative difference that counts as rounding without a measurement, by the type of least precision among the
 # training's numbers. Differences beyond these are held against measured rounding floors.
@@ -103,7 +102,14 @@ class StepReplay:
         graphs = {objective: prepared.graphs[objective]}
         prepared = replace(prepared, objectives=chosen, graphs=graphs)
         self._training = ComparedTraining(prepared, [example], clip_norm, seed, tolerance)
-        self._objective, self._model = objective, ReferenceModel(self._training)
+        self._objective, self._sync = objective, prepared.plan.sync
+        self._average: ReplicaAverage | None = None
+        self._replicas: list[ReferenceModel]
+        if self._sync.is_replica_local:
+            apart = [ReferenceReplica(self._training, r, prepared.plan.data) for r in range(prepared.plan.data)]
+            self._replicas, self._average = [*apart], ReplicaAverage(self._sync, apart)
+        else:
+            self._replicas = [ReferenceModel(self._training)]
 
     def replay(self, step: int, batch: Any, loss: float, before: BoardReader, after: BoardReader) -> StepVerdict:
         """Make a step again, and compare it.
@@ -118,55 +124,73 @@ class StepReplay:
         Raises:
             PolylaneError: the state before the step cannot be loaded into the user's model and optimizer.
         """
-        started, model = time.process_time(), self._model
         training = replace(self._training, batches=[batch], first_step=step)
-        model.follow(training)
-        self._load(before)
-        first = model.copy_state()
-        (total, count), gradients, floors = model.run_passes(0, tries=())
-        planned = {n: after.read_whole(f"gradient/{n}") for n in model.trained_parameters if after.has(f"gradient/{n}")}
-        for name, parameter in model.trained_parameters.items():
-            parameter.grad = planned.get(name)
-        model.update_weights(loss=loss)
-        last = model.copy_state()
-        own_loss = total / count if count else float("nan")
-        reference = _build_run(own_loss, ReferenceStep(own_loss, first, last, gradients, floors), model)
-        distances = Distances(0, steps=[{}])
-        for name, distance in gradient_distances(gradients, planned):
-            distances.record_distance(0, (ComparedKind.GRADIENT, name, ""), distance)
-        self._load(after)
-        distances.record_tensors(0, ComparedKind.VALUE, last.tensors, model.named_tensors(), _keep_whole)
-        optimized = model.trained_parameters
-        for name, key, distance in memory_differences(last, model.optimizer, optimized, _keep_whole):
-            distances.record_distance(0, (ComparedKind.MEMORY, name, key), distance)
+        # In the warm-up of local SGD replicas share gradients, and are equal.
+        together = self._average is not None and step < self._sync.warmup
+        models = self._replicas[:1] if together else self._replicas
+        passes, planned, firsts = [], [], []
+        for number, model in enumerate(models):
+            model.follow(training)
+            self._load(model, before, self._variant(number))
+            firsts.append(model.copy_state())
+            passes.append(model.run_passes(0, tries=(), together=together))
+            planned.append(self._take_gradients(model, after, "" if together else self._variant(number)))
+            loop = model.whole_loop if together else model.loop
+            model.update_weights(bool(loop.count_samples(0)), loss=loss)
+        if self._average is not None and not together:
+            self._load_average(before)
+            self._average.record_step(0, step)
+        count = sum(one[0][1] for one in passes)
+        own_loss = sum(one[0][0] for one in passes) / count if count else float("nan")
+        records, distances = list[ReferenceStep](), list[Distances]()
+        for number, (model, one, first) in enumerate(zip(models, passes, firsts, strict=True)):
+            last, gradients = model.copy_state(), one[1]
+            records.append(ReferenceStep(own_loss, first, last, gradients, one[2]))
+            self._load(model, after, self._variant(number))
+            distances.append(_measure(model, number, last, gradients, planned[number]))
+        reference = ReferenceRun([own_loss], records[0].gradients, {}, [tuple(records)], models[0].loop.is_eager)
         judgement = self._judge(training, reference, loss, distances)
         difference = ""
         if judgement.first_wrong_step() is not None:
-            wrong = replace(judgement.wrong_in_step(0), step=step)
-            difference = describe_later_difference(training.prepared, wrong, traced=False)
-        return StepVerdict(
-            step + 1, judgement.worst, difference, model.loop.is_eager, seconds=time.process_time() - started
-        )
+            wrong = judgement.wrong_of_replica(0) if len(records) > 1 else judgement.wrong_in_step(0)
+            difference = describe_later_difference(training.prepared, replace(wrong, step=step), traced=False)
+        return StepVerdict(step + 1, judgement.worst, difference, reference.eager)
+
+    def _variant(self, replica: int) -> str:
+        """Return the ending of names of a replica's own state."""
+        return f"@{replica}" if self._average is not None else ""
+
+    def _take_gradients(self, model: ReferenceModel, state: BoardReader, variant: str) -> dict[str, Tensor]:
+        """Give the plan's gradients to a model's optimizer, and return them by parameter."""
+        names = {name: f"gradient/{name}{variant}" for name in model.trained_parameters}
+        planned = {name: state.read_whole(held) for name, held in names.items() if state.has(held)}
+        for name, parameter in model.trained_parameters.items():
+            parameter.grad = planned.get(name)
+        return planned
 
     def _judge(
-        self, training: ComparedTraining, reference: ReferenceRun, loss: float, distances: Distances
+        self, training: ComparedTraining, reference: ReferenceRun, loss: float, distances: Sequence[Distances]
     ) -> Judgement:
         """Judge the differences; rounding floors are measured where some are too large to be rounding at a glance."""
-        judgement = judge_differences(training, reference, [loss], [distances])
+        judgement = judge_differences(training, reference, [loss], distances)
         if judgement.first_wrong_step() is None:
             return judgement
-        more: Mapping[tuple[int, int], RoundingFloors] = remeasure_floors(training, reference, {(0, 0)})
-        return judge_differences(training, reference, [loss], [distances], more)
+        where = {(0, replica) for replica in range(len(reference.steps[0]))}
+        restore = training.snapshot(with_factories=True)  # the passes must not advance the user's Python once more
+        more = remeasure_floors(training, reference, where)
+        restore()
+        return judge_differences(training, reference, [loss], distances, more)
 
-    def _load(self, state: BoardReader) -> None:
-        """Make the model, the optimizer, its scheduler and the user's Python state those of the plan."""
-        model, plain, prepared = self._model, state.plain, self._training.prepared
+    def _load(self, model: ReferenceModel, state: BoardReader, variant: str) -> None:
+        """Make a model, its optimizer, its scheduler and the user's Python state those of the plan."""
+        plain, prepared = state.plain, self._training.prepared
         with torch.no_grad():
             for name, tensor in model.named_tensors().items():
-                if state.has(PREFIX + name):
-                    state.fill(PREFIX + name, whole_region(tensor.shape), tensor)
+                held = next((n for n in (PREFIX + name + variant, PREFIX + name) if state.has(n)), None)
+                if held is not None:
+                    state.fill(held, whole_region(tensor.shape), tensor)
         parts = {n: OptimizedPart(p, whole_region(p.shape)) for n, p in model.trained_parameters.items()}
-        restore_optimizer(self._objective, model.optimizer, parts, plain, state.fill)
+        restore_optimizer(self._objective, model.optimizer, parts, plain, state.fill, variant)
         restore_options(self._objective, model.optimizer, model.scheduler, plain)
         restore_python_state(prepared, prepared.model, 0, plain)
         if state.has("random/torch/0"):
@@ -174,9 +198,41 @@ class StepReplay:
             arrays = () if numpy is None else (numpy_state(numpy),)
             restore_generators((state.read_whole("random/torch/0"), plain["random/python/0"], *arrays))
 
+    def _load_average(self, state: BoardReader) -> None:
+        """Make what replicas remember of their last average that of the plan."""
+        assert self._average is not None
+        seen = state.plain[f"local_sgd/{self._objective}"]["samples"]
+        anchors, velocities = dict[str, Tensor](), dict[str, Tensor]()
+        for name in self._replicas[0].trained_parameters:
+            if state.has(held := f"anchor/{self._objective}/{name}"):
+                anchors[name] = state.read_whole(held)
+            if state.has(held := f"optimizer/{self._objective}.outer/{name}/momentum_buffer"):
+                velocities[name] = state.read_whole(held)
+        self._average.restore(seen, anchors, velocities)
 
-def _build_run(loss: float, step: ReferenceStep, model: ReferenceModel) -> ReferenceRun:
-    return ReferenceRun([loss], step.gradients, {}, [(step,)], model.loop.is_eager)
+
+def _measure(
+    model: ReferenceModel,
+    replica: int,
+    last: TrainingState,
+    gradients: Mapping[str, Tensor],
+    planned: Mapping[str, Tensor],
+) -> Distances:
+    """Return how far the plan's step is from the one that was made again.
+
+    Args:
+        model: has the plan's state after the step.
+        replica: number of the replica that both are of.
+        last: the state after the step that was made again.
+        gradients, planned: of the step that was made again, and of the plan's, by parameter.
+    """
+    found = Distances(replica, steps=[{}])
+    for name, distance in gradient_distances(gradients, planned):
+        found.record_distance(0, (ComparedKind.GRADIENT, name, ""), distance)
+    found.record_tensors(0, ComparedKind.VALUE, last.tensors, model.named_tensors(), _keep_whole)
+    for name, key, distance in memory_differences(last, model.optimizer, model.trained_parameters, _keep_whole):
+        found.record_distance(0, (ComparedKind.MEMORY, name, key), distance)
+    return found
 
 
 def _keep_whole(name: str, whole: Tensor) -> Tensor:

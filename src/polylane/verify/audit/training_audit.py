@@ -25,7 +25,7 @@ import torch
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
-from polylane.errors import PolylaneError, format_plural
+from polylane.errors import AuditFailed, PolylaneError, format_plural
 from polylane.graph.batch import batch_structure, clone_leaves, flatten
 from polylane.plan.plan import Plan
 from polylane.runtime.checkpoint.save import Position
@@ -34,19 +34,16 @@ from polylane.runtime.job import Job
 from polylane.runtime.nameless_file import open_nameless_file
 from polylane.runtime.pipeline.step_result import StepResult
 from polylane.runtime.transport.serialization import serializable
-from polylane.runtime.workers.world import World
+from polylane.runtime.workers.world import World, affine_cores
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.auditor import AuditedTraining, Auditor, ReadBatch, StepOrder
 from polylane.verify.audit.schedule import AuditSchedule
 from polylane.verify.audit.step_replay import StepVerdict, choose_tolerance
 
 SETTLE_SECONDS = 60.0  # bound on the wait for a verdict, before a checkpoint and at the end
+STOPPED_SECONDS = 3.0  # the same where a signal has asked for a checkpoint within its grace
 MEMORY_COPIES = 10  # of the weights: the auditor's, its optimizer's, and two states on the boards
 MEMORY_SHARE = 0.5  # part of the host's free memory that these may take
-
-
-class AuditFailed(PolylaneError):
-    """An audited step was not what one device computes."""
 
 
 @serializable
@@ -144,9 +141,9 @@ def _why_not(plan: Plan) -> str:
     """Return why the steps of a plan have no single loop to be held against; "" where they have one."""
     if plan.is_asynchronous:
         return f"schedule={plan.schedule} trains with weights of several steps: polylane verify replays its rule"
-    if plan.sync.is_replica_local:
-        return "replicas take steps of their own: polylane verify replays their rule"
-    if not plan.sync.is_exact:
+    if plan.sync.has_servers and plan.sync.is_replica_local:
+        return "servers take updates in an order of their own: polylane verify replays it"
+    if plan.sync.wire != "same" or plan.sync.compress is not None:
         words = ",".join(plan.sync.to_words())
         return f"{words}: gradients lose digits on their way, which is no difference to be found"
     return ""
@@ -224,7 +221,9 @@ class TrainingAudit:
         self._auditor, self._worker = start.auditor, job.worker
         self._note, self._started = start.note, time.perf_counter()
         first = job.position.step
-        self._schedule = AuditSchedule(first, is_bounded=start.mode == "auto")
+        cores = affine_cores()
+        has_idle = cores > job.world.size * torch.get_num_threads()  # more hosts have more cores: a bound
+        self._schedule = AuditSchedule(first, start.mode == "auto", 0.0 if has_idle else 1 / cores)
         self._next, self._epoch = first, -1
         self._awaits_verdict = False  # the same on all workers
         self._verdicts: list[StepVerdict] = []
@@ -250,7 +249,7 @@ class TrainingAudit:
         leaves = None
         decision = _Decision()
         if self._auditor is not None:
-            decision = self._decide(step, begins_epoch, 0.0)
+            decision = self._decide(step, begins_epoch)
             if decision.audits and not self._start.reads_data:
                 leaves, why = self._take_leaves(batch)
                 decision = replace(decision, audits=not why, note=why) if why else decision
@@ -295,13 +294,13 @@ class TrainingAudit:
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
 
-    def _decide(self, step: int, begins_epoch: bool, wait_seconds: float) -> _Decision:
+    def _decide(self, step: int, begins_epoch: bool) -> _Decision:
         """Decide on rank 0 what comes before a step."""
         assert self._auditor is not None
         elapsed = time.perf_counter() - self._started
         is_judged, difference, note = False, "", ""
         if self._auditor.is_busy:
-            verdict = self._auditor.poll(wait_seconds)
+            verdict = self._auditor.poll(SETTLE_SECONDS if self._schedule.waits(step, begins_epoch) else 0.0)
             if verdict is None:
                 return _Decision(next_step=self._schedule.look_again(step))
             is_judged, difference, note = True, *self._judge(verdict)
@@ -311,6 +310,7 @@ class TrainingAudit:
 
     def _judge(self, verdict: StepVerdict) -> tuple[str, str]:
         """Keep a verdict; return the sentence about a difference, and why no further step is audited."""
+        self._schedule.count_replay(verdict.seconds)
         if verdict.refusal:
             return "", f"step {verdict.step} cannot be made by one process: {verdict.refusal}"
         if verdict.difference:
@@ -365,7 +365,7 @@ class TrainingAudit:
         started, decision = time.perf_counter(), _Decision(next_step=self._next)
         if self._auditor is not None:
             with self._job.world.progress.during(Phase.SAVING):
-                verdict = self._auditor.poll(SETTLE_SECONDS)
+                verdict = self._auditor.poll(STOPPED_SECONDS if self._job.world.stop.is_set() else SETTLE_SECONDS)
             if verdict is None:
                 note = f"the last audited step was not replayed within {SETTLE_SECONDS:.0f} s"
                 decision = replace(decision, is_judged=True, note=note)
