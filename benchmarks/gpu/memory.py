@@ -56,7 +56,7 @@ def _measure_plan(plan: str, figures: dict[str, int], device: torch.device) -> R
 
 def state_tensors(job: polylane.Job, parameter: torch.nn.Parameter) -> list[torch.Tensor]:
     """Return the tensors of the optimizer's state of a parameter."""
-    states = [each.optimizer.state.get(parameter, {}) for each in job.stepping()]
+    states = [each.optimizer.state.get(parameter, {}) for each in job.worker.stepping()]
     return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
 
 

@@ -123,7 +123,7 @@ def pushed_and_answered(plan: str, model: nn.Module) -> tuple[int, int]:
 
 def _sent(job: Job) -> Callable[[], tuple[int, int]]:
     """Counts from now on what goes between workers and servers."""
-    counters = job.counters if job.world.rank >= job.plan.workers else job._role._rule.server_counters()
+    counters = job.worker.counters if job.world.rank >= job.plan.workers else job._role._rule.server_counters()
     job.gathered(None)
 
     def count() -> tuple[int, int]:

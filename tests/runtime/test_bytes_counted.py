@@ -56,9 +56,9 @@ class Seen:
 
 
 def one_step(job: Job, batch: Any) -> Seen:
-    handed = -sum(counters.given for counters in job.counters)
+    handed = -sum(counters.given for counters in job.worker.counters)
     result = job.step(batch)
-    handed += sum(counters.given for counters in job.counters) - result._vector.nbytes  # itself apart
+    handed += sum(counters.given for counters in job.worker.counters) - result._vector.nbytes  # itself apart
     timeline = result.timeline
     worker = job._role._cache.compiled_for("loss", Batch.whole(batch)).executor
     local = {

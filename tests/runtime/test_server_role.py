@@ -30,7 +30,11 @@ def test_gradients_are_the_summed_and_clipped_ones() -> None:
     def work(job: Job) -> Any:
         job.step(BATCHES[0])
         whole = job.whole_gradients()
-        return whole, {n: g.clone() for n, g in job.gradients().items() if g is not None}, job.part_of("0.weight")
+        return (
+            whole,
+            {n: g.clone() for n, g in job.gradients().items() if g is not None},
+            job.worker.part_of("0.weight"),
+        )
 
     expected = plainly(mlp(6, 8, 4), BATCHES[:1], clip_norm=0.3).gradients
     for whole, own, part in workers(work, mlp(6, 8, 4), "data=2,servers=2,dedicated=yes", clip_norm=0.3):
@@ -141,7 +145,7 @@ def test_a_replica_that_has_ended_holds_nobody_up(plan: str) -> None:
             job.step(BATCHES[0])
         job.close()
         job.close = lambda: None  # type: ignore[method-assign]  # it is
-        return job.staleness
+        return job.worker.staleness
 
     assert workers(work, mlp(6, 8, 4), plan)[1] == 0
 
@@ -162,7 +166,7 @@ def test_several_losses_have_optimizers_of_their_own() -> None:
 
     def work(job: Job) -> Any:
         seen = [job.step(batch, name).loss for batch in BATCHES for name in losses]
-        return seen, job.state_dict(), job.updates()
+        return seen, job.state_dict(), job.worker.updates()
 
     model = mlp(6, 8, 4)
     plain = {name: factory(list(model.named_parameters())) for name, factory in optimizers.items()}

@@ -41,8 +41,8 @@ def seen(job: Job, batches: Any) -> Seen:
     sums, stale = [], []
     for batch in batches:
         sums.append(job.step(batch).sums)
-        stale.append(job.staleness)
-    return Seen(sums, stale, job.state_dict(), job.updates())
+        stale.append(job.worker.staleness)
+    return Seen(sums, stale, job.state_dict(), job.worker.updates())
 
 
 def run(
@@ -152,7 +152,7 @@ def test_evaluation_and_weights_in_between_change_nothing() -> None:
                 sums.append(job.step(batch).sums)
                 job.evaluate(batch)
                 job.state_dict()
-            return Seen(sums, [], job.state_dict(), job.updates())
+            return Seen(sums, [], job.state_dict(), job.worker.updates())
 
     plan = "data=2,servers=2,staleness=any"
     prepared = compile_training(mlp(6, 8, 4), build_objectives(classify, sgd, None), BATCHES[0], plan, evaluation=True)

@@ -31,12 +31,12 @@ from polylane.runtime.pipeline.step_result import StepResult, merge_timelines
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.server_role import ServingRole
 from polylane.runtime.step_audit import StepAudit
-from polylane.runtime.sync.gradient_sync import LocalOptimizer
-from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.training_role import TrainingRole
-from polylane.runtime.transport.protocol import TransportCounters
 from polylane.runtime.workers.close_at_exit import CloseAtExit
 from polylane.runtime.workers.world import World
+
+# Names that were methods of Job, and are of its worker's role alone.
+_OF_WORKER = frozenset(("slack", "part_of", "shard_of", "stepping", "staleness", "counters", "updates"))
 
 
 class Job:
@@ -103,11 +103,6 @@ class Job:
         return self._objectives[0] if name is None else name
 
     # ---- training ----------------------------------------------------------------------------------------------------
-
-    @property
-    def slack(self) -> int:
-        """Most steps in flight on this worker: the losses of earlier steps can be read without waiting."""
-        return self._role.slack
 
     @collective("job.step")
     def step(self, batch: Any, objective: str | None = None) -> StepResult:
@@ -229,19 +224,6 @@ class Job:
         """
         return self._role.held()
 
-    def part_of(self, name: str) -> str:
-        """Return a label of the shard of a parameter or buffer that this worker holds; equal for equal shards."""
-        return self._role.part_of(name)
-
-    def shard_of(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return the shard of a tensor that corresponds to :meth:`gradients`; None where this worker has none of it.
-
-        Args:
-            name: canonical name of the parameter that the tensor belongs to.
-            tensor: tensor of the shape that the parameter has in this worker's operators.
-        """
-        return self._role.shard_of(name, tensor)
-
     @collective("job.state_dict")
     def state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's weights and buffers, by its own names, on every worker's CPU; collective.
@@ -267,6 +249,12 @@ class Job:
     def worker(self) -> TrainingRole | ServingRole:
         """The role of this worker, for polylane's own commands: no part of the public interface."""
         return self._role
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_WORKER:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        warnings.warn(f"Job.{name} is Job.worker.{name} now", DeprecationWarning, stacklevel=2)
+        return getattr(self._role, name)
 
     def settle_audit(self) -> None:
         """Wait for the verdict on the last audited step, before anything is kept of the training; collective.
@@ -348,30 +336,12 @@ class Job:
 
     # ---- telemetry ---------------------------------------------------------------------------------------------------
 
-    def stepping(self) -> list[LocalOptimizer]:
-        """Return the first objective's optimizers that step in this process: this worker's, or its servers'."""
-        return self._role.stepping()
-
-    @property
-    def staleness(self) -> int:
-        """Staleness of this worker's last step: updates by others between its read of the weights and its update."""
-        return self._role.staleness
-
     @property
     def apart(self) -> bool:
         """Whether replicas are asynchronous (parameter servers): a worker knows the losses of its own replica only."""
         return self.plan.sync.has_servers and self.plan.sync.is_replica_local
 
-    @property
-    def counters(self) -> tuple[TransportCounters, ...]:
-        """Byte counters of every transport of this process, since the job was made."""
-        return self._role.counters
-
-    @collective("job.updates")
-    def updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
-        """Return the updates of every parameter server, in the order in which it made them; collective."""
-        return self._role.updates()
-
+    @collective("job.worker.updates")
     @collective("job.gathered")
     def gathered(self, value: Any) -> list[Any]:
         """Gather every worker's plain value by rank: numbers, text, tensors, None, or made of them; collective."""

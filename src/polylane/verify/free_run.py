@@ -49,10 +49,10 @@ def train_freely(job: Job, batches: Sequence[Any]) -> FreeRun:
     # Replicas of asynchronous servers differ on purpose: their digests are compared within a replica only.
     differs = job.plan.sync.is_replica_local and job.world.rank < job.plan.workers
     own = f" of replica {job.plan.stage_and_replica(job.world.rank)[1]}" if differs else ""
-    held = {name + job.part_of(name) + own: digest_tensor(tensor) for name, tensor in job.held().items()}
+    held = {name + job.worker.part_of(name) + own: digest_tensor(tensor) for name, tensor in job.held().items()}
     losses = _whole_losses(job, sums)
     state = job.state_dict()
-    return FreeRun(losses, gradients, state if job.world.rank == 0 else {}, held, job.updates())
+    return FreeRun(losses, gradients, state if job.world.rank == 0 else {}, held, job.worker.updates())
 
 
 def _whole_losses(job: Job, sums: Sequence[tuple[float, float]]) -> list[float]:

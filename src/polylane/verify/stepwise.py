@@ -88,13 +88,13 @@ class WorkerParts:
         if self._shard_spec is None:
             return whole
         own = self._shard_spec.local_shard(name, whole)
-        return self._job.shard_of(name, own) if self._keeps_only_shards else own
+        return self._job.worker.shard_of(name, own) if self._keeps_only_shards else own
 
     def optimizer_part(self, name: str, whole: Tensor) -> Tensor | None:
         """Return the part of a parameter that this worker's optimizer updates; a parameter server has all of it."""
         if self._is_server or self._shard_spec is None:
             return whole
-        return self._job.shard_of(name, self._shard_spec.local_shard(name, whole))
+        return self._job.worker.shard_of(name, self._shard_spec.local_shard(name, whole))
 
 
 def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun) -> Distances:
@@ -106,7 +106,7 @@ def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun
     replica = plan.stage_and_replica(rank)[1] if rank < plan.workers else 0
     parts, found = WorkerParts(job, training.prepared), Distances(replica)
     # Gradients can be compared only where they are complete, reduced and clipped: at the optimizer's step itself.
-    for each in job.stepping():
+    for each in job.worker.stepping():
         _compare_before_step(each, reference, parts, found)
     for number, batch in enumerate(training.batches):
         found.steps.append({})
@@ -125,7 +125,7 @@ def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun
                 found.record_distance(number, (ComparedKind.GRADIENT, name, ""), distance)
         after = step.after.tensors
         found.record_tensors(number, ComparedKind.VALUE, after, job.held(), parts.local_part)
-        for each in job.stepping():
+        for each in job.worker.stepping():
             found.record_tensors(number, ComparedKind.VALUE, after, each.parameters, parts.optimizer_part)
             for name, key, distance in memory_differences(
                 step.after, each.optimizer, each.parameters, parts.optimizer_part
@@ -139,7 +139,7 @@ def train_stepwise(job: Job, training: ComparedTraining, reference: ReferenceRun
 
 def _load_reference_state(job: Job, step: ReferenceStep, parts: WorkerParts) -> None:
     write_tensors(step.before.tensors, job.held(), parts.local_part)
-    for each in job.stepping():
+    for each in job.worker.stepping():
         write_tensors(step.before.tensors, each.parameters, parts.optimizer_part)
         write_memory(step.before, each.optimizer, each.parameters, parts.optimizer_part)
 

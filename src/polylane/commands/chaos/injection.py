@@ -148,7 +148,7 @@ class Injector:
         elif kind in (FaultKind.FORWARD, FaultKind.BACKWARD, FaultKind.INTERPRETER):
             return _FaultyOperators(self)
         elif kind is FaultKind.OPTIMIZER:
-            for each in self._job.stepping():
+            for each in self._job.worker.stepping():
                 each.optimizer.register_step_pre_hook(lambda *_: self._raise_in_optimizer())
             self._is_armed = False
         elif kind is FaultKind.FULL_DISK:

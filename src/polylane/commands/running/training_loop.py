@@ -58,7 +58,7 @@ def train(
         NothingLeft: on all workers, if the checkpoint to go on from is that of the last step, or of a later one.
     """
     request, epochs = training.request, training.epochs
-    log, stops = StepLog(tell, lambda: job.slack), request.on_nan == "stop"
+    log, stops = StepLog(tell, lambda: job.worker.slack), request.on_nan == "stop"
     saved, changed = _load_checkpoint(job, training, log) if request.resume_from is not None else (None, [])
     tell(begin_message(job, training, prepared, saved, log.loss, changed))
     audit = audits.attach(job, partial(_tell_verdict, tell, request.audit))
@@ -73,7 +73,7 @@ def train(
         log.begin_epoch()
         for batch in _epoch(job, training, epoch, start):
             rate = _learning_rate(job)
-            log.add(job.step(batch), epoch, rate, job.staleness if job.apart else None)
+            log.add(job.step(batch), epoch, rate, job.worker.staleness if job.apart else None)
             if (stops and log.stopped and all_know) or log.launched == request.steps:
                 break
             if control is not None and control.agree():
@@ -150,7 +150,7 @@ def _finish_outcome(
     # Collective, and so before any worker may raise or leave.
     outcome = replace(outcome, traffic=tuple(job.traffic()), servers=servers)
     if job.apart:
-        staleness = count_staleness(update for server in job.updates() for update in server)
+        staleness = count_staleness(update for server in job.worker.updates() for update in server)
         outcome = replace(outcome, timeline=last_steps(job, log.launched), staleness=staleness)
     elif job.plan.is_asynchronous:  # a batch is under way in several steps, and stages are at different ones
         outcome = replace(outcome, timeline=last_steps(job, log.launched))

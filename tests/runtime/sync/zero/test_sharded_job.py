@@ -58,7 +58,7 @@ def test_who_holds_what(plan: str, ranks: int) -> None:
     def work(job: Job) -> Any:
         job.step(BATCHES[0])
         states = sum(s["exp_avg"].numel() for s in job.optimizer.state.values())
-        held = {name + job.part_of(name): tensor.detach().clone() for name, tensor in job.held().items()}
+        held = {name + job.worker.part_of(name): tensor.detach().clone() for name, tensor in job.held().items()}
         storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in job.model.parameters()}
         return held, states, sum(storages.values()) // 8
 
@@ -213,9 +213,9 @@ def test_an_optimizer_of_all_parameters_at_once_is_refused() -> None:
 def sent(job: Job) -> int:
     """Bytes of the second step."""
     job.step(BATCHES[0])
-    before = sum(counters.sent for counters in job.counters)
+    before = sum(counters.sent for counters in job.worker.counters)
     job.step(BATCHES[1])
-    return sum(counters.sent for counters in job.counters) - before
+    return sum(counters.sent for counters in job.worker.counters) - before
 
 
 @pytest.mark.parametrize("microbatches", covering.one_in(2, [1, 2]))
