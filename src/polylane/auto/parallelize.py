@@ -77,10 +77,9 @@ def parallelize(
         on_hang: who does not go on while others wait for it is named on stderr, and with ``"stop"`` killed; the others
             raise :class:`polylane.errors.WorkerHung`. ``"wait"`` only names it, with None nobody watches.
         hang_after: seconds without progress after which a worker hangs; default: 8 s longer than steps usually take.
-        audit: makes some steps again, by the model, loss and optimizer as they are, in one process beside rank 0, and
-            compares: the steps 1, 2, 4, 8, ... and the first of each epoch. A difference raises PolylaneError on all
-            workers before the next checkpoint; with ``"warn"`` it is a warning. ``"auto"`` keeps the cost below 1% of
-            the time, ``"stop"`` audits every such step, ``"off"`` none.
+        audit: some steps (1, 2, 4, 8, ... and the first of each epoch) are made again by the model, loss and optimizer
+            as they are, in one process. A difference is an error before the next checkpoint, with ``"warn"`` a warning;
+            ``"auto"`` keeps the cost below 1% of the time, ``"stop"`` audits every such step, ``"off"`` none.
 
     Raises:
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
@@ -90,10 +89,7 @@ def parallelize(
     of_loss = build_objectives(loss, factories, scheduler)
     problem = TrainingProblem(model, of_loss, example, batch_size, init, device=world.accelerator)
     spec = resolve_plan(world, problem, plan)
-    if world.size == 1:
-        compiled = _compile_alone(world, problem, spec, alone)
-    else:
-        compiled = compile_on_all_ranks(world, problem, spec)
+    compiled = _compile(world, problem, spec, alone)
     how: dict[str, Any] = {"example": example, "clip_norm": clip_norm, "seed": seed}
     audits = start_auditor(audit, compiled, world, **how)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
@@ -103,11 +99,11 @@ def parallelize(
     return job
 
 
-def _compile_alone(world: World, problem: TrainingProblem, spec: Spec | Plan, alone: bool) -> CompiledTraining:
-    """Return the training that a single worker makes of a plan.
+def _compile(world: World, problem: TrainingProblem, spec: Spec | Plan, alone: bool) -> CompiledTraining:
+    """Return the training, compiled for all workers, or what a single worker makes of the plan.
 
     Args:
-        world: this worker, the only one.
+        world: this worker among all workers.
         problem: what is to be trained.
         spec: the plan that was asked for, in one line or complete.
         alone: whether it may be a plan for several workers.
@@ -115,6 +111,8 @@ def _compile_alone(world: World, problem: TrainingProblem, spec: Spec | Plan, al
     Raises:
         PolylaneError: it is one, and may not be.
     """
+    if world.size > 1:
+        return compile_on_all_ranks(world, problem, spec)
     if not alone:
         _refuse_single_process(spec)
     with threads_of_idle_cores(world):

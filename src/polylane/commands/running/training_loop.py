@@ -94,12 +94,11 @@ def train(
             break
     _refuse_no_steps(log, request, job)
     outcome = log.outcome(prepared.plan.spec, test_loss, stopped=stops)
-    if control is not None:
-        outcome = _save_last(control, outcome)
+    outcome = outcome if control is None else _save_last(control, outcome)
     outcome = _finish_outcome(job, training, prepared, log, outcome)
     progress.enter(Phase.ENDING)
     job.close()
-    return outcome if audit is None else replace(outcome, audit=audit.report())
+    return replace(outcome, audit=audit and audit.report())
 
 
 def _tell_verdict(tell: Tell, mode: AuditMode, verdict: StepVerdict) -> None:

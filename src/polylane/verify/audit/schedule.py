@@ -35,7 +35,7 @@ class AuditSchedule:
         """Count time that the training has waited for.
 
         Args:
-            seconds: the time.
+            seconds: how long the training stood still.
             of_audit: whether a step was audited in it, and not only looked for a verdict.
         """
         self.stall_seconds += seconds

@@ -32,6 +32,7 @@ from polylane.verify.judgement import Judgement, judge_differences
 from polylane.verify.local_sgd_reference import ReferenceReplica, ReplicaAverage
 from polylane.verify.record import TOLERANCE, ComparedTraining, ReferenceRun, ReferenceStep
 from polylane.verify.reference import ReferenceModel, remeasure_floors
+from polylane.verify.rounding_floor import RoundingFloors
 from polylane.verify.stepwise import ComparedKind, Distances, gradient_distances
 from polylane.verify.training_state import TrainingState, memory_differences
 
@@ -77,6 +78,25 @@ def choose_tolerance(prepared: CompiledTraining, device: torch.device) -> float:
     return max((_TOLERANCES[dtype] for dtype in dtypes if dtype in _TOLERANCES), default=TOLERANCE)
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """The passes of one replica that were made again.
+
+    Attributes:
+        total, count: sum of the loss, and what it is a mean over.
+        first: the state with which the step began.
+        gradients, planned: of these passes, and the plan's, by parameter.
+        floors: rounding floors, which are not measured yet.
+    """
+
+    total: float
+    count: float
+    first: TrainingState
+    gradients: Mapping[str, Tensor]
+    floors: RoundingFloors
+    planned: Mapping[str, Tensor]
+
+
 class StepReplay:
     """Replays steps of one objective in a process that has the user's own model, loss and optimizer.
 
@@ -85,7 +105,7 @@ class StepReplay:
         objective: name of the loss whose steps are replayed.
         clip_norm: bound on the 2-norm of all gradients, or None.
         seed: of the training's random numbers.
-        tolerance: see :func:`choose_tolerance`.
+        tolerance: largest relative difference that counts as rounding without a measurement.
         example: a batch, for its form.
     """
 
@@ -116,7 +136,7 @@ class StepReplay:
 
         Args:
             step: number of the step, from 0.
-            batch: the whole batch.
+            batch: the whole batch of the step, as the user's data set gives it.
             loss: of the step, as the plan computed it.
             before: the plan's state with which the step began.
             after: the plan's state after it, with its gradients.
@@ -128,26 +148,26 @@ class StepReplay:
         # In the warm-up of local SGD replicas share gradients, and are equal.
         together = self._average is not None and step < self._sync.warmup
         models = self._replicas[:1] if together else self._replicas
-        passes, planned, firsts = [], [], []
+        passes = list[_Pass]()
         for number, model in enumerate(models):
             model.follow(training)
             self._load(model, before, self._variant(number))
-            firsts.append(model.copy_state())
-            passes.append(model.run_passes(0, tries=(), together=together))
-            planned.append(self._take_gradients(model, after, "" if together else self._variant(number)))
-            loop = model.whole_loop if together else model.loop
-            model.update_weights(bool(loop.count_samples(0)), loss=loss)
+            first = model.copy_state()
+            (total, count), gradients, floors = model.run_passes(0, tries=(), together=together)
+            planned = self._take_gradients(model, after, "" if together else self._variant(number))
+            model.update_weights(bool((model.whole_loop if together else model.loop).count_samples(0)), loss=loss)
+            passes.append(_Pass(total, count, first, gradients, floors, planned))
         if self._average is not None and not together:
             self._load_average(before)
             self._average.record_step(0, step)
-        count = sum(one[0][1] for one in passes)
-        own_loss = sum(one[0][0] for one in passes) / count if count else float("nan")
+        count = sum(each.count for each in passes)
+        own_loss = sum(each.total for each in passes) / count if count else float("nan")
         records, distances = list[ReferenceStep](), list[Distances]()
-        for number, (model, one, first) in enumerate(zip(models, passes, firsts, strict=True)):
-            last, gradients = model.copy_state(), one[1]
-            records.append(ReferenceStep(own_loss, first, last, gradients, one[2]))
+        for number, (model, each) in enumerate(zip(models, passes, strict=True)):
+            last = model.copy_state()
+            records.append(ReferenceStep(own_loss, each.first, last, each.gradients, each.floors))
             self._load(model, after, self._variant(number))
-            distances.append(_measure(model, number, last, gradients, planned[number]))
+            distances.append(_measure(model, number, last, each))
         reference = ReferenceRun([own_loss], records[0].gradients, {}, [tuple(records)], models[0].loop.is_eager)
         judgement = self._judge(training, reference, loss, distances)
         difference = ""
@@ -211,23 +231,17 @@ class StepReplay:
         self._average.restore(seen, anchors, velocities)
 
 
-def _measure(
-    model: ReferenceModel,
-    replica: int,
-    last: TrainingState,
-    gradients: Mapping[str, Tensor],
-    planned: Mapping[str, Tensor],
-) -> Distances:
+def _measure(model: ReferenceModel, replica: int, last: TrainingState, one: _Pass) -> Distances:
     """Return how far the plan's step is from the one that was made again.
 
     Args:
         model: has the plan's state after the step.
         replica: number of the replica that both are of.
         last: the state after the step that was made again.
-        gradients, planned: of the step that was made again, and of the plan's, by parameter.
+        one: the gradients of that step, and the plan's.
     """
     found = Distances(replica, steps=[{}])
-    for name, distance in gradient_distances(gradients, planned):
+    for name, distance in gradient_distances(one.gradients, one.planned):
         found.record_distance(0, (ComparedKind.GRADIENT, name, ""), distance)
     found.record_tensors(0, ComparedKind.VALUE, last.tensors, model.named_tensors(), _keep_whole)
     for name, key, distance in memory_differences(last, model.optimizer, model.trained_parameters, _keep_whole):

@@ -116,7 +116,7 @@ def start_auditor(
     Args:
         mode: whether, and how often, steps are audited, and what follows from a difference.
         prepared: the training, compiled for its plan.
-        world: this worker.
+        world: this worker's rank and device among all workers.
         example: a batch, for its form.
         clip_norm: bound on the 2-norm of all gradients, or None.
         seed: of all random numbers.
@@ -210,7 +210,7 @@ class TrainingAudit:
 
     Args:
         start: what was there before the job.
-        job: this worker's job.
+        job: this worker's handle on the training, before its first step.
         tell: called on rank 0 with each verdict.
         says_end: whether rank 0 says on stderr at the end what was found.
     """
