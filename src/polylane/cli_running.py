@@ -73,7 +73,6 @@ def train(
     Examples:
       polylane train examples/digits.py --workers 4 --plan data=2,pipeline=2
       polylane train examples/digits.py --run run/digits --save-every 10m --resume auto --max-restarts 3
-      polylane train examples/digits.py --run run/digits --workers 2:4 --resume auto
       polylane train examples/digits.py --plan data=4 --batch 512 --base-batch 64 --scale-lr linear --warmup 10
       torchrun --nproc-per-node 4 -m -- polylane train examples/digits.py
     """

@@ -77,9 +77,8 @@ def parallelize(
         on_hang: who does not go on while others wait for it is named on stderr, and with ``"stop"`` killed; the others
             raise :class:`polylane.errors.WorkerHung`. ``"wait"`` only names it, with None nobody watches.
         hang_after: seconds without progress after which a worker hangs; default: 8 s longer than steps usually take.
-        audit: some steps (1, 2, 4, 8, ... and the first of each epoch) are made again by the model, loss and optimizer
-            as they are, in one process. A difference is an error before the next checkpoint, with ``"warn"`` a warning;
-            ``"auto"`` keeps the cost below 1% of the time, ``"stop"`` audits every such step, ``"off"`` none.
+        audit: steps 1, 2, 4, 8, ... and the first of each epoch are made again by your own code in one process; a
+            difference is an error, with ``"warn"`` a warning; ``"auto"`` keeps that below 1% of the time.
 
     Raises:
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.

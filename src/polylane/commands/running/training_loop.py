@@ -65,8 +65,7 @@ def train(
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None
-    all_know = _all_know_losses(job, control)
-    test_loss, start, progress = None, job.position, job.world.progress
+    all_know, test_loss, start, progress = _all_know_losses(job, control), None, job.position, job.world.progress
     numbers = itertools.count(start.epoch + 1) if epochs is None else range(start.epoch + 1, epochs + 1)
     progress.enter(Phase.TRAINING)
     for epoch in numbers:
@@ -98,7 +97,7 @@ def train(
     outcome = _finish_outcome(job, training, prepared, log, outcome)
     progress.enter(Phase.ENDING)
     job.close()
-    return replace(outcome, audit=audit and audit.report())
+    return replace(outcome, audit=None if audit is None else audit.report())
 
 
 def _tell_verdict(tell: Tell, mode: AuditMode, verdict: StepVerdict) -> None:
