@@ -128,10 +128,10 @@ def failing_test(arguments: str, path: Path) -> str:
     return failed[0].split(" - ")[0]
 
 
-def questions(mutant: Mutant) -> dict[str, str]:
-    """What `verify` is asked, by model."""
-    asked = {"gpt": mutant.gpt, "network": mutant.network}
-    return {model: f"{model} {plan}" for model, plan in asked.items() if plan}
+def questions(mutant: Mutant, audited: bool = False) -> dict[str, str]:
+    """What `verify` is asked, by model; or the audit of a training."""
+    asked, how = {"gpt": mutant.gpt, "network": mutant.network}, " audited=yes" if audited else ""
+    return {model: f"{model} {plan}{how}" for model, plan in asked.items() if plan}
 
 
 def tried(mutant: Mutant) -> Result:
@@ -148,6 +148,19 @@ def tried(mutant: Mutant) -> Result:
             print(f"{mutant.id}: {error}", file=sys.stderr)
             test = ""
     return Result(mutant.id, outcomes.get("gpt"), outcomes.get("network"), test, time.perf_counter() - start)
+
+
+def tried_in_audits(mutant: Mutant) -> list[str]:
+    """Plant one mutant, and say of each training by it what its audit found."""
+    with tempfile.TemporaryDirectory(prefix="polylane-mutant-") as folder:
+        plant(mutant, Path(folder))
+        asked = questions(mutant, audited=True)
+        outcomes = ask(list(asked.values()), Path(folder)) if asked else []
+    return [
+        f"{'caught' if outcome.notices(mutant.error) else 'MISSED'}: {mutant.id} ({question}): {outcome.verdict} "
+        f"{outcome.worst:.1e} {outcome.culprit[:160]}"
+        for question, outcome in zip(asked.values(), outcomes, strict=True)
+    ]
 
 
 def side_by_side(works: Iterable[Callable[[], T]], jobs: int) -> Iterator[T]:
@@ -292,6 +305,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, choices=(1, 2), help="mutants at a time")
     parser.add_argument("--no-baseline", action="store_true", help="do not first see that all is well without them")
     parser.add_argument("--new", action="store_true", help="try only those of which run/mutants.json knows nothing")
+    parser.add_argument(
+        "--audit", action="store_true", help="ask the audit of a training, and neither verify nor tests"
+    )
     parser.add_argument("--markdown", action="store_true", help="write the outcomes so far into docs/exactness.md")
     options = parser.parse_args()
     chosen = chosen_of(options.only)
@@ -308,6 +324,12 @@ def main() -> int:
     if options.new:
         chosen = [mutant for mutant in chosen if mutant.id not in kept()]
     warm()
+    if options.audit:
+        missed = 0
+        for lines in side_by_side([partial(tried_in_audits, each) for each in chosen], options.jobs):
+            print(*lines, sep="\n", flush=True)
+            missed += sum(line.startswith("MISSED") for line in lines)
+        return 1 if missed else 0
     if not options.no_baseline and (wrong := check_baseline(chosen, options.jobs)):
         print("without any mutant:", *wrong, sep="\n")
         return 1

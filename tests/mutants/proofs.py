@@ -166,6 +166,7 @@ class Proof:
         pins: of what nodes give, how it is to lie: node, axis, placement; the rest of the plan is chosen around them.
         loss: of :data:`LOSSES`.
         optimizer: "sgd", "momentum", "adamw", "lamb", or "adagrad", which has its states from the start.
+        audited: whether the audit of a training is asked, in place of `verify`.
     """
 
     model: str
@@ -177,6 +178,7 @@ class Proof:
     loss: str = "mean"
     classes: int | None = None
     pins: tuple[tuple[str, str, str], ...] = ()
+    audited: bool = False
 
     @classmethod
     def parse(cls, model: str, asked: str) -> Proof:
@@ -194,6 +196,7 @@ class Proof:
             "optimizer": str,
             "loss": str,
             "pins": _pins,
+            "audited": bool,
         }
         return cls(model, plan, **{key: kinds[key](value) for key, value in given.items()})
 
@@ -243,6 +246,8 @@ def prove(proof: Proof) -> Outcome:
     objective = objective_of(proof)
     try:
         plan = _pinned(proof, model, objective, batches[0]) if proof.pins else proof.plan
+        if proof.audited:
+            return _audited(model, objective, batches, plan, proof.clip)
         verdict = verify(model, objective, batches, plan, clip_norm=proof.clip)
     except Exception as error:  # whatever a bug may raise
         line = next((line for line in reversed(str(error).strip().splitlines()) if line.strip()), "")
@@ -251,6 +256,37 @@ def prove(proof: Proof) -> Outcome:
         return Outcome("equal", worst=verdict.worst)
     kind = "NOT equal" if not verdict.worst <= TOLERANCE else "replicas differ"
     return Outcome(kind, verdict.culprit or "", verdict.worst)
+
+
+def _audited(model: nn.Module, objective: Any, batches: Sequence[Any], plan: Any, clip: float | None) -> Outcome:
+    """Train by the plan, and let every step be audited that is due."""
+    from polylane.compile.compiled_training import compile_training
+    from polylane.compile.training_problem import TrainingProblem
+    from polylane.errors import AuditFailed
+    from polylane.runtime.job import Job
+    from polylane.runtime.workers.fork import WorkerContext, fork_workers
+    from polylane.verify.audit.training_audit import AuditReport, start_auditor
+    from polylane.verify.verify import batch_in_float64
+
+    batches = [batch_in_float64(batch) for batch in batches]
+    prepared = compile_training(TrainingProblem(model.double(), {"loss": objective}, batches[0]), plan)
+
+    def run(context: WorkerContext) -> AuditReport | None:
+        how: dict[str, Any] = {"example": batches[0], "clip_norm": clip}
+        audits = start_auditor("stop", prepared, context.world, **how)
+        job = Job(prepared, context.world, **how)
+        audit = audits.attach(job)
+        for batch in batches:
+            job.step(batch)
+        job.close()
+        return audit and audit.report()
+
+    try:
+        report = fork_workers(run, prepared.plan.processes)[0]
+    except AuditFailed as failed:
+        return Outcome("NOT equal", str(failed).partition("computes: ")[2].partition(" (largest")[0])
+    assert report is not None
+    return Outcome("equal" if report.steps else "refused", report.note, report.worst)
 
 
 def _pinned(proof: Proof, model: nn.Module, objective: Any, batch: Any) -> Any:
