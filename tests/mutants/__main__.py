@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument("--no-baseline", action="store_true", help="do not first see that all is well without them")
     parser.add_argument("--new", action="store_true", help="try only those of which run/mutants.json knows nothing")
     parser.add_argument(
-        "--audit", action="store_true", help="ask the audit of a training, and neither verify nor tests"
+        "--audit", action="store_true", help="ask audits of trainings, and neither verify nor tests"
     )
     parser.add_argument("--markdown", action="store_true", help="write the outcomes so far into docs/exactness.md")
     options = parser.parse_args()
