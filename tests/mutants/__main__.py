@@ -305,9 +305,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, choices=(1, 2), help="mutants at a time")
     parser.add_argument("--no-baseline", action="store_true", help="do not first see that all is well without them")
     parser.add_argument("--new", action="store_true", help="try only those of which run/mutants.json knows nothing")
-    parser.add_argument(
-        "--audit", action="store_true", help="ask audits of trainings, and neither verify nor tests"
-    )
+    parser.add_argument("--audit", action="store_true", help="ask audits of trainings, and neither verify nor tests")
     parser.add_argument("--markdown", action="store_true", help="write the outcomes so far into docs/exactness.md")
     options = parser.parse_args()
     chosen = chosen_of(options.only)

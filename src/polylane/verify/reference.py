@@ -121,7 +121,8 @@ class ReferenceModel:
         Returns:
             The loss as (total, count), the gradients by parameter, and the floors.
         """
-        self.step_key, loop = (self._training.seed, step), self.whole_loop if together else self.loop
+        number, loop = self._training.first_step + step, self.whole_loop if together else self.loop
+        self.step_key = self._training.seed, number
         restore = snapshot_model(loop.modules, loop.loss)
         total, count = loop.backward(step)
         once = self._build_pass(total, count, loop)

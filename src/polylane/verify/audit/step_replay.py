@@ -26,6 +26,7 @@ from polylane.runtime.checkpoint.optimizer_state import OptimizedPart, restore_o
 from polylane.runtime.checkpoint.plain_values import numpy_state
 from polylane.runtime.checkpoint.python_state import restore_python_state
 from polylane.runtime.checkpoint.state_board import BoardReader
+from polylane.runtime.parameters.optimizer import set_optimizer_mode
 from polylane.runtime.transport.serialization import serializable
 from polylane.verify.first_difference import describe_later_difference
 from polylane.verify.judgement import Judgement, judge_differences
@@ -152,6 +153,7 @@ class StepReplay:
         for number, model in enumerate(models):
             model.follow(training)
             self._load(model, before, self._variant(number))
+            set_optimizer_mode(model.optimizer, True)  # a state is what an optimizer has in evaluation
             first = model.copy_state()
             (total, count), gradients, floors = model.run_passes(0, tries=(), together=together)
             planned = self._take_gradients(model, after, "" if together else self._variant(number))
@@ -164,6 +166,7 @@ class StepReplay:
         own_loss = sum(each.total for each in passes) / count if count else float("nan")
         records, distances = list[ReferenceStep](), list[Distances]()
         for number, (model, each) in enumerate(zip(models, passes, strict=True)):
+            set_optimizer_mode(model.optimizer, False)
             last = model.copy_state()
             records.append(ReferenceStep(own_loss, each.first, last, each.gradients, each.floors))
             self._load(model, after, self._variant(number))
