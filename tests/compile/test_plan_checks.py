@@ -12,6 +12,7 @@ from torch import nn
 from compiling import compile_training
 from polylane.compile.objectives import build_objectives, needs_metric
 from polylane.compile.optimizer_parts import explain_coupling, split_by_bits
+from polylane.compile.plan_checks import refuse_kept_gradients
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from training import OverAll, batch_of, classify, mlp, sgd
@@ -47,6 +48,45 @@ def check(optimizer: Any, plan: str, scheduler: Any = None) -> None:
 
     objectives = build_objectives(classify, optimizer, scheduler)
     compile_training(mlp(6, 8, 8, 4), objectives, EXAMPLE, plan, seconds=seconds)
+
+
+class Accumulating(torch.optim.SGD):
+    """Makes an update of the gradients of several steps."""
+
+    calls, every = 0, 2
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.calls % self.every == 0:
+            super().zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls += 1
+        return super().step() if self.calls % self.every == 0 else None
+
+
+class Delegating(Accumulating):
+    """As optimizers around another one are written, and one that sets to zero."""
+
+    every = 1
+
+
+class ZeroFilling(torch.optim.SGD):
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_gradients_of_several_steps_are_refused(every: int) -> None:
+    parameters = list(mlp(6, 4).named_parameters())
+
+    def ask(kind: Any) -> None:
+        objective = build_objectives(classify, of(kind), None)["loss"]
+        refuse_kept_gradients(parameters, objective, objective.optimizer(parameters))
+
+    with pytest.raises(PolylaneError, match=r"Accumulating.zero_grad\(\) leaves gradients in place"):
+        ask(type("Accumulating", (Accumulating,), {"every": every}))
+    ask(Delegating)
+    ask(ZeroFilling)
 
 
 @pytest.mark.parametrize("kind", [OverAll, Noisy])

@@ -9,7 +9,7 @@ import torch
 
 from polylane.compile.objectives import Objective, Parameters, build_scheduler, needs_metric
 from polylane.compile.optimizer_parts import explain_coupling, find_unshardable
-from polylane.compile.optimizer_trials import build_on_trial, draw_trial
+from polylane.compile.optimizer_trials import build_on_trial, draw_trial, trying
 from polylane.compile.python_effects import refuse_effects
 from polylane.errors import PolylaneError, describe_error
 from polylane.graph.partition import Partition
@@ -104,6 +104,7 @@ def check_optimizers(
     sparse = {name for each in partitions.values() for name in find_sparse_gradients(each.graph)}
     for name, objective in objectives.items():
         optimizer = objective.optimizer(list(parameters))
+        refuse_kept_gradients(parameters, objective, optimizer)
         graph = partitions[name].graph
         used = differentiable_parameters(graph)
         # What gradients the user's own Python makes, sparse ones or others, is not known.
@@ -113,6 +114,35 @@ def check_optimizers(
         _refuse_coupled(parameters, objective, partitions, plan, sparse)
         if has_modes(optimizer):
             _refuse_exchanges(type(optimizer).__name__, plan)
+
+
+def refuse_kept_gradients(parameters: Parameters, objective: Objective, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that makes an update of the gradients of several steps, by a ``zero_grad`` of its own.
+
+    Raises:
+        PolylaneError: gradients are left in place; it has been tried for a few steps.
+    """
+    if getattr(optimizer.zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+        return
+    trial = draw_trial(parameters)
+    try:
+        own, optimizer = build_on_trial(objective.optimizer, trial.values)
+        with trying():
+            for gradients in (*trial.steps, *trial.steps):
+                for name, parameter in own.items():
+                    parameter.grad = gradients[name].clone()
+                optimizer.step()
+                optimizer.zero_grad()
+                if any(p.grad is not None and p.grad.any() for g in optimizer.param_groups for p in g["params"]):
+                    raise PolylaneError(
+                        f"{type(optimizer).__name__}.zero_grad() leaves gradients in place, so that those of several "
+                        "steps make one update, and a step of a plan makes one of its own batch: take a batch as large "
+                        "as theirs together; microbatches divide it where memory is short"
+                    )
+    except PolylaneError:
+        raise
+    except Exception:  # it does not run on small parameters: a plan's workers say how it fails on the model's own
+        return
 
 
 def _refuse_exchanges(name: str, plan: Plan) -> None:
