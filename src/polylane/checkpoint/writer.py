@@ -1,6 +1,6 @@
 """Writer process: writes shard files from memory that a worker shares with it, while the worker trains on.
 
-``python -m polylane.checkpoint.writer DESCRIPTOR`` reads orders from its input and writes an answer for each, all as
+``python -m polylane.checkpoint.writer DESCRIPTOR PARENT`` reads orders from its input and answers each, all as
 lines of JSON:
 
     order     {"path": "...", "bytes": 4096, "entries": [["key", "F32", [8, 8], 0, 256], ...]}
@@ -9,7 +9,7 @@ lines of JSON:
     answer    {"folder": "..."}                           or    {"error": "..."}
 
 DESCRIPTOR is an open file with the tensors' bytes. The process ends when its input does: with the worker, however that
-ends, also in the middle of a file.
+ends, also in the middle of a file. PARENT is the worker's process id: the system ends this one with it, stopped or not.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import sys
 
 from polylane.checkpoint.commit import commit_folder
 from polylane.checkpoint.shard_file import Entry, write_shard_file
+from polylane.parent_death import die_with_parent
 
 NICENESS = 5  # the workers compute first
 
@@ -69,4 +70,5 @@ def _end_with_worker() -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
     main(int(sys.argv[1]))

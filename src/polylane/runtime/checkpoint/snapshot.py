@@ -9,11 +9,13 @@ Making the snapshot is what a checkpoint costs the training; bytes go to the dis
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
 import select
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +29,15 @@ from polylane.checkpoint.store import CheckpointStore
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import HeldTensor
 from polylane.runtime.nameless_file import open_nameless_file
+from polylane.runtime.progress.processes import read_state
 from polylane.runtime.python_process import start_module
 
 _ALIGN = 64
+_CHUNK = 4096  # bytes of an order that a pipe takes without waiting, once it says that it is ready (Linux's PIPE_BUF)
+
+LOOK_SECONDS = 0.25  # interval of looks whether the writer is stopped, while it is waited for
+STOPPED_SECONDS = 5.0  # that a writer may be stopped, by a person or a debugger, before it is ended
+KILL_SECONDS = 5.0  # wait for a writer that was killed: one that waits for its disk ends later, and by itself
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,8 @@ class SnapshotWriter:
         self._size = 0
         self._order: tuple[str, list[ShardToWrite]] | None = None
         self._is_committing = False
+        self._unread = b""  # of the writer's answer
+        self._stopped_since: float | None = None
 
     @property
     def is_writing(self) -> bool:
@@ -126,8 +136,10 @@ class SnapshotWriter:
             self._process = start_module(
                 "polylane.checkpoint.writer",
                 str(self._memory),
+                str(os.getpid()),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,
                 pass_fds=[self._memory],
             )
         if size > self._size:
@@ -183,21 +195,59 @@ class SnapshotWriter:
         return str(answer["folder"])
 
     def _send(self, order: Mapping[str, Any]) -> None:
-        """Give the writer an order; see :mod:`polylane.checkpoint.writer`."""
+        """Give the writer an order; see :mod:`polylane.checkpoint.writer`.
+
+        Raises:
+            OSError: the writer is gone, or was ended since it was stopped.
+        """
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order).encode() + b"\n")
-        self._process.stdin.flush()
+        content = json.dumps(order).encode() + b"\n"
+        while content:
+            if select.select([], [self._process.stdin], [], LOOK_SECONDS)[1]:
+                content = content[os.write(self._process.stdin.fileno(), content[:_CHUNK]) :]
+            elif self._is_stopped():
+                raise TimeoutError(errno.ETIMEDOUT, "it was stopped")
 
     def _read_answer(self, seconds: float | None, what: str) -> dict[str, Any] | None:
+        """Return the writer's answer; None if it takes longer.
+
+        Without a bound on the seconds a writer at work is waited for: how long a disk takes nobody knows. One that is
+        stopped is ended, and the watch over the workers names who waits for a disk that does not answer.
+
+        Raises:
+            PolylaneError: the writer has died, or was ended since it was stopped.
+        """
         assert self._process is not None and self._process.stdout is not None
-        if seconds is not None and not select.select([self._process.stdout], [], [], seconds)[0]:
-            return None
-        line = self._process.stdout.readline()
-        if not line:
-            self.close()
-            raise PolylaneError(f"{what}: the process that writes it has died")
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while b"\n" not in self._unread:
+            left = LOOK_SECONDS if deadline is None else min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))
+            if select.select([self._process.stdout], [], [], left)[0]:
+                arrived = os.read(self._process.stdout.fileno(), 1 << 16)
+                self._unread += arrived
+                if not arrived:
+                    self.close()
+                    raise PolylaneError(f"{what}: the process that writes it has died")
+            elif self._is_stopped():
+                pid = self._process.pid
+                self.close()
+                raise PolylaneError(
+                    f"{what}: the process that writes it ({pid}) was stopped for {STOPPED_SECONDS:g} s, and was ended"
+                )
+            elif deadline is not None and time.monotonic() >= deadline:
+                return None
+        line, _, self._unread = self._unread.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _is_stopped(self) -> bool:
+        """Return whether the writer has been stopped for too long, as far as anybody looked."""
+        assert self._process is not None
+        now = time.monotonic()
+        if read_state(self._process.pid) not in ("T", "t"):
+            self._stopped_since = None
+            return False
+        self._stopped_since = self._stopped_since or now
+        return now - self._stopped_since > STOPPED_SECONDS
 
     def wait(self, seconds: float | None = None) -> WrittenShards | None:
         """Return what was written; None if that takes longer.
@@ -233,8 +283,9 @@ class SnapshotWriter:
                 assert pipe is not None
                 with contextlib.suppress(OSError):
                     pipe.close()
-            self._process.terminate()
-            self._process.wait()
+            self._process.kill()  # also one that is stopped
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(KILL_SECONDS)
         if self._mapped is not None:
             self._mapped.close()
         if self._memory is not None:

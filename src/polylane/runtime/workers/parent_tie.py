@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import sys
 from pathlib import Path
 
+from polylane.parent_death import die_with_parent
 from polylane.runtime.workers.stop_request import STOP_SIGNALS, StopRequest, handle_in_worker
-
-_PR_SET_PDEATHSIG = 1
 
 # Blocked while workers are forked or ended, so that none is forgotten.
 INTERRUPTS = frozenset((signal.SIGINT, signal.SIGALRM, *STOP_SIGNALS))  # SIGALRM: the end of a grace
@@ -54,15 +51,3 @@ def _parent_of(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (OSError, IndexError, ValueError):
         return None
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the system kill this process when its parent dies (on Linux); end it if that has died already.
-
-    Args:
-        parent: process id of the process that started this one.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before prctl took effect
-        os._exit(1)
