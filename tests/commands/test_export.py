@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import commands_run
 from checkpoint.saved_runs import compile_once, on_workers, save_steps, small_model, train
 from polylane.cli import main
 from polylane.runtime.job import Job
@@ -81,3 +83,33 @@ def test_what_cannot_be_exported_is_one_sentence(
         assert export(*words) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("polylane: ") and sentence in line
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where there is nothing yet: a link that leads nowhere is there already, and no reason to write over it."""
+    (tmp_path / "link").symlink_to("disk/weights")
+    (tmp_path / "second").symlink_to("link")
+    for number in range(2):
+        assert export(run_folder, tmp_path / "second") == 2
+        assert "is there already: give --force" in capsys.readouterr().err
+        assert export(run_folder, tmp_path / "second", "--force") == 0
+        assert len(load_file(tmp_path / "disk" / "weights")) > 2 - number
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "second").is_symlink()
+    assert os.listdir(tmp_path / "disk") == ["weights"]
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link", "out"])
+def test_weights_do_not_take_the_place_of_what_is_printed(name: str, run_folder: Path, tmp_path: Path) -> None:
+    """Where stdout is a file, a device that leads to it looks like one, and root may replace the device itself."""
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    words = ["export", str(run_folder), name, "--force"]
+    with (tmp_path / "out").open("w") as out:
+        done = commands_run.start([sys.executable, "-m", "polylane", *words], stdout=out, cwd=tmp_path)
+        _, err = done.communicate(timeout=60)
+    assert (done.returncode, err) == (
+        2,
+        f"polylane: the weights cannot be written to {name}: it is the stdout of this command\n",
+    )
+    assert (tmp_path / "out").read_text() == "" and Path("/dev/stdout").is_symlink()

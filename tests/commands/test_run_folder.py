@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -174,16 +175,89 @@ def test_a_folder_where_a_file_of_the_run_goes_is_refused_before_the_run(name: s
         RunFolder(tmp_path).claim()
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "plan.yaml", ".attempt", "unfinished/metrics.jsonl"])
+def test_what_holds_up_who_opens_it_is_refused_before_the_run(name: str, tmp_path: Path) -> None:
+    (tmp_path / "unfinished").mkdir()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(PolylaneError, match=f"{Path(name).name} there is a named pipe, and a file of the run: move"):
+        RunFolder(tmp_path).claim()
+
+
+def test_a_device_behind_a_link_is_refused_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(PolylaneError, match=r"metrics\.jsonl there is a device or socket, and a file of the run"):
+        RunFolder(tmp_path).claim()
+
+
+def break_off(work: Callable[[], object]) -> int | None:
+    """Do some work in a process, and return how it ended."""
+    child = get_context("fork").Process(target=work)
+    child.start()
+    child.join(30)
+    return child.exitcode
+
+
+def kill_in_the_midst(path: Path) -> None:
+    def write(file: BinaryIO, block: memoryview) -> None:
+        file.write(block[: len(block) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    weights.write_all = write
+    weights.save_safetensors({"a": torch.zeros(999)}, path)
+
+
+def reach_a_limit(path: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    try:
+        weights.save_safetensors({"a": torch.zeros(999)}, path)
+    except PolylaneError as error:
+        os._exit(7 if "File too large" in str(error) else 1)
+
+
+def reach_a_limit_without_proc(path: Path) -> None:
+    weights._path_of = lambda descriptor: "/nowhere"
+    reach_a_limit(path)
+
+
+@pytest.mark.parametrize(
+    ("work", "code"), [(kill_in_the_midst, -9), (reach_a_limit, 7), (reach_a_limit_without_proc, 7)]
+)
+def test_weights_that_are_broken_off_leave_nothing(work: Callable[[Path], None], code: int, tmp_path: Path) -> None:
+    path = tmp_path / MODEL
+    weights.save_safetensors({"a": torch.ones(2)}, path)
+    assert break_off(lambda: work(path)) == code
+    assert os.listdir(tmp_path) == [MODEL] and torch.equal(load_file(path)["a"], torch.ones(2))
+
+
+def test_weights_of_all_types_are_what_safetensors_reads(tmp_path: Path) -> None:
+    """Where a file system has no nameless files, too."""
+    types = [torch.float64, torch.bfloat16, torch.complex64, torch.bool, torch.uint16, torch.float8_e5m2]
+    state = {f"{dtype}": torch.arange(6).reshape(2, 3).to(dtype) for dtype in types}
+    state |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3), "tied": state["torch.float64"]}
+    state["a\0b \u2028"] = torch.ones(1).t()
+    weights.save_safetensors(state, tmp_path / "a")
+    assert (
+        break_off(lambda: (setattr(weights, "_path_of", lambda _: ""), weights.save_safetensors(state, tmp_path / "b")))
+        == 0
+    )
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    found = load_file(tmp_path / "a")
+    assert found.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(found[name].to(torch.complex128), value.to(torch.complex128))
+        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
+
+
 def test_weights_are_replaced_by_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.safetensors"
     weights.save_safetensors({"a": torch.ones(2)}, path)
     kept = path.open("rb")
 
-    def full(state: dict[str, torch.Tensor], file: str) -> None:
-        Path(file).write_bytes(b"half of it")
+    def full(file: BinaryIO, block: memoryview) -> None:
+        file.write(block[: len(block) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "save_file", full)
+    monkeypatch.setattr(weights, "write_all", full)
     with pytest.raises(PolylaneError, match=r"model\.safetensors: No space left on device"):
         weights.save_safetensors({"a": torch.zeros(2)}, path)
     monkeypatch.undo()

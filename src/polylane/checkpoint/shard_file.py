@@ -60,28 +60,40 @@ def write_shard_file(
     Raises:
         OSError: the file cannot be written; what there is of it is left.
     """
-    header, at = dict[str, Any](), 0
-    for entry in entries:
-        header[entry.key] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [at, at + entry.size]}
-        at += entry.size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGN)
     checksums = list[int]()
     with open(path, "xb", buffering=0) as file:
-        _write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
+        written = write_header(file, [(each.key, each.dtype, each.shape, each.size) for each in entries])
         for entry in entries:
             checksum = 0
             for begin in range(entry.start, entry.start + entry.size, BLOCK):
                 before_block()
                 block = memory[begin : min(begin + BLOCK, entry.start + entry.size)]
                 checksum = zlib.crc32(block, checksum)
-                _write_all(file, block)
+                write_all(file, block)
             checksums.append(checksum)
         before_block()
         os.fsync(file.fileno())
-    return WrittenFile(8 + len(text) + at, tuple(checksums))
+    return WrittenFile(written + sum(each.size for each in entries), tuple(checksums))
 
 
-def _write_all(file: Any, block: memoryview) -> None:
+def write_header(file: Any, tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> int:
+    """Write the beginning of a safetensors file; return the number of its bytes.
+
+    Args:
+        file: a new file, unbuffered.
+        tensors: (name, element type, shape, number of bytes) of each tensor, in the order of their bytes.
+    """
+    header, at = dict[str, Any](), 0
+    for name, dtype, shape, size in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGN)
+    write_all(file, memoryview(len(text).to_bytes(8, "little") + text))
+    return 8 + len(text)
+
+
+def write_all(file: Any, block: memoryview) -> None:
+    """Write all bytes to an unbuffered file, which may take a part of them at a time."""
     while block:
         block = block[file.write(block) :]

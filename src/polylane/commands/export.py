@@ -18,7 +18,7 @@ def run(request: ExportRequest) -> None:
     """
     if os.path.isdir(request.out):
         raise PolylaneError(f"{request.out} is a folder: give the name of a file in it, such as model.safetensors")
-    if os.path.exists(request.out) and not request.force:
+    if os.path.lexists(request.out) and not request.force:  # also a link that leads nowhere
         raise PolylaneError(f"{request.out} is there already: give --force to replace it, or another name")
     from polylane.checkpoint.read_tensors import read_weights
     from polylane.checkpoint.store import open_checkpoint

@@ -92,9 +92,11 @@ class RunFolder:
             raise PolylaneError(f"--run {self.path}: {existing} is not a folder")
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PolylaneError(f"--run {self.path}: {existing} cannot be written to")
-        for name in ALL_NAMES:  # which this run replaces at its end, when it is too late to choose another folder
-            if os.path.isdir(self.path / name):
-                raise PolylaneError(f"--run {self.path}: {name} there is a folder, and a file of the run: move it away")
+        # This run reads and replaces these, when it is too late to choose another folder. A pipe holds up who opens it.
+        for place in (self.path, self.path / UNFINISHED):
+            for name in (*ALL_NAMES, ATTEMPT):
+                if kind := _describe_kind(place / name):
+                    raise PolylaneError(f"--run {place}: {name} there is a {kind}, and a file of the run: move it away")
 
     @contextmanager
     def claimed(self, writes: bool) -> Iterator[None]:
@@ -330,6 +332,13 @@ class RunFolder:
                 self._has_lost = True
                 reason = f"{error.filename or self.path} cannot be written: {error.strerror or error}"
                 self._warn(f"--run {self.path}: {reason}; the training goes on, and {loss}")
+
+
+def _describe_kind(path: Path) -> str:
+    """Return what is at a path that is no file; empty for a file, and where there is nothing."""
+    if not os.path.exists(path) or os.path.isfile(path):
+        return ""
+    return "folder" if os.path.isdir(path) else "named pipe" if path.is_fifo() else "device or socket"
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -10,14 +10,24 @@ import warnings
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from polylane.checkpoint.read_tensors import DTYPE_NAMES
+from polylane.checkpoint.shard_file import write_all, write_header
 from polylane.errors import NotFinite, PolylaneError, format_plural
 from polylane.runtime.transport.protocol import PendingTransfer, Transport
+
+# The element types of safetensors files, of which checkpoints write some as pairs of others.
+_FILE_TYPES = {
+    **DTYPE_NAMES,
+    torch.complex64: "C64",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
 
 BYTES_IN_FLIGHT = 16 << 20  # bytes of tensors whose sums are under way at once, where full tensors are gathered
 
@@ -96,29 +106,97 @@ def save_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
                 "which is the name of another weight: rename one of them"
             )
         state |= parts
-    if os.path.exists(path) and not os.path.isfile(path):  # the rename would take its place
-        raise PolylaneError(f"the weights cannot be written to {path}: it is there already, and is no file")
-    # In the same folder: os.replace is atomic only within one file system.
-    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    target = _find_target(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(state, str(unfinished))
-        mask = os.umask(0o022)
-        os.umask(mask)
-        os.chmod(unfinished, 0o666 & ~mask)  # safetensors creates files of mode 0600; follow the umask instead
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-        sync_folder(path.parent)
-    except (OSError, SafetensorError, KeyError) as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _replacing(target) as file:
+            _write_safetensors(state, file)
+    except (OSError, KeyError) as error:
         reason = getattr(error, "strerror", None) or error
         if isinstance(error, KeyError):  # of its table of element types
             reason = f"safetensors files do not have {error.args[0]}"
         raise PolylaneError(f"the weights cannot be written to {path}: {reason}") from error
     if parted:
         warnings.warn(_describe_parts(parted, path), stacklevel=2)
+
+
+def _find_target(path: Path) -> Path:
+    """Return the file to be replaced: of a link, the file that it leads to, so that the link stays.
+
+    Raises:
+        PolylaneError: it is no file, or one that this process prints into.
+    """
+    target = Path(os.path.realpath(path))
+    if os.path.exists(target) and not os.path.isfile(target):  # the rename would take its place
+        raise PolylaneError(f"the weights cannot be written to {path}: it is there already, and is no file")
+    for descriptor in range(3):
+        with contextlib.suppress(OSError):  # there is no such file, or that stream is closed
+            if os.path.samestat(os.stat(target), os.fstat(descriptor)):
+                stream = ("stdin", "stdout", "stderr")[descriptor]
+                raise PolylaneError(f"the weights cannot be written to {path}: it is the {stream} of this command")
+    return target
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """Context manager: a new file that replaces the one at the path once it is complete on the disk.
+
+    Until then it has no name, where the system has such files: whenever this process ends, nothing is left of it.
+
+    Raises:
+        OSError: it cannot be written; the file at the path is as it was.
+    """
+    # In the same folder: a rename is atomic only within one file system.
+    unfinished = path.with_name(f".{path.name[:200]}.{secrets.token_hex(4)}")
+    with _open_nameless(path.parent) or unfinished.open("xb", buffering=0) as file:
+        try:
+            yield file
+            os.fsync(file.fileno())
+            if not os.path.lexists(unfinished):
+                # Only with a folder's descriptor, which an absolute path makes no use of, does Python follow the link.
+                os.link(_path_of(file.fileno()), unfinished, src_dir_fd=file.fileno(), follow_symlinks=True)
+            os.replace(unfinished, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            raise
+    sync_folder(path.parent)
+
+
+def _open_nameless(folder: Path) -> BinaryIO | None:
+    """Open a file of a folder's disk that has no name yet; None where the disk or the system has no such files."""
+    try:
+        descriptor = os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    except (AttributeError, OSError):  # what else is wrong with the folder is said where a file with a name is opened
+        return None
+    if not os.path.exists(_path_of(descriptor)):  # by which it gets its name
+        os.close(descriptor)
+        return None
+    return os.fdopen(descriptor, "wb", buffering=0)
+
+
+def _path_of(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _write_safetensors(state: Mapping[str, Tensor], file: BinaryIO) -> None:
+    """Write tensors as safetensors does, whose own function leaves its file where the process is killed.
+
+    Args:
+        state: contiguous tensors by name.
+        file: a new file, unbuffered.
+
+    Raises:
+        OSError: they cannot be written.
+        KeyError: safetensors has no such element type; it names the first one.
+    """
+    # The widest elements first, so that each tensor begins at a multiple of its elements' size.
+    names = sorted(state, key=lambda name: (-state[name].element_size(), name))
+    write_header(
+        file, [(name, _FILE_TYPES[state[name].dtype], state[name].shape, state[name].nbytes) for name in names]
+    )
+    for name in names:
+        write_all(file, state[name].detach().cpu().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _describe_parts(dtypes: Mapping[str, torch.dtype], path: Path) -> str:
