@@ -24,7 +24,7 @@ from polylane.commands.requests import (
     LanesRequest,
     VerifyRequest,
 )
-from polylane.errors import LINES, PolylaneError, WorkerFailed, clean_sentence, clean_text
+from polylane.errors import LINES, PolylaneError, WorkerFailed, clean_sentence, clean_text, describe_error
 from polylane.output import find_loss, guard_streams
 from polylane.runtime.workers.failure import format_exit_code
 from polylane.runtime.workers.stop_request import Stopped, describe_end
@@ -65,15 +65,15 @@ class _Sentences(TyperGroup):
             sys.exit(_say(str(stopped), stopped.exit_code))
         except (typer.Abort, KeyboardInterrupt):
             code = INTERRUPTED
-        except SystemExit as leaving:
-            if (foreign := _describe_foreign_exit(leaving)) is None:
-                raise
-            code = _say(foreign, 2)
         except Exception as error:
             told = explain_refusal(error, None)
             if told is None:
                 raise
             code = _say(str(told), 2)
+        except BaseException as leaving:  # sys.exit, and exceptions of the user's own that are no Exception
+            if (foreign := _describe_foreign_exit(leaving)) is None:
+                raise
+            code = _say(foreign, 2)
         if code == INTERRUPTED:
             _say(describe_end(signal.SIGINT), INTERRUPTED)
         if not code and (loss := find_loss()):
@@ -81,13 +81,13 @@ class _Sentences(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _describe_foreign_exit(leaving: SystemExit) -> str | None:
-    """Describe where code that is not polylane's called ``sys.exit`` in the midst of a command; None if it was ours."""
+def _describe_foreign_exit(leaving: BaseException) -> str | None:
+    """Describe where code that is not polylane's left a command in its midst, as by ``sys.exit``; None if ours did."""
     frame = traceback.extract_tb(leaving.__traceback__)[-1]
     if Path(frame.filename).is_relative_to(Path(__file__).parent):
         return None
-    where = f"{frame.filename}:{frame.lineno}"
-    return f"sys.exit({format_exit_code(leaving)}) at {where} ended the command before it was done"
+    what = f"sys.exit({format_exit_code(leaving)})" if isinstance(leaving, SystemExit) else describe_error(leaving)
+    return f"{what} at {frame.filename}:{frame.lineno} ended the command before it was done"
 
 
 # Messages of typer and pydantic, and the plainer words that replace them.

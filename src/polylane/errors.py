@@ -20,6 +20,14 @@ class PolylaneError(Exception):
         return clean_sentence(super().__str__())
 
 
+class Interruption(BaseException):
+    """The run is to end, whatever it does: like KeyboardInterrupt no ``except Exception`` sees it."""
+
+
+# What is nobody's error. Other exceptions that are no Exception are a user's own, such as one that ends a search.
+INTERRUPTIONS = (KeyboardInterrupt, GeneratorExit, Interruption)
+
+
 class NotFinite(PolylaneError):
     """Weights hold NaN or infinity, and are not saved for this reason."""
 

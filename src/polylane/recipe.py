@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from polylane.errors import PolylaneError, describe_message
+from polylane.errors import INTERRUPTIONS, PolylaneError, describe_message
 from polylane.settings import parse_setting
 
 if TYPE_CHECKING:  # torch takes a second to import, and `polylane --help` reads this file
@@ -166,9 +166,9 @@ def _import_file(path: Path) -> ModuleType:
     except BaseException as error:
         del sys.modules[name]
         _remove_from_path(added)
-        if isinstance(error, (Exception, SystemExit)):
-            raise RecipeError(_describe_import_error(error, path)) from error
-        raise
+        if isinstance(error, INTERRUPTIONS):
+            raise
+        raise RecipeError(_describe_import_error(error, path)) from error
     return module
 
 
@@ -178,7 +178,9 @@ def _import_name(name: str) -> ModuleType:
     added = _add_to_path(Path.cwd())  # as `python -m` does; an installed command does not
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
+    except INTERRUPTIONS:
+        raise
+    except BaseException as error:
         where = _find_source_file(name.partition(".")[0]) or _find_source_file(name)
         _remove_from_path(added)
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):

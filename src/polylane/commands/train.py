@@ -19,7 +19,7 @@ from polylane.commands.running.launch import Reporter, start_workers
 from polylane.commands.running.resume import NothingLeft, prepare_checkpoints
 from polylane.commands.running.run_control import parse_interval
 from polylane.commands.running.run_folder import RunFolder
-from polylane.errors import PolylaneError, format_plural
+from polylane.errors import INTERRUPTIONS, PolylaneError, format_plural
 from polylane.output import put_work_first, say_at_once
 from polylane.plan.fixed_keys import parse_auto
 from polylane.runtime.workers.stop_request import LauncherSignals, Stopped, StopRequest
@@ -198,7 +198,9 @@ def _under_torchrun(request: TrainRequest, place: RunFolder, stop: StopRequest, 
     except PolylaneError:
         own.mark_reported()
         raise
-    except (Exception, SystemExit) as error:
+    except INTERRUPTIONS:
+        raise
+    except BaseException as error:
         failure = Failure.of_exception(int(os.environ["RANK"]), error)
         # torchrun ends all workers as soon as one ends: an echo waits, so that the worker with the cause can print it.
         if failure.is_echo:

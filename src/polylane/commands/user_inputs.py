@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from polylane import recipe as recipes
 from polylane.commands.requests import RecipeRequest, WorkersRequest
-from polylane.errors import PolylaneError, describe_error, describe_message
+from polylane.errors import INTERRUPTIONS, PolylaneError, describe_error, describe_message
 from polylane.plan import spec as specs
 from polylane.plan.fixed_keys import FixedKeys, parse_auto
 from polylane.plan.spec import Spec
@@ -152,9 +152,9 @@ def blamed_on(recipe: Recipe, call: str) -> Iterator[None]:
     try:
         with end_forked_children():
             yield
-    except PolylaneError:
+    except (PolylaneError, *INTERRUPTIONS):
         raise
-    except (Exception, SystemExit) as error:  # sys.exit() in it would end everything without a word
+    except BaseException as error:  # sys.exit() in it would end everything without a word
         line = recipes.deepest_own_line(error, recipe.path)
         file, number = (recipe.path, "") if line is None else (Path(line.filename), f":{line.lineno}")
         where = f"{recipes.shorten_path(file)}{number}"
@@ -169,11 +169,16 @@ def build_model(recipe: Recipe, seed: int) -> nn.Module:
     """
     import torch
 
-    from polylane.compile.unusable_modules import refuse_uninitialised, refuse_unusable_modules
+    from polylane.compile.unusable_modules import (
+        refuse_uninitialised,
+        refuse_unusable_modules,
+        refuse_unusable_settings,
+    )
     from polylane.graph.python_state.compiler import without_compiler
 
     torch.manual_seed(seed)
     model = recipe.model()
+    refuse_unusable_settings()
     if not isinstance(model, torch.nn.Module):
         raise RecipeError(f"model() must return a torch.nn.Module, not a {type(model).__name__}")
     refuse_uninitialised(model)
@@ -206,9 +211,13 @@ def open_problem(recipe: Recipe, request: RecipeRequest) -> tuple[TrainingProble
         PolylaneError: one of the recipe's functions raised, or did not return what it should.
     """
     model = build_model(recipe, request.seed)
+    from polylane.compile.unusable_modules import refuse_unusable_settings
+
     rehearse_optimizer(recipe, model)
     dataset = open_data(recipe, "train")
-    return problem_of(recipe, model, example_batch(recipe, dataset, request.batch), request.batch), dataset
+    example = example_batch(recipe, dataset, request.batch)
+    refuse_unusable_settings()
+    return problem_of(recipe, model, example, request.batch), dataset
 
 
 def problem_of(recipe: Recipe, model: nn.Module, example: Any, batch: int) -> TrainingProblem:

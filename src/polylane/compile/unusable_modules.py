@@ -32,6 +32,49 @@ def refuse_uninitialised(model: nn.Module) -> None:
         ) from error
 
 
+def refuse_unusable_settings() -> None:
+    """Refuse settings of torch, which user code has left as they are, under which nothing can be trained.
+
+    Raises:
+        PolylaneError: gradients are switched off, or tensors are made without values; it says what to do instead.
+    """
+    if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
+        raise PolylaneError(
+            "gradients are switched off (torch.set_grad_enabled(False), or a mode of inference), so that nothing can "
+            "be trained: switch them off where they are not wanted only, in `with torch.no_grad():`"
+        )
+    if torch.get_default_device().type == "meta":
+        raise PolylaneError(
+            "torch's default device is meta (torch.set_default_device), so that batches and random numbers would have "
+            "no values: build the model in `with torch.device('meta'):`, and leave the default as it is"
+        )
+
+
+def _refuse_unusable_parameters(module: nn.Module, prefix: str) -> None:
+    """Refuse parameters of a module itself that cannot be updated, sent or written.
+
+    Raises:
+        PolylaneError: it names the first of them, and what to do.
+    """
+    for name, parameter in module.named_parameters(prefix, recurse=False):
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise PolylaneError(f"the parameter {name} has a name that is no text, which no file can hold") from None
+        if parameter.is_nested or parameter.is_quantized or parameter.layout is not torch.strided:
+            kind = "nested" if parameter.is_nested else "quantized" if parameter.is_quantized else parameter.layout
+            raise PolylaneError(
+                f"the parameter {name} is {kind}, and only dense ones can be trained: make it dense, as "
+                "nn.Parameter(value.to_dense()) does"
+            )
+        if torch._debug_has_internal_overlap(parameter) == 1:  # it has; 2: that is too hard to say
+            raise PolylaneError(
+                f"several elements of the parameter {name} are the same memory, as of a tensor that was expanded, "
+                "which torch cannot update in place: give it memory of its own, as nn.Parameter(value.clone()) does; "
+                "expand it in forward instead"
+            )
+
+
 def refuse_unusable_modules(model: nn.Module) -> None:
     """Refuse a model with modules that cannot be captured, or that divide the training themselves.
 
@@ -55,3 +98,4 @@ def refuse_unusable_modules(model: nn.Module) -> None:
                 f"{name} is a lazy module, whose parameters have no shape yet: call the model once on a batch before "
                 "you return it"
             )
+        _refuse_unusable_parameters(module, path)

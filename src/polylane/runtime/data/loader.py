@@ -20,6 +20,8 @@ from polylane.runtime.workers.forked_child import end_forked_children
 Collate = Callable[[list[Any]], Any]
 Shares = Callable[[int], Sequence[SampleShare]]
 
+MOST_SAMPLES = 1 << 40  # of a dataset with a length: the order of an epoch would take tens of terabytes
+
 
 def load_batches(
     dataset: Any,
@@ -103,10 +105,19 @@ def refuse_data_loader(dataset: Any, what: str) -> None:
 
 def sample_order(samples: int, epoch: int, seed: int) -> list[int]:
     """Return a permutation of all sample indices, a function of seed and epoch alone."""
+    _refuse_endless(samples)
     # A large prime factor, so that neighbouring (seed, epoch) pairs do not share a permutation; kept non-negative.
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) & 0x7FFFFFFFFFFFFFFF)
-    permutation: list[int] = torch.randperm(samples, generator=generator).tolist()
+    permutation: list[int] = torch.randperm(samples, generator=generator, device="cpu").tolist()
     return permutation
+
+
+def _refuse_endless(samples: int) -> None:
+    if samples > MOST_SAMPLES:
+        raise PolylaneError(
+            f"len() of the dataset is {samples:,}, and an epoch is an order of all samples: give data without an end "
+            "as an iterable dataset"
+        )
 
 
 def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
@@ -117,6 +128,7 @@ def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
     """
     if samples == 0:
         raise PolylaneError("the dataset has no samples")
+    _refuse_endless(samples)
     full, left = divmod(samples, size)
     if not full and drop_last:
         raise _no_batches_error(samples, size)

@@ -16,7 +16,7 @@ from polylane.compile.objectives import Objective
 from polylane.compile.optimizer_parts import replace_parameters
 from polylane.compile.optimizer_trials import empty_groups_clipped
 from polylane.compile.user_objects import OptimizerObject
-from polylane.errors import PolylaneError, describe_error
+from polylane.errors import INTERRUPTIONS, PolylaneError, describe_error
 from polylane.graph.python_state.own_objects import is_users
 from polylane.graph.python_state.random_generators import seeded
 from polylane.optim.modes import set_mode
@@ -110,9 +110,9 @@ def _blamed_on(call: str) -> Iterator[None]:
     """Context manager: turn an exception of the user's optimizer or scheduler into one sentence with their line."""
     try:
         yield
-    except PolylaneError:
+    except (PolylaneError, SystemExit, *INTERRUPTIONS):  # who leaves is named as such
         raise
-    except Exception as error:
+    except BaseException as error:
         if is_peer_loss(error) or is_out_of_memory(error):
             raise
         lines = [f for f in traceback.extract_tb(error.__traceback__) if is_users(f.filename)]

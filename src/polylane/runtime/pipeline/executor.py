@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polylane.compile.reshard import Resharder, extract_box, write_box
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
-from polylane.errors import OTHERS_FAILED, ActionFailed
+from polylane.errors import INTERRUPTIONS, OTHERS_FAILED, ActionFailed
 from polylane.graph.batch import split_bounds
 from polylane.graph.sample_slice import SampleSlice
 from polylane.plan.straggler import Straggler
@@ -252,9 +252,9 @@ class Executor:
             self._run(action, batch, state, finish)
             if reducer is not None:
                 reducer.launch_remaining()
-        except (ActionFailed, *OTHERS_FAILED):
+        except (ActionFailed, SystemExit, *INTERRUPTIONS, *OTHERS_FAILED):
             raise
-        except Exception as error:
+        except BaseException as error:
             node = find_failing_node(self.runners[action.stage], error)
             module = None if node is None else (node.module or "the model's own forward")
             place = self.program.rank, action.stage, action.microbatch, module, node.source if node else None

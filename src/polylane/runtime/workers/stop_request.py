@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from polylane.errors import Interruption
+
 GRACE = 30.0  # default of seconds from a request to the end
 
 # What ends a process by itself, and comes from batch systems before they kill (SIGTERM, SIGUSR1, SIGUSR2), from the
@@ -33,8 +35,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU, 
 SAME_REQUEST_SECONDS = 1.0
 
 
-class Stopped(BaseException):
-    """A signal has ended the run before its training was done; like KeyboardInterrupt no ``except Exception`` sees it.
+class Stopped(Interruption):
+    """A signal has ended the run before its training was done.
 
     Args:
         number: number of the signal, such as 15.
