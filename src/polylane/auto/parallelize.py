@@ -19,7 +19,6 @@ from polylane.auto.plan_broadcast import compile_on_all_ranks
 from polylane.compile.compiled_training import CompiledTraining, compile_training
 from polylane.compile.objectives import Init, OptimizerFactory, SchedulerFactory, build_objectives
 from polylane.compile.training_problem import TrainingProblem
-from polylane.compile.unusable_modules import refuse_unusable_settings
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
@@ -84,7 +83,6 @@ def parallelize(
     Raises:
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
     """
-    refuse_unusable_settings()
     world = watch_script(World.join(), on_hang, hang_after)
     factories: Any = optimizer  # an object becomes a factory with the model's names: see TrainingProblem
     of_loss = build_objectives(loss, factories, scheduler)

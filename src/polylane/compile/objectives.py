@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from polylane.compile.unusable_modules import refuse_unusable_settings
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
 from polylane.graph.python_state.compiler import without_compiler
@@ -172,8 +173,9 @@ def build_objectives(
     """Build one objective, or one for each name of a mapping.
 
     Raises:
-        PolylaneError: the mappings do not have the same names.
+        PolylaneError: the mappings do not have the same names, or torch is set so that nothing can be trained.
     """
+    refuse_unusable_settings()
     if not isinstance(loss, Mapping):
         if isinstance(optimizer, Mapping) or isinstance(scheduler, Mapping):
             raise PolylaneError(

@@ -18,7 +18,6 @@ from torch import Tensor
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
-from polylane.compile.unusable_modules import refuse_unusable_settings
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import ActionFailed, PolylaneError
 from polylane.graph.capture.questions.asked_draws import StepDraws
@@ -144,7 +143,6 @@ class TrainingRole:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def step(self, batch: Any, name: str, anomalies: AnomalyDetector | None) -> StepResult:
-        refuse_unusable_settings()
         trainer = self._trainers[name]
         own = self._own(batch)
         if own.shortest < self._prepared.min_samples.samples:

@@ -27,10 +27,10 @@ import torch
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError, describe_error
 from polylane.graph.batch import flatten
+from polylane.parent_death import die_with_parent
 from polylane.runtime.checkpoint.state_board import BoardReader, BoardRecord
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.transport.serialization import decode, encode, serializable
-from polylane.runtime.workers.parent_tie import die_with_parent
 from polylane.verify.audit.step_replay import StepReplay, StepVerdict
 
 # The environment by which a data set or a model may find out which worker it is in.
