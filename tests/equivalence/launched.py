@@ -30,10 +30,11 @@ import polylane
 from polylane.commands.learning_rates import LearningRateOptions
 from polylane.commands.requests import TrainRequest
 from polylane.commands.running.launch import start_workers
-from polylane.errors import PolylaneError, WorkerFailed
+from polylane.errors import AuditFailed, PolylaneError, WorkerFailed
 from polylane.plan.spec import parse
 from polylane.recipe import Recipe
 from polylane.runtime.workers.stop_request import StopRequest
+from polylane.verify.audit import AuditMode
 
 if TYPE_CHECKING:
     from trainings import Training
@@ -58,6 +59,7 @@ def isolated(work: Callable[[], T]) -> T:
 
     Raises:
         PolylaneError: it raised one.
+        AuditFailed: it raised this, which is one.
         Raised: it raised anything else, or did not end.
     """
     return _run_processes(work, [{}])[0]
@@ -102,9 +104,10 @@ def _report(work: Callable[[], Any], environment: Mapping[str, str], writer: Con
     try:
         writer.send_bytes(pickle.dumps((True, work())))
     except BaseException as error:
-        is_sentence = isinstance(error, PolylaneError) and not isinstance(error, WorkerFailed)
-        told = str(error) if is_sentence else "".join(traceback.format_exception(error))
-        writer.send_bytes(pickle.dumps((False, (is_sentence, told))))
+        kinds = (AuditFailed, PolylaneError)
+        kind = next((each for each in kinds if isinstance(error, each) and not isinstance(error, WorkerFailed)), Raised)
+        told = "".join(traceback.format_exception(error)) if kind is Raised else str(error)
+        writer.send_bytes(pickle.dumps((False, (kind, told))))
 
 
 def _collect(readers: list[Connection]) -> list[Any]:
@@ -114,12 +117,12 @@ def _collect(readers: list[Connection]) -> list[Any]:
             try:
                 done, result = pickle.loads(reader.recv_bytes())  # type: ignore[union-attr]
             except EOFError:
-                done, result = False, (False, "the process died")
+                done, result = False, (Raised, "the process died")
             results[reader] = result  # type: ignore[index]
             if not done and failure is None:  # what follows is mostly an echo of it
                 failure, end = result, min(end, time.monotonic() + AFTER_A_FAILURE)
     if failure is not None:
-        raise (PolylaneError if failure[0] else Raised)(failure[1])
+        raise failure[0](failure[1])
     if len(results) < len(readers):
         raise Raised(f"no end within {MOST_SECONDS:g} s")
     return [results[reader] for reader in readers]
@@ -128,7 +131,7 @@ def _collect(readers: list[Connection]) -> list[Any]:
 # By a plan ------------------------------------------------------------------------------------------------------------
 
 
-def by_train(training: Training, plan: str, seed: int = 0) -> tuple[Losses, Mapping[str, Tensor]]:
+def by_train(training: Training, plan: str, audit: AuditMode) -> tuple[Losses, Mapping[str, Tensor]]:
     """Losses and weights of ``polylane train``: from its request on all is as on the command line."""
     assert training.data is not None
     data, losses = training.data, dict[int, float]()
@@ -150,7 +153,7 @@ def by_train(training: Training, plan: str, seed: int = 0) -> tuple[Losses, Mapp
     with tempfile.TemporaryDirectory() as folder, patch("polylane.recipe.load", return_value=recipe):
         path, rates = Path(folder) / "model.safetensors", LearningRateOptions(batch=BATCH)
         request = TrainRequest(
-            recipe="training", batch=BATCH, seed=seed, plan=parse(plan), epochs=training.epochs, rates=rates,
+            recipe="training", batch=BATCH, audit=audit, plan=parse(plan), epochs=training.epochs, rates=rates,
             model_path=path,
         )  # fmt: skip
         reporter: Any = partial(report)
@@ -159,13 +162,13 @@ def by_train(training: Training, plan: str, seed: int = 0) -> tuple[Losses, Mapp
         return [losses[step] for step in sorted(losses)], load_file(path)
 
 
-def by_script(training: Training, plan: str) -> tuple[Losses, Mapping[str, Tensor]]:
+def by_script(training: Training, plan: str, audit: AuditMode) -> tuple[Losses, Mapping[str, Tensor]]:
     """Losses and weights of a user's script, which every worker runs."""
     assert training.script is not None
     script = training.script
 
     def start(*given: Any, **options: Any) -> Any:
-        return polylane.parallelize(*given, plan=plan, **options)
+        return polylane.parallelize(*given, plan=plan, audit=audit, **options)
 
     workers = parse(plan).workers
     if workers == 1:

@@ -22,6 +22,7 @@ import innocent_data  # noqa: F401
 import innocent_optimizers  # noqa: F401
 import innocent_scripts  # noqa: F401
 import torch
+from blinded import BLINDED, blinded
 from launched import Plain, Raised, by_script, by_train, isolated, read_epochs
 from torch import Tensor, nn
 from trainings import ALONE, BY_PASS, PLANS, TRAININGS, Training
@@ -29,18 +30,21 @@ from trainings import ALONE, BY_PASS, PLANS, TRAININGS, Training
 from compiling import compile_training
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import build_objectives
-from polylane.errors import PolylaneError, WorkerFailed
+from polylane.errors import AuditFailed, PolylaneError, WorkerFailed
 from polylane.graph.batch import clone_leaves, count_parts, flatten, sample_count, split_bounds, take_samples
 from polylane.graph.precision import Promoted
 from polylane.recipe import Mean
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
+from polylane.verify.audit import AuditMode
+from polylane.verify.audit.training_audit import start_auditor
 
 TOLERANCE = 1e-9
 SMALLEST = 1e-6  # below which a tensor's own size is no scale for an error
 
 EQUAL, REFUSED, DIFFERENT, FAILED, FROZEN = "equal", "refused", "DIFFERENT", "FAILED", "FROZEN"
+CAUGHT = "caught"  # by an audit, which stopped it
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class Outcome:
     """What came of a training by a plan.
 
     Attributes:
-        kind: EQUAL, REFUSED, DIFFERENT, or FAILED: it ended otherwise than by a sentence for the user; or FROZEN: it is
+        kind: EQUAL, REFUSED, CAUGHT, DIFFERENT, or FAILED: it ended otherwise than by a sentence for the user; or FROZEN: it is
             equal to one worker, but there no random number is drawn.
         error: the worst relative error of a loss, weight or buffer, where there is one.
         told: what was said, where it did not end.
@@ -82,7 +86,7 @@ def prepared_for(training: Training, plan: str) -> CompiledTraining:
     return compile_training(training.model(), objectives, example, plan, in_float64=training.promoted)
 
 
-def by_plan(training: Training, prepared: CompiledTraining, seed: int = 0) -> Trained:
+def by_plan(training: Training, prepared: CompiledTraining, seed: int = 0, audit: AuditMode = "off") -> Trained:
     """Train by a plan on forked workers.
 
     Raises:
@@ -93,7 +97,10 @@ def by_plan(training: Training, prepared: CompiledTraining, seed: int = 0) -> Tr
 
     def run(_: Any) -> Trained:
         losses = []
-        with Job(prepared, World.join(), example=batches[0], seed=seed) as job:
+        world, how = World.join(), dict[str, Any](example=batches[0], seed=seed)
+        audits = start_auditor(audit, prepared, world, **how)
+        with Job(prepared, world, **how) as job:
+            audits.attach(job)
             for step, batch in enumerate(batches):
                 if training.before is not None:
                     training.before(prepared.model, step)
@@ -166,19 +173,21 @@ def _count(training: Training, batch: Any) -> float:
 # The judge ------------------------------------------------------------------------------------------------------------
 
 
-def judged(training: Training, plan: str) -> Outcome:
+def judged(training: Training, plan: str, audit: AuditMode = "off") -> Outcome:
     """What comes of a training by a plan, held against one device."""
     try:
         if training.is_launched:
-            trained, reference, drawn = *_launched(training, plan), True
+            trained, reference, drawn = *_launched(training, plan, audit), True
         elif training.isolated:
             # The loop runs in a process that has not compiled the training: of that, something may be left in Python.
-            trained, parts = isolated(partial(_trained, training, plan))
+            trained, parts = isolated(partial(_trained, training, plan, audit))
             reference, drawn = _of_one_process(training, *parts), True
         else:
             prepared = prepared_for(training, plan)
-            trained = by_plan(training, prepared)
+            trained = by_plan(training, prepared, audit=audit)
             reference, drawn = _reference(training, prepared)
+    except AuditFailed as failed:
+        return Outcome(CAUGHT, told=str(failed))
     except PolylaneError as refusal:
         one_sentence = len(str(refusal).splitlines()) == 1
         return Outcome(REFUSED if one_sentence else FAILED, told=str(refusal))
@@ -192,17 +201,17 @@ def judged(training: Training, plan: str) -> Outcome:
     return Outcome(EQUAL if drawn else FROZEN, error)
 
 
-def _launched(training: Training, plan: str) -> tuple[Trained, Trained]:
+def _launched(training: Training, plan: str, audit: AuditMode) -> tuple[Trained, Trained]:
     launch = by_train if training.data is not None else by_script
-    trained = Trained(*isolated(partial(launch, training, plan)))
+    trained = Trained(*isolated(partial(launch, training, plan, audit)))
     if training.draws:
-        return trained, Trained(*isolated(partial(launch, training, ALONE)))
+        return trained, Trained(*isolated(partial(launch, training, ALONE, "off")))
     return trained, _of_one_process(training)
 
 
-def _trained(training: Training, plan: str) -> tuple[Trained, tuple[int, int]]:
+def _trained(training: Training, plan: str, audit: AuditMode) -> tuple[Trained, tuple[int, int]]:
     prepared = prepared_for(training, plan)
-    return by_plan(training, prepared), _parts(training, prepared)
+    return by_plan(training, prepared, audit=audit), _parts(training, prepared)
 
 
 @cache
@@ -254,6 +263,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", default=list(TRAININGS), choices=list(TRAININGS))
     parser.add_argument("--plans", nargs="+", metavar="PLAN", default=list(PLANS), choices=[*PLANS, ALONE])
+    parser.add_argument("--audit", action="store_true", help="audit every step that is due")
+    parser.add_argument("--blind", nargs="+", default=[], choices=list(BLINDED), help="switch these detections off")
     parser.add_argument("--told", action="store_true", help="show what was said of what was refused or failed")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
@@ -262,7 +273,8 @@ def main(arguments: Sequence[str]) -> int:
     told: list[str] = []
     for name in options.only:
         training = TRAININGS[name]()
-        outcomes = {plan: judged(training, plan) for plan in options.plans}
+        with blinded(options.blind):
+            outcomes = {plan: judged(training, plan, "stop" if options.audit else "off") for plan in options.plans}
         wrong += sum(not accepted(training, plan, outcome) for plan, outcome in outcomes.items())
         cells = [f"{o}{'' if accepted(training, plan, o) else ' (!)'}" for plan, o in outcomes.items()]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
