@@ -60,8 +60,8 @@ class Outcome:
     """What came of a training by a plan.
 
     Attributes:
-        kind: EQUAL, REFUSED, CAUGHT, DIFFERENT, or FAILED: it ended otherwise than by a sentence for the user; or FROZEN: it is
-            equal to one worker, but there no random number is drawn.
+        kind: EQUAL, REFUSED, CAUGHT, DIFFERENT, or FAILED: it ended otherwise than by a sentence for the user; or
+            FROZEN: it is equal to one worker, but there no random number is drawn.
         error: the worst relative error of a loss, weight or buffer, where there is one.
         told: what was said, where it did not end.
     """
