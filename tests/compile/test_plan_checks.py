@@ -15,7 +15,7 @@ from polylane.compile.optimizer_parts import explain_coupling, split_by_bits
 from polylane.compile.plan_checks import refuse_kept_gradients
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
-from training import OverAll, batch_of, classify, mlp, sgd
+from training import OverAll, assert_same, batch_of, classify, mlp, plainly, sgd, trained
 
 EXAMPLE = batch_of(8)
 
@@ -282,3 +282,44 @@ def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(PolylaneError, match="this StepLR sets the rates of another one"):
         check(sgd, "data=1", lambda _: torch.optim.lr_scheduler.StepLR(other, 1))
+
+
+class Sharpness(torch.optim.SGD):
+    """Evaluates the loss again at moved weights, as sharpness-aware minimization does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "a second evaluation"
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+def test_a_second_evaluation_in_a_step_is_refused() -> None:
+    with pytest.raises(
+        PolylaneError, match=r"Sharpness.step\(\) needs a closure .*AssertionError: a second evaluation"
+    ):
+        check(of(Sharpness), "data=1")
+
+
+@pytest.mark.parametrize("plan", ["data=2", "tensor=2", "data=2,shard=parameters"])
+def test_a_step_left_out_for_all_gradients_is_left_out_by_all(plan: str) -> None:
+    """It is an outlier's, so that the bound lies between two batches and no trial has to cross it."""
+
+    class SkipsOutliers(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
+            return None if float(norm) > 1.0 else super().step(closure)
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return classify(model, batch) * batch[2].mean()
+
+    batches = [(*batch_of(8, seed), torch.full((8,), size).double()) for seed, size in enumerate((1.0, 50.0, 1.0))]
+    kinds = {"loss": loss, "optimizer": of(SkipsOutliers)}
+    if "shard" in plan:
+        with pytest.raises(PolylaneError, match=r"SkipsOutliers looks at several parameters at once \(.*_checks"):
+            trained(mlp(6, 8, 4), plan, batches, **kinds)
+        return
+    reference = plainly(mlp(6, 8, 4), batches, **kinds)
+    for worker in trained(mlp(6, 8, 4), plan, batches, **kinds):
+        assert_same(worker, reference)

@@ -56,8 +56,7 @@ def parallelize(
 
     Args:
         model: an ordinary ``nn.Module``. If workers built it with different weights, those of rank 0 count.
-        loss: ``loss(model, batch)`` -> a scalar mean over the batch, or :class:`polylane.Mean`; or several by name. For
-            batches ``(x, y)`` also a criterion, such as ``nn.CrossEntropyLoss()``: ``criterion(model(x), y)``.
+        loss: ``loss(model, batch)`` -> scalar mean, or :class:`polylane.Mean`; a criterion of (x, y); several by name.
         optimizer: a torch.optim optimizer on the model's parameters, which then steps on what this worker has of them;
             or a function that builds one: (name, parameter) pairs -> optimizer; or one for each loss.
         example: a batch, for its form and size.
@@ -84,11 +83,9 @@ def parallelize(
         PolylaneError: the plan does not fit the workers or the model, or no plan does; the message says why.
     """
     world = watch_script(World.join(), on_hang, hang_after)
-    factories: Any = optimizer  # an object becomes a factory with the model's names: see TrainingProblem
-    of_loss = build_objectives(loss, factories, scheduler)
+    of_loss = build_objectives(loss, optimizer, scheduler)  # type: ignore[arg-type]  # see TrainingProblem
     problem = TrainingProblem(model, of_loss, example, batch_size, init, device=world.accelerator)
-    spec = resolve_plan(world, problem, plan)
-    compiled = _compile(world, problem, spec, alone)
+    compiled = _compile(world, problem, resolve_plan(world, problem, plan), alone)
     how: dict[str, Any] = {"example": example, "clip_norm": clip_norm, "seed": seed}
     audits = start_auditor(audit, compiled, world, **how)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.

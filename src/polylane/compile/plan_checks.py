@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Collection, Mapping
 
 import torch
+from torch import Tensor
 
 from polylane.compile.objectives import Objective, Parameters, build_scheduler, needs_metric
 from polylane.compile.optimizer_parts import explain_coupling, find_unshardable
@@ -107,6 +108,7 @@ def check_optimizers(
         refuse_kept_gradients(parameters, objective, optimizer)
         graph = partitions[name].graph
         used = differentiable_parameters(graph)
+        _refuse_second_evaluation(parameters, objective, sparse)
         # What gradients the user's own Python makes, sparse ones or others, is not known.
         if not any(node.is_own_python and used.intersection(node.parameters) for node in graph.nodes):
             trained = [pair for pair in parameters if pair[0] in used]
@@ -143,6 +145,45 @@ def refuse_kept_gradients(parameters: Parameters, objective: Objective, optimize
         raise
     except Exception:  # it does not run on small parameters: a plan's workers say how it fails on the model's own
         return
+
+
+def _refuse_second_evaluation(parameters: Parameters, objective: Objective, sparse: Collection[str]) -> None:
+    """Refuse an optimizer whose ``step()`` runs only with a closure, as of sharpness-aware minimization.
+
+    Raises:
+        PolylaneError: without a closure a step raises, and with one it calls it.
+    """
+    trial = draw_trial(parameters, sparse)
+
+    def take_step(has_closure: bool) -> bool:
+        """Return whether a closure was called."""
+        small, built = build_on_trial(objective.optimizer, trial.values)
+        evaluations = iter(trial.steps)
+
+        def evaluate() -> Tensor:
+            for (name, parameter), gradient in zip(small.items(), next(evaluations).values(), strict=True):
+                parameter.grad = gradient.clone()
+            return torch.ones(())
+
+        evaluate()
+        built.step(evaluate) if has_closure else built.step()
+        return next(evaluations, None) is not trial.steps[1]
+
+    with trying():
+        try:
+            take_step(False)
+            return
+        except Exception as error:  # the user's optimizer on tensors that it was not written for: whatever it raises
+            words = describe_error(error)
+        try:
+            called = take_step(True)
+        except Exception:
+            return
+    if called:
+        raise PolylaneError(
+            f"{_name_optimizer(parameters, objective)}.step() needs a closure that evaluates the loss again ({words}), "
+            "which no plan does within the optimizer: take an optimizer whose step() uses the gradients that are there"
+        )
 
 
 def _refuse_exchanges(name: str, plan: Plan) -> None:

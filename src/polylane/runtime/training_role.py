@@ -157,7 +157,8 @@ class TrainingRole:
                 lane = self._cache.compiled_for(name, own, True, self._is_last_step_local, draws)
             # The host may run ahead of the all-reduce of earlier losses, but not without bound.
             self._limit_in_flight(self._rule.max_steps_in_flight)
-            self._set_mode(True)
+            for each in self._trainers.values():
+                each.set_mode(training=True)
             trainer.zero_grad()
             if lane.buffers:
                 self._holding.buffers.receive_updates(lane.buffers)
@@ -179,10 +180,11 @@ class TrainingRole:
         self._step += 1
         return result
 
-    def _set_mode(self, training: bool) -> None:
-        """Let optimizers that train at other weights than they give exchange them, see :func:`set_optimizer_mode`."""
+    def _pause_training(self) -> None:
+        """Finish the batches that are under way, and let optimizers exchange the weights that they train."""
+        self.empty_pipeline()
         for trainer in self._trainers.values():
-            trainer.set_mode(training)
+            trainer.set_mode(training=False)
 
     def _run(
         self, what: str, lane: BoundProgram, own: Batch, step: int, update: Callable[[StepState], None]
@@ -229,8 +231,7 @@ class TrainingRole:
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
-        self.empty_pipeline()
-        self._set_mode(False)
+        self._pause_training()
         own = self._own(batch)
         if own.is_collated:
             self._checks.refuse_unequal_sizes(own)
@@ -303,16 +304,14 @@ class TrainingRole:
         return self._holding.shards.local_part(name, tensor)
 
     def state_dict(self) -> dict[str, Tensor]:
-        self.empty_pipeline()
-        self._set_mode(False)
+        self._pause_training()
         with self._rule.averaged_weights():
             state = self._full_tensors.state_dict()
             self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
         return state
 
     def save(self, path: Path) -> None:
-        self.empty_pipeline()
-        self._set_mode(False)
+        self._pause_training()
         try:
             with self.world.progress.during(Phase.SAVING), self._rule.averaged_weights():
                 self._full_tensors.save(path)
@@ -323,8 +322,7 @@ class TrainingRole:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def collect_state(self) -> WorkerState:
-        self.empty_pipeline()
-        self._set_mode(False)
+        self._pause_training()
         with self.world.progress.during(Phase.SAVING):
             return self._state.collect()
 

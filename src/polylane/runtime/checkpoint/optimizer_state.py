@@ -105,7 +105,7 @@ def restore_optimizer(
     """
     for name, part in parts.items():
         prefix = f"optimizer/{objective}/{name}"
-        skeleton = _find_variant(plain, prefix, variant)
+        skeleton = find_variant(plain, prefix, variant)
         optimizer.state.pop(part.parameter, None)
         if skeleton is not None:
             optimizer.state[part.parameter] = {
@@ -113,7 +113,7 @@ def restore_optimizer(
             }
 
 
-def _find_variant(plain: Mapping[str, Any], path: str, variant: str) -> Any:
+def find_variant(plain: Mapping[str, Any], path: str, variant: str) -> Any:
     """Return a path's value of one replica; where that replica was not there, the plain one or the first replica's."""
     if path + variant in plain:
         return plain[path + variant]

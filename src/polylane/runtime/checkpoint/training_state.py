@@ -12,6 +12,7 @@ import torch
 from polylane.graph.python_state.random_generators import generator_states
 from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
 from polylane.runtime.checkpoint.model_state import model_tensors, optimized_parts, speaks_for, state_dict_names
+from polylane.runtime.checkpoint.optimizer_attributes import collect_attributes, restore_attributes
 from polylane.runtime.checkpoint.optimizer_state import (
     collect_optimizer,
     collect_options,
@@ -67,6 +68,9 @@ class WorkerTrainingState:
                 parts = optimized_parts(holding, trainer.local_parameters)
                 mine = {n: part for n, part in parts.items() if speaks_for(holding, n)}
                 found.extend(collect_optimizer(name, trainer.optimizer, mine, self._variant))
+            found.extend(
+                collect_attributes(name, trainer.optimizer, self._names_of(trainer), self._speaks, self._variant)
+            )
             if holding.world.rank == 0:
                 found.plain |= collect_options(name, trainer.optimizer, trainer.scheduler)
         found.extend(self._sync.collect_state(self.replica))
@@ -95,12 +99,26 @@ class WorkerTrainingState:
                 parts = optimized_parts(holding, trainer.local_parameters)
                 restore_optimizer(name, trainer.optimizer, parts, saved.plain, saved.fill, self._variant)
             restore_options(name, trainer.optimizer, trainer.scheduler, saved.plain)
+            names = self._names_of(trainer)
+            restore_attributes(name, trainer.optimizer, names, saved.plain, saved.fill, self._variant)
         self._sync.restore_state(saved, self.replica)
         restore_python_state(holding.prepared, holding.tensors.model, self.replica, saved.plain)
         for name, trainer in self._trainers.items():
             trainer.compressor.restore_state(name, holding, self.replica, saved)
         if saved.was_saved_by(holding.prepared.plan):
             _restore_random(holding.world, saved)
+
+    def _names_of(self, trainer: ObjectiveUpdate) -> dict[int, str]:
+        """Return the names of all parameters by the ids of the model's own, and of what the optimizer has for them."""
+        named = (*self._local_model.tensors.parameters().items(), *trainer.local_parameters.items())
+        return {id(parameter): name for name, parameter in named}
+
+    def _speaks(self, name: str) -> bool:
+        """Return whether this worker saves what an optimizer keeps for a parameter; of "", for none by name."""
+        holding = self._local_model
+        if not name:
+            return holding.world.rank == 0 or bool(self._variant)
+        return name in holding.local_names() and speaks_for(holding, name)
 
     def _variant_of(self, name: str) -> str:
         is_buffer = name not in self._local_model.owning_stages
