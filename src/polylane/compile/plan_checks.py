@@ -161,12 +161,12 @@ def _refuse_second_evaluation(parameters: Parameters, objective: Objective, spar
         evaluations = iter(trial.steps)
 
         def evaluate() -> Tensor:
-            for (name, parameter), gradient in zip(small.items(), next(evaluations).values(), strict=True):
+            for parameter, gradient in zip(small.values(), next(evaluations).values(), strict=True):
                 parameter.grad = gradient.clone()
             return torch.ones(())
 
         evaluate()
-        built.step(evaluate) if has_closure else built.step()
+        built.step(evaluate) if has_closure else built.step()  # type: ignore[arg-type]
         return next(evaluations, None) is not trial.steps[1]
 
     with trying():
