@@ -78,6 +78,9 @@ class ReferenceModel:
         training: the training, whose model is trained by its first objective.
         replica: number of the replica whose samples of each microbatch are trained on.
         replicas: number of replicas that share the samples of each microbatch.
+
+    Attributes:
+        names: names of all parameters, by id.
     """
 
     def __init__(self, training: ComparedTraining, replica: int = 0, replicas: int = 1) -> None:
@@ -94,7 +97,7 @@ class ReferenceModel:
         self.loop = ReferenceLoop(training, self.trained_parameters, replica, replicas)
         # In the warm-up steps of local SGD replicas still share gradients: these steps take whole batches.
         self.whole_loop = ReferenceLoop(training, self.trained_parameters) if replicas > 1 else self.loop
-        self._names = {id(p): name for name, p in named}
+        self.names = {id(p): name for name, p in named}
 
     def follow(self, training: ComparedTraining) -> None:
         """Go on with other batches of the same training, each of which may have a form of its own."""
@@ -106,7 +109,7 @@ class ReferenceModel:
 
     def copy_state(self) -> TrainingState:
         """Return a copy of the state with which the next step begins."""
-        return read_state(self.named_tensors(), self.optimizer, self._names)
+        return read_state(self.named_tensors(), self.optimizer, self.names)
 
     def run_passes(
         self, step: int, tries: Sequence[int] = range(TRIES), together: bool = False

@@ -22,6 +22,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.python_state.random_generators import restore_generators
 from polylane.runtime.checkpoint.held_tensors import whole_region
 from polylane.runtime.checkpoint.model_state import PREFIX
+from polylane.runtime.checkpoint.optimizer_attributes import restore_attributes
 from polylane.runtime.checkpoint.optimizer_state import OptimizedPart, restore_optimizer, restore_options
 from polylane.runtime.checkpoint.plain_values import numpy_state
 from polylane.runtime.checkpoint.python_state import restore_python_state
@@ -215,6 +216,7 @@ class StepReplay:
         parts = {n: OptimizedPart(p, whole_region(p.shape)) for n, p in model.trained_parameters.items()}
         restore_optimizer(self._objective, model.optimizer, parts, plain, state.fill, variant)
         restore_options(self._objective, model.optimizer, model.scheduler, plain)
+        restore_attributes(self._objective, model.optimizer, model.names, plain, state.fill, variant)
         restore_python_state(prepared, prepared.model, 0, plain)
         if state.has("random/torch/0"):
             numpy = plain.get("random/numpy/0")
