@@ -89,13 +89,14 @@ def train(
     return report
 
 
+slow = pytest.mark.slow
 PLANS = [
-    "data=1",
-    "data=2",
-    "pipeline=2,microbatches=2",
-    "tensor=2",
+    pytest.param("data=1", marks=slow),
     "data=2,shard=parameters",
-    "data=2,servers=1",
+    pytest.param("pipeline=2,microbatches=2", marks=slow),
+    "tensor=2",
+    pytest.param("data=2", marks=slow),
+    pytest.param("data=2,servers=1", marks=slow),
     "data=2,pipeline=2,microbatches=3",
 ]
 
@@ -114,7 +115,7 @@ def test_a_right_training_agrees(plan: str) -> None:
     assert "the same numbers as one device" in str(report)
 
 
-@pytest.mark.parametrize("plan", ["data=2,every=2", "data=2,every=3,warmup=2,outer=0.7:0.9"])
+@pytest.mark.parametrize("plan", [pytest.param("data=2,every=2", marks=slow), "data=2,every=3,warmup=2,outer=0.7:0.9"])
 def test_steps_of_replicas_are_made_again_by_their_rule(plan: str) -> None:
     report = train(plan, data=batches(8), clip_norm=0.5)
     assert report.steps == (1, 2, 4, 8)
@@ -161,8 +162,10 @@ def other_options(job: Job, step: int) -> None:
         job.optimizer.step = wrong  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("spoil", [move_a_weight, other_options], ids=lambda spoil: spoil.__name__)
-@pytest.mark.parametrize("plan", ["data=2", "pipeline=2,microbatches=2"])
+@pytest.mark.parametrize(
+    ("plan", "spoil"),
+    [("data=2", move_a_weight), pytest.param("pipeline=2,microbatches=2", other_options, marks=slow)],
+)
 def test_a_wrong_step_stops_the_training(plan: str, spoil: Callable[[Job, int], None]) -> None:
     with pytest.raises(PolylaneError, match=r"does not compute what one device computes: step 2.*--audit warn goes on"):
         train(plan, spoil=spoil)

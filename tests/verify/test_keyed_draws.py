@@ -74,7 +74,12 @@ def loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("attention", "in place", "lstm, samples first")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_the_model_draws_what_its_graph_draws(name: str) -> None:
     torch.manual_seed(0)
     model, batch = MODELS[name]().double(), torch.randn(SAMPLES, 6, dtype=torch.float64)
