@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import math
 import sys
 from itertools import pairwise
@@ -565,6 +566,65 @@ def test_bfloat16_is_close(plan: str) -> None:
     for worker in trained(copy.deepcopy(model), f"{plan},precision=bfloat16", batches):
         assert_same(worker, reference, 2e-2)
         assert all(value.dtype == torch.float32 for value in worker.state.values())
+
+
+class Results(nn.Module):
+    """Operators of several results, of which parts are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.head = nn.Linear(6, 18), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        first, rest = (q * k + v).split([2, 4], -1)
+        largest, _ = rest.max(-1, keepdim=True)
+        spread, mean = torch.var_mean(rest, -1, keepdim=True)
+        a, b = first.unbind(-1)
+        return self.head(torch.cat([torch.stack([a, b], -1), largest, spread, mean, rest[:, :1]], -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_of_operators_are_divided_inside_of_the_users_autocast(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, batches = Results(), [(x.float(), y) for x, y in BATCHES]
+
+    def under_autocast(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        with torch.autocast("cpu", dtype=dtype):
+            return classify(model, batch)
+
+    reference = plainly(model, batches, loss=under_autocast)
+    for worker in trained(copy.deepcopy(model), "data=2,microbatches=2", batches, loss=under_autocast):
+        assert_same(worker, reference, 2e-2)
+
+
+# What a script and a log show
+
+
+def test_a_script_says_in_one_line_what_it_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    def start() -> polylane.Job:
+        return polylane.parallelize(mlp(6, 4), classify, sgd, example=BATCHES[0], plan="microbatches=2")
+
+    line, logger, lines = "1 worker on cpu, data=1,pipeline=1,schedule=1f1b,microbatches=2", logging.getLogger(), []
+    job = start()
+    assert capsys.readouterr().err == f"polylane: {line}\n"
+    job.step(BATCHES[0])
+    assert repr(job) == f"<Job: {line}, rank 0, step 1>"
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    before, named = logger.level, logging.getLogger("polylane")
+    logger.addHandler(handler)
+    try:
+        logger.setLevel(logging.INFO)
+        start()
+        logger.removeHandler(handler)
+        named.setLevel(logging.WARNING)
+        start()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        named.setLevel(logging.NOTSET)
+    assert lines == [line] and capsys.readouterr().err == ""
 
 
 # What is refused

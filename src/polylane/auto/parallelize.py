@@ -27,6 +27,7 @@ from polylane.plan.recompute import without_budgets
 from polylane.plan.spec import Spec, default_microbatches
 from polylane.runtime.job import Job
 from polylane.runtime.progress.script_watch import ScriptOnHang, watch_script
+from polylane.runtime.start_line import announce_training
 from polylane.runtime.workers.idle_cores import threads_of_idle_cores
 from polylane.runtime.workers.world import World
 from polylane.verify.audit import AuditMode
@@ -86,7 +87,12 @@ def parallelize(
     of_loss = build_objectives(loss, optimizer, scheduler)  # type: ignore[arg-type]  # see TrainingProblem
     problem = TrainingProblem(model, of_loss, example, batch_size, init, device=world.accelerator)
     compiled = _compile(world, problem, resolve_plan(world, problem, plan), alone)
-    how: dict[str, Any] = {"example": example, "clip_norm": clip_norm, "seed": seed}
+    return _start_job(world, compiled, audit, example=example, clip_norm=clip_norm, seed=seed)
+
+
+def _start_job(world: World, compiled: CompiledTraining, audit: AuditMode, **how: Any) -> Job:
+    """Say what is trained, and return this worker's job of it, whose steps are audited."""
+    announce_training(compiled.plan, world)
     audits = start_auditor(audit, compiled, world, **how)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
     job = Job(compiled, world, **how, same_weights=world.size == 1)

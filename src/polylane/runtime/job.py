@@ -30,6 +30,7 @@ from polylane.runtime.pipeline.connections import Connect
 from polylane.runtime.pipeline.step_result import StepResult, merge_timelines
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.server_role import ServingRole
+from polylane.runtime.start_line import describe_training
 from polylane.runtime.step_audit import StepAudit
 from polylane.runtime.training_role import TrainingRole
 from polylane.runtime.workers.close_at_exit import CloseAtExit
@@ -40,9 +41,7 @@ _OF_WORKER = frozenset(("slack", "part_of", "shard_of", "stepping", "staleness",
 
 
 class Job:
-    """One worker's handle on a training that is split over all of them; every worker calls the same methods.
-
-    Made by :func:`polylane.parallelize`.
+    """One worker's handle on a training that :func:`polylane.parallelize` split; all workers call the same methods.
 
     Attributes:
         plan: the plan that the training was compiled for.
@@ -102,6 +101,9 @@ class Job:
             raise PolylaneError(f"there is no objective {name!r}, known are {', '.join(self._objectives)}")
         return self._objectives[0] if name is None else name
 
+    def __repr__(self) -> str:
+        return f"<Job: {describe_training(self.plan, self.world)}, rank {self._rank}, step {self.position.step}>"
+
     # ---- training ----------------------------------------------------------------------------------------------------
 
     @collective("job.step")
@@ -111,8 +113,7 @@ class Job:
         A dedicated parameter server returns at once, with a loss of nan.
 
         Args:
-            batch: a batch of :meth:`batches`; or a whole batch, the same on every worker, of which each takes its own
-                samples.
+            batch: a batch of :meth:`batches`; or the same whole batch on every worker, of which each takes its samples.
             objective: name of one of several losses; default: the first.
 
         Raises:
@@ -352,7 +353,7 @@ class Job:
         """Return the bytes that every worker sent in a step, the mean over all steps; collective.
 
         For each worker, by rank: ``"agreement"`` is synchronization between replicas (gradients, weights), ``"stages"``
-        values between stages, ``"operators"`` collectives inside sharded operators, ``"statistics"`` batch statistics;
+        values between stages, ``"operators"`` collectives in split operators, ``"statistics"`` of batches, and norms;
         ``"theory"`` is what :mod:`polylane.cost.network.sync_volume` gives for the first. Headers are not counted.
         """
         return self._role.gather(self._role.sent_bytes)

@@ -66,7 +66,8 @@ def _copy_node(
         values[node] = _inline(node, graph, values, extra)
         return
     copied = graph.node_copy(node, lambda n: values[n])
-    copied.meta = {**node.meta, **extra}
+    # Taking one of an operator's results runs nothing that a setting could change: the rules know it by its plain name.
+    copied.meta = dict(node.meta) if node.target is operator.getitem else {**node.meta, **extra}
     copied = _write_by_copy(graph, copied)
     if name.startswith("aten.randint_like"):  # torch marks it differentiable, but has no derivative for it
         with graph.inserting_before(copied):
