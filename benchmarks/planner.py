@@ -96,9 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.rounds = options.steps = 1
     limit_to_one_thread()
     cluster = local_cluster(4) if options.cluster is None else load(options.cluster)
+    plans = take_fitting(options.plans, cluster)
+    if not plans:
+        parser.error(f"--plans: none of them fits on the {cluster.count} devices of the cluster")
     cases, regrets = list[Case](), list[float]()
     for task in (task for task in TASKS if task.name in options.tasks):
-        own, chosen = measured(task, cluster, options.rounds, options.steps, options.plans)
+        own, chosen = measured(task, cluster, options.rounds, options.steps, plans)
         cases += own
         best = min(case.measured for case in own)
         regrets.append(next(case.measured for case in own if case.plan == chosen) / best - 1)
@@ -107,6 +110,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     errors = sorted(abs(case.error) for case in cases)
     print(f"{len(cases)} cases: median error {statistics.median(errors):.1%}, worst {errors[-1]:.1%}")
     print(f"regret: median {statistics.median(regrets):.1%}, worst {max(regrets):.1%}")
+
+
+def take_fitting(plans: Sequence[str], cluster: Cluster) -> list[str]:
+    """Return the plans that the cluster has workers for, and say which ones it has not."""
+    fitting = [plan for plan in plans if parse(plan).processes <= cluster.count]
+    if left := [plan for plan in plans if plan not in fitting]:
+        print(f"left out, since the cluster has {cluster.count} devices: {', '.join(left)}")
+    return fitting
 
 
 def measured(
@@ -120,7 +131,7 @@ def measured(
     problem = TrainingProblem(model, build_objectives(recipe.loss, recipe.optimizer, None), batch)
     graph = problem.capture(EXAMPLE)
     basis = setup.build_cost_model(
-        problem.captured(graph, profile=measure(graph, problem, 4)), cluster, TrainingOptions()
+        problem.captured(graph, profile=measure(graph, problem, min(4, cluster.count))), cluster, TrainingOptions()
     )
     cases, contenders = list[Case](), list[Contender]()
     for plan in plans:
@@ -135,8 +146,8 @@ def measured(
     race(contenders, rounds, steps, lead=1)  # predictions are of a step among others
     for case, contender in zip(cases, contenders, strict=True):
         case.measured = contender.median
-    workers = {contender.name: contender.workers for contender in contenders}
-    return cases, min(cases, key=lambda case: weighted_seconds(case.predicted, workers[case.plan])).plan
+    counts = {contender.name: contender.workers for contender in contenders}
+    return cases, min(cases, key=lambda case: weighted_seconds(case.predicted, counts[case.plan])).plan
 
 
 def _setup(prepared: Any, batch: Any) -> Callable[[int], Callable[[], Any]]:

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from polylane.inspection.schedule_report import ScheduleShape, draw_schedule
 from polylane.observe.timeline import Span, Timeline, union_intervals
 from polylane.schedule.action import Action, ActionKind
+from polylane.schedule.schedules import NAMES
 
 
 def span(rank: int, kind: ActionKind, start: float, end: float, microbatch: int | None = 0, stage: int = 0) -> Span:
@@ -85,7 +87,13 @@ def test_live_microbatches_over_steps_pieces_and_stages() -> None:
     two_steps = [span(0, kind, step + at, step + at + 1) for step in (0, 4) for kind, at in pieces]
     assert Timeline(tuple(two_steps), ranks=1).peak_live_microbatches() == (1,)
     two_stages = [replace(s, action=replace(s.action, stage=stage)) for s in two_steps for stage in (0, 4)]
-    assert Timeline(tuple(two_stages), ranks=1).peak_live_microbatches() == (2,)
+    assert Timeline(tuple(two_stages), ranks=1).peak_live_microbatches() == (1,)  # two halves of it
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_a_picture_counts_the_live_microbatches_that_its_table_has(schedule: str) -> None:
+    drawn = draw_schedule(ScheduleShape(schedule=schedule, stages=4, microbatches=8))
+    assert drawn.timeline.peak_live_microbatches() == drawn.peak_live
 
 
 def test_a_microbatch_of_no_duration_is_live_once() -> None:

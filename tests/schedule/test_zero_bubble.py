@@ -67,7 +67,7 @@ def test_h2_has_the_rectangle_of_h1_and_no_bubble() -> None:
 def test_v_has_no_bubble_in_the_memory_of_1f1b() -> None:
     timeline = simulate_schedule(zero_bubble_v(4, 8), forward=1, backward=2, graph=StageGraph.chain(8))
     assert [(lane[0].start, lane[-1].end) for lane in timeline.lanes()] == [(s, s + 48) for s in range(4)]
-    assert timeline.peak_live_microbatches() == (8, 8, 8, 8)  # halves of a worker's microbatch: 4 whole ones
+    assert timeline.peak_live_microbatches() == (4, 4, 4, 4)  # eight halves of a worker's microbatch
 
 
 def test_weight_halves_of_another_length() -> None:

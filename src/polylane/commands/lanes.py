@@ -124,6 +124,9 @@ def _print_figures(timeline: Timeline, summary: dict[str, Any]) -> None:
         f"{format_number(peak)} on {name}" for peak, name in zip(summary["peak_live_microbatches"], names, strict=True)
     )
     print(f"peak live microbatches: {live}")
+    if (chunks := summary["chunks"]) > 1:
+        whole = format_number(timeline.makespan() / chunks)
+        print(f"ticks are of a chunk's passes: with {chunks} chunks to a stage's, as --compare has them, {whole} ticks")
     if "origin" in summary:
         print(f"found from {summary['origin']}")
     if summary["schedule"] not in ASYNCHRONOUS:

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any
 
 from polylane.schedule.action import COMMUNICATION, COMPUTE, Action, ActionKind
@@ -126,13 +127,18 @@ class Timeline:
             busy / (end - start) if end > start else 0.0 for busy, (start, end) in zip(self.busy(), ends, strict=True)
         )
 
-    def peak_live_microbatches(self) -> tuple[int, ...]:
+    def peak_live_microbatches(self) -> tuple[Fraction, ...]:
         """Return for each rank the largest number of live microbatches: forward begun, backward not ended.
 
         A backward in two halves ends with its weight half, which reads the activations last. On a rank with several
-        stages a microbatch counts once for every stage. One whose backward pass never comes stays live to the end.
+        stages a microbatch counts as a part of one for each of them. One whose backward pass never comes stays live to
+        the end.
         """
-        return tuple(_peak_lives(_microbatch_lives(lane)) for lane in self.lanes())
+        found = []
+        for lane in self.lanes():
+            stages = {span.action.stage for span in lane if span.action.kind is ActionKind.FORWARD}
+            found.append(Fraction(_peak_lives(_microbatch_lives(lane)), len(stages) or 1))
+        return tuple(found)
 
     def from_zero(self) -> Timeline:
         """Return the timeline shifted in time, so that its first span starts at 0."""

@@ -113,6 +113,16 @@ def test_theory(plan: str) -> None:
         assert each["agreement"] == pytest.approx(each["theory"], rel=0.01, abs=heads), plan
 
 
+def test_norms_are_nothing_that_replicas_agree_on() -> None:
+    def work(job: Any) -> list[dict[str, float]]:
+        job.step(batch_of(24))
+        return job.traffic()
+
+    found = workers(work, mlp(6, 8, 4), "pipeline=2", optimizer=adamw, example=batch_of(24), clip_norm=1.0)[0]
+    for each in found:
+        assert (each["agreement"], each["theory"]) == (0, 0) and each["statistics"] > 0
+
+
 @pytest.mark.parametrize("shard", ["gradients", "parameters"])
 def test_short_batches_have_fewer_passes(shard: str) -> None:
     def work(job: Any) -> list[dict[str, float]]:

@@ -53,7 +53,8 @@ def _table(timeline: Timeline, labels: Sequence[str]) -> Iterator[str]:
     for rank, (label, live) in enumerate(zip(labels, timeline.peak_live_microbatches(), strict=True)):
         times = (layout.format_duration(each[rank], unit) for each in (busy, exposed, idle))
         share = layout.format_percent(busy[rank] / makespan if makespan else 0.0)
-        yield _line(label, [share, *times, str(live), *(layout.format_bytes(one) for one in sent[rank : rank + 1])])
+        counts = [layout.format_bytes(count) for count in sent[rank : rank + 1]]
+        yield _line(label, [share, *times, layout.format_number(float(live)), *counts])
     yield "</tbody>\n<tfoot>"
     times = (layout.format_duration(sum(each), unit) for each in (busy, exposed, idle))
     cells = [

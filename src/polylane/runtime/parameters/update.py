@@ -22,6 +22,7 @@ from polylane.runtime.parameters.optimizer import (
     step_optimizer,
     step_scheduler,
 )
+from polylane.runtime.pipeline.byte_counters import NORMS
 from polylane.runtime.pipeline.connections import replica_ranks
 from polylane.runtime.sync.compression.choose import choose_compressor
 from polylane.runtime.sync.compression.compressor import GradientCompressor
@@ -174,4 +175,13 @@ def _make_replica_sum(holding: LocalModel) -> Callable[[Tensor], Tensor]:
     plan = holding.prepared.plan
     # ZeRO shards of one parameter are spread over replicas, and so are stages with different numbers of replicas.
     together = range(plan.workers) if holding.shard_units.units else replica_ranks(plan, holding.world.rank)
-    return lambda values: holding.transport.all_reduce(values, together).wait()
+    transport = holding.transport
+
+    def sum_replica(values: Tensor) -> Tensor:
+        before = transport.counters.sent
+        total = transport.all_reduce(values, together).wait()
+        # Norms say nothing of what replicas must agree on, which theory knows.
+        transport.counters.move_sent("all_reduce", NORMS, transport.counters.sent - before)
+        return total
+
+    return sum_replica

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 from polylane.runtime.transport.protocol import TransportCounters
 
-# Purposes of bytes: sync between replicas, values between stages, collectives of sharded operators, batch statistics.
+# Purposes of bytes: sync between replicas, values between stages, collectives of sharded operators, and statistics: of
+# batches, and the norms of gradients.
 AGREEMENT, STAGES, OPERATORS, STATISTICS = "agreement", "stages", "operators", "statistics"
+NORMS = "norms"  # kind of the main transport's sums of gradients' norms
 
 
 @dataclass
@@ -63,9 +65,9 @@ class ByteCounters:
         return self._in_theory[key]
 
     def _current_bytes(self) -> Counter[str]:
-        # On the main transport point-to-point messages are values between stages; its collectives are sync.
-        between = self.main.wire["send"]
-        found = Counter({STAGES: between, AGREEMENT: self.main.sent - between})
+        # On the main transport point-to-point messages are values between stages; its collectives are sync, or norms.
+        between, norms = self.main.wire["send"], self.main.wire[NORMS]
+        found = Counter({STAGES: between, STATISTICS: norms, AGREEMENT: self.main.sent - between - norms})
         for purpose, counters in self.others.items():
             found[purpose] += sum(each.sent for each in counters)
         return found

@@ -147,6 +147,11 @@ class TransportCounters:
         self.wire[kind] += wire
         self.wire["header"] += headers
 
+    def move_sent(self, kind: str, other: str, sent: int) -> None:
+        """Count bytes that were sent by calls of one kind as those of another one."""
+        self.wire[kind] -= sent
+        self.wire[other] += sent
+
     @property
     def given(self) -> int:
         """Bytes of tensors handed over to be sent or summed."""
