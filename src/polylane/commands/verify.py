@@ -148,13 +148,34 @@ def _number(error: float) -> str:
     return "0" if error == 0 else f"{error:.1e}"
 
 
+def _find_worst(verdict: Verdict) -> str:
+    """Return where the worst error is, as a part of a sentence; the table has no row for losses."""
+    named = next((each.name for each in verdict.deviations if each.worst == verdict.worst), None)
+    if verdict.worst == 0 or (named is None and verdict.loss_error != verdict.worst):
+        return ""
+    return f" in {'a loss' if named is None else named}"
+
+
+def _describe_whole_batches(verdict: Verdict) -> str:
+    """Return by how much whole batches differ, where microbatches decide what is computed, as the end of a sentence."""
+    if not verdict.split:
+        return ""
+    far = ""
+    if verdict.whole_loss is not None:
+        far = f" by {abs(verdict.whole_loss - verdict.losses[0][0]):.2g} in the first loss"
+    return f"; whole batches differ{far}, for {verdict.split}: microbatches=1 is exact"
+
+
 def _sentence(verdict: Verdict) -> str:
     plan = f"{format_plural(verdict.workers, 'worker')} ({verdict.plan})"
     other = f"the same rule ({verdict.rule}) in one process" if verdict.rule else "one worker"
+    if verdict.split and not verdict.rule:
+        other += f" that takes the same {verdict.microbatches} microbatches"
     if verdict.passed:
         return (
             f"Equal: {plan} and {other} agree in every loss, gradient, weight and buffer; worst relative error "
-            f"{_number(verdict.worst)}, {verdict.tolerance:.0e} is allowed."
+            f"{_number(verdict.worst)}{_find_worst(verdict)}, {verdict.tolerance:.0e} is allowed"
+            f"{_describe_whole_batches(verdict)}."
         )
     reasons = []
     if not verdict.worst <= verdict.tolerance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -45,6 +46,7 @@ from polylane.samples.microbatch_limit import (
     min_samples_for,
     requested_microbatches,
 )
+from polylane.samples.split_dependence import note_microbatches
 from polylane.sharding.stage_layouts import StageLayouts, layouts_like
 
 
@@ -239,6 +241,8 @@ def compile_training(
         fewer = fewer or spec.microbatches is None
         microbatches = _choose_microbatches(spec, graphs.values(), requested, problem.samples, fewest, fewer)
         partitions, seen, couples = _partition_objectives(problem, graphs, spec, samples, microbatches, seconds)
+        if note := note_microbatches(graphs.values(), microbatches, problem.samples):
+            warnings.warn(note, stacklevel=2)
         chosen = _complete_plan(next(iter(partitions.values())), spec, microbatches)
         if chosen.schedule == "auto" and not chosen.order:
             chosen = _find_order(problem, partitions, chosen, samples, isinstance(spec, Plan))

@@ -17,6 +17,7 @@ from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan.fixed_keys import NOTHING_FIXED, FixedKeys
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import NONE
+from polylane.plan.spec import TURNS
 from polylane.planner.advice import describe_candidate, devices_needed
 from polylane.planner.memory_reserve import USUAL, MemoryReserve, memory_limit
 from polylane.planner.order_trials import try_found_orders
@@ -30,6 +31,7 @@ from polylane.samples.batch_layout import BatchLayout, batch_layouts
 from polylane.samples.derivation import Derivation, derive_composition
 from polylane.samples.leaf_effects import effects_by_module
 from polylane.samples.microbatch_limit import MinSamples, min_samples
+from polylane.samples.split_dependence import depends_on_split
 
 # Up to this many workers every number of them is compared.
 EVERY_COUNT = 8
@@ -74,12 +76,15 @@ def find_plans(
         memory_limit(cluster, most, reserve, memory),
         max(top, 1),
         batch_is_indivisible=not composition.is_proven,
+        # Replicas in turn compute microbatches: who asks for them asks for several.
+        takes_whole_batches=depends_on_split(graph.code) and fixed.replicas != TURNS,
         # An optimizer that must see whole parameters cannot update shards of them, and sparse gradients are not cut.
         shardings=() if problem.whole or find_sparse_gradients(graph) else fixed.shardings,
         fixed=fixed,
         check=_make_check(problem, told),
     )
-    keep = _make_filter(problem, batch, fewest, bool(composition.counters), 1 if fewer else most)
+    is_single = bool(composition.counters) or wish.microbatches == 1
+    keep = _make_filter(problem, batch, fewest, is_single, 1 if fewer else most)
     staying = _staying_values(graph, composition)
     basis = build_cost_model(problem, cluster, keep_options(method, fixed))
     with show_progress() as progress:
@@ -108,7 +113,7 @@ def _make_check(problem: CapturedProblem, told: list[str]) -> Callable[[Plan, Pa
 
 
 def _make_filter(
-    problem: CapturedProblem, batch: int, fewest: MinSamples, counts_calls: bool, least: int
+    problem: CapturedProblem, batch: int, fewest: MinSamples, takes_whole_batches: bool, least: int
 ) -> Callable[[RatedPlan], bool]:
     """Return whether a training allows the microbatches, workers and stages of a candidate.
 
@@ -116,11 +121,12 @@ def _make_filter(
         problem: the training, with its model captured.
         batch: number of samples of a step.
         fewest: fewest samples that a microbatch of the model needs at once.
-        counts_calls: whether a buffer counts calls, so that there may be one microbatch alone.
+        takes_whole_batches: whether there may be one microbatch alone: a buffer counts calls, or others would change
+            what is computed, and were not asked for.
         least: fewest workers that a plan may have.
     """
     effects = {effect.kind for _, effect in effects_by_module(problem.graph)}
-    is_single = counts_calls or bool(effects & {"state", "clock"})
+    is_single = takes_whole_batches or bool(effects & {"state", "clock"})
 
     def allowed(candidate: RatedPlan) -> bool:
         parts = 1 if is_single else count_parts(batch, candidate.microbatches, fewest.samples)

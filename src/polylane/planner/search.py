@@ -51,6 +51,7 @@ class SearchRequest:
         fixed: keys that a plan must have.
         batch_is_indivisible: whether the loss couples the samples of a batch, which then must not be divided over
             replicas or into microbatches.
+        takes_whole_batches: whether others than one microbatch would change what is computed, and must be asked for.
         check: raises a PolylaneError for a full plan that the training would refuse.
     """
 
@@ -59,9 +60,15 @@ class SearchRequest:
     memory_limit: float
     plan_count: int = 5
     batch_is_indivisible: bool = False
+    takes_whole_batches: bool = False
     shardings: tuple[Sharding, ...] = ()
     fixed: FixedKeys = NOTHING_FIXED
     check: Callable[[Plan, Partition], None] = lambda plan, partition: None
+
+    @property
+    def microbatches(self) -> int | None:
+        """The number of microbatches that a plan must have; None: it is searched."""
+        return self.fixed.counts.get("microbatches", 1 if self.takes_whole_batches else None)
 
 
 @dataclass(frozen=True)
@@ -286,7 +293,7 @@ class _UniformSearch:
             wish.max_operator_ranks,
             estimates.batch,
             estimates.max_stages,
-            wish.fixed.counts.get("microbatches"),
+            wish.microbatches,
             1 if wish.fixed.schedule in ASYNCHRONOUS else 2,
         ):
             for each in self._divide_work(uniform):
@@ -374,8 +381,8 @@ def _search_unequal(estimates: CurveCache, wish: SearchRequest, workers: int) ->
     variants = sharding_variants(estimates, wish) if wish.fixed.replicas != TURNS else []
     # One microbatch fills a pipeline whose steps follow each other without a flush.
     counts: Sequence[int] = (1, *MICROBATCHES) if wish.fixed.schedule in ASYNCHRONOUS else MICROBATCHES
-    if "microbatches" in wish.fixed.counts:
-        counts = (wish.fixed.counts["microbatches"],)
+    if wish.microbatches is not None:
+        counts = (wish.microbatches,)
     split = (search_unequal_meshes(each, workers, wish.memory_limit, counts) for each in variants)
     found = next((plans for plans in split if plans), [])
     if wish.fixed.replicas != SPLIT and may_take_turns(estimates):

@@ -165,11 +165,13 @@ class ReferenceRun(TrainingRecord):
         eager: whether the model itself was run, and not its captured graph. The graph is run for models that draw
             random numbers, which only the graph draws by key, and for those with a kernel that has no float64.
         floors: of the whole run, where it was repeated from perturbed weights.
+        whole_loss: loss of the first batch as a whole, where the microbatches decide what is computed; else None.
     """
 
     steps: list[tuple[ReferenceStep, ...]]
     eager: bool
     floors: RoundingFloors = field(default_factory=RoundingFloors)
+    whole_loss: float | None = None
 
     def step_of(self, step: int, replica: int) -> ReferenceStep:
         """Return the record of a replica's step; where all replicas share one record, that one."""

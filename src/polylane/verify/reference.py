@@ -29,17 +29,18 @@ from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.parameters.optimizer import set_optimizer_mode, step_optimizer, step_scheduler
 from polylane.samples.batch_statistics import needs_batch_counts
+from polylane.samples.split_dependence import depends_on_split
 from polylane.verify.keyed_draws import DrawsDiffer, KeyedDraws, list_draws
 from polylane.verify.record import ComparedTraining, ReferenceRun, ReferenceStep
 from polylane.verify.rounding_floor import TRIES_MORE, MeasuredPass, RoundingFloors, measure_floors
 from polylane.verify.training_state import TrainingState, read_state, write_tensors
-from polylane.verify.whole_graph import add_batch_counts, depends_on_split, run_graph
+from polylane.verify.whole_graph import add_batch_counts, run_graph
 
 
 def train_reference(training: ComparedTraining) -> ReferenceRun:
     """Train the model of a compiled training in this process; the model itself is changed."""
     one = ReferenceModel(training)
-    steps = list[tuple[ReferenceStep, ...]]()
+    steps, whole_loss = list[tuple[ReferenceStep, ...]](), one.loop.compute_whole_loss()
     before = one.copy_state()
     for number in range(len(training.batches)):
         (total, count), gradients, floors = one.run_passes(number)
@@ -49,7 +50,7 @@ def train_reference(training: ComparedTraining) -> ReferenceRun:
     set_optimizer_mode(one.optimizer, False)
     state = {name: value.detach().clone() for name, value in training.prepared.model.state_dict().items()}
     losses = [step.loss for (step,) in steps]
-    return ReferenceRun(losses, steps[0][0].gradients, state, steps, one.loop.is_eager)
+    return ReferenceRun(losses, steps[0][0].gradients, state, steps, one.loop.is_eager, whole_loss=whole_loss)
 
 
 def remeasure_floors(
@@ -273,6 +274,20 @@ class ReferenceLoop:
         if self.training.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(self._optimized.values()), self.training.clip_norm)
         return sums
+
+    def compute_whole_loss(self) -> float | None:
+        """Return the loss of the first batch as a whole, where microbatches decide what is computed; else None."""
+        if self._microbatches == 1 or not depends_on_split(self._graph.code):
+            return None
+        restore, microbatches = snapshot_model(self.modules, self.loss), self._microbatches
+        self._microbatches = 1
+        try:
+            total, count = self._accumulate_gradients(0, None)
+        finally:
+            self._microbatches = microbatches
+            self.modules.zero_grad()
+            restore()
+        return total / count if count else None
 
     def count_samples(self, step: int) -> int:
         """Return how many samples of a step's batch this replica trains on."""

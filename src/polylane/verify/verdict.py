@@ -73,6 +73,9 @@ class Verdict:
         free: the free run, or None where a free run is what was judged.
         rule: the synchronization options, where these do not give the numbers of one device (local SGD, asynchronous
             servers) and the reference follows them as well; else "".
+        microbatches: of a step, which the reference takes as well where anything depends on them.
+        split: what depends on the microbatches, as a clause; "" where the numbers are those of whole batches.
+        whole_loss: where something does, the loss of the first step on its whole batch; None where it is not known.
     """
 
     passed: bool
@@ -90,6 +93,9 @@ class Verdict:
     undetermined: tuple[str, ...] = ()
     free: FreeRunDeviation | None = None
     rule: str = ""
+    microbatches: int = 1
+    split: str = ""
+    whole_loss: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as plain data, for JSON."""

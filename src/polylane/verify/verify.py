@@ -37,6 +37,7 @@ from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, threads_per_worker
 from polylane.samples.microbatch_limit import captured_samples
+from polylane.samples.split_dependence import depends_on_split, describe_split_dependence
 from polylane.verify.delayed_replay import replay_delayed
 from polylane.verify.first_difference import StepDifference, describe_later_difference, find_first_difference
 from polylane.verify.free_run import as_pass, compare_freely, compare_runs, train_freely
@@ -50,7 +51,7 @@ from polylane.verify.stepwise import ComparedKind, train_stepwise
 from polylane.verify.training_state import write_tensors
 from polylane.verify.undefined_numbers import refuse_undefined_numbers
 from polylane.verify.verdict import Comparison, Deviation, FreeRunDeviation, Verdict
-from polylane.verify.whole_graph import depends_on_split, run_graph
+from polylane.verify.whole_graph import run_graph
 from polylane.verify.worker_runs import run_on_workers
 
 __all__ = ["TOLERANCE", "Deviation", "FreeRunDeviation", "Verdict", "batch_in_float64", "verify", "verify_compiled"]
@@ -159,6 +160,9 @@ def verify_compiled(
         undetermined=found.undetermined,
         free=found.free,
         rule=_describe_rule(prepared.plan),
+        microbatches=prepared.plan.microbatches,
+        split=describe_split_dependence([prepared.main_partition.graph]) if prepared.plan.microbatches > 1 else "",
+        whole_loss=found.reference.whole_loss,
     )
 
 

@@ -13,17 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from polylane.graph.batch import sampled_leaves
-from polylane.graph.capture.assign_keys import draws_by_sample
 from polylane.graph.graph import Code
 from polylane.graph.interpreter import find_ancestors
 from polylane.graph.operators.whole_batch_counts import BatchShare, WholeBatchStatistic, statistics_of
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.parameters.model_tensors import ModelTensors
-
-
-def depends_on_split(code: Code) -> bool:
-    """Return whether a model computes something else on a batch in parts: statistics or random numbers of each part."""
-    return code.has_batch_statistics or (code.random and not draws_by_sample(code.fx))
 
 
 def add_batch_counts(

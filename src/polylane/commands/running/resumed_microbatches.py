@@ -15,7 +15,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
-from polylane.verify.whole_graph import depends_on_split
+from polylane.samples.split_dependence import depends_on_split
 
 _REASON = "statistics of the batch, or random numbers that do not go by samples, are those of each microbatch"
 

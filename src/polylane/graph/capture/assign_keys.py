@@ -162,10 +162,12 @@ _LIKE_THEIR_INPUT = ("aten.scaled_dot_product_attention.", "aten.lstm.", "aten.g
 
 def draws_by_sample(graph: fx.Graph) -> bool:
     """Return whether all random numbers depend on the samples' positions only, however a batch is divided."""
-    own = (PythonOnSlice, DrawnPerSlice)
-    return not any(
-        isinstance(unwrap_settings(n.target), own) or is_random(n) for n in graph.nodes if n.op == "call_function"
-    )
+    return not any(is_drawn_by_slice(node) for node in graph.nodes if node.op == "call_function")
+
+
+def is_drawn_by_slice(node: fx.Node) -> bool:
+    """Return whether an operator's random numbers are those of a slice of the batch, and not of its samples' places."""
+    return isinstance(unwrap_settings(node.target), (PythonOnSlice, DrawnPerSlice)) or is_random(node)
 
 
 def is_random(node: fx.Node) -> bool:
