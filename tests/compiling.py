@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polylane.compile import compiled_training
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.objectives import Init, Objective, optimized_names
+from polylane.compile.objectives import Init, Objective, trainable_names
 from polylane.compile.training_problem import TrainingProblem
 from polylane.graph.batch import batch_structure, flatten
 from polylane.graph.graph import Graph
@@ -68,7 +68,7 @@ class CapturedAlike(TrainingProblem):
         described = describe(self.model, {"": objective}, self.example)
         if described is None:
             return super().capture(samples, objective)
-        trained = tuple(optimized_names(self.parameters, objective.optimizer))
+        trained = tuple(trainable_names(self.parameters, self.held[objective.name]))
         key = described, objective.loss, trained, self.in_float64, samples
         graph = _alike.pop(key, None) or super().capture(samples, objective)
         _alike[key] = graph
@@ -83,7 +83,7 @@ class CapturedOnce(TrainingProblem):
 
     def capture(self, samples: int | None = None, objective: Objective | None = None) -> Graph:
         objective = objective or self.objective
-        trained = tuple(optimized_names(self.parameters, objective.optimizer))
+        trained = tuple(trainable_names(self.parameters, self.held[objective.name]))
         key = id(self.model), self.model.training, objective.loss, trained, self.in_float64
         if key not in _graphs:
             _graphs[key] = self.model, super().capture(None, objective)

@@ -392,7 +392,10 @@ def test_a_folder_that_cannot_be_written(here: Path, monkeypatch: pytest.MonkeyP
         ("loader", "data('train'): a DataLoader makes batches already, and a dataset of samples is wanted"),
         ("argmax", "the loss does not depend on any parameter that requires a gradient"),
         ("frozen", "no parameter of the model requires a gradient, so that there is nothing to train"),
-        ("rate", "scheduler(optimizer) must return a learning-rate scheduler, with a step(), not a float"),
+        (
+            "rate",
+            "scheduler(optimizer) must return a learning-rate scheduler, with a step(), or a list of them, not a float",
+        ),
     ],
 )
 def test_bad_recipes(here: Path, command: str, fault: str, sentence: str) -> None:

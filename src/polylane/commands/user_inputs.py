@@ -194,10 +194,11 @@ def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
         PolylaneError: one of them raised, the scheduler is not one, or there is nothing to train.
     """
     from polylane.compile.objectives import build_scheduler, named_parameters, refuse_untrainable
+    from polylane.compile.optimizer_sequence import JoinedFactory
 
     parameters = named_parameters(model, [recipe.loss])
     try:
-        optimizer = recipe.optimizer(parameters)
+        optimizer = JoinedFactory(recipe.optimizer)(parameters)
     except RecipeError:
         refuse_untrainable(parameters)  # torch raises for an empty list too, with a less helpful message
         raise

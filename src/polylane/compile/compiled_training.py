@@ -13,7 +13,7 @@ from torch import nn
 
 from polylane.compile.compiled_graph import CompiledGraph, compile_graph, cut_graph, split_operators, warn_of_untried
 from polylane.compile.dropped_tensors import find_dropped_tensors
-from polylane.compile.objectives import Objective, named_parameters
+from polylane.compile.objectives import Objective, named_parameters, trainable_names
 from polylane.compile.optimizer_parts import find_unshardable
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.compile.plan_checks import check_optimizers, check_plan
@@ -26,6 +26,7 @@ from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.capture.questions.readings import ask_batches
 from polylane.graph.graph import Graph
+from polylane.graph.parameter_pieces import find_parameter_pieces
 from polylane.graph.partition import Partition, align_partition
 from polylane.graph.sparse_gradients import find_sparse_gradients
 from polylane.plan import fit_to_graph as fit
@@ -64,6 +65,7 @@ class CompiledTraining:
         init: fills a module's own tensors, for a model on the meta device.
         min_samples: fewest samples that a microbatch may have in training.
         samples: samples of a step, over all workers.
+        held: by objective, names of the parameters that its optimizer holds, trained or not, in the model's order.
         unshardable: names of the parameters that ``shard=`` leaves whole, because the optimizer looks at all of them.
     """
 
@@ -76,6 +78,7 @@ class CompiledTraining:
     init: Callable[[nn.Module], None] | None
     min_samples: MinSamples
     samples: int
+    held: Mapping[str, tuple[str, ...]]
     unshardable: frozenset[str] = frozenset()
 
     @property
@@ -118,20 +121,24 @@ class CompiledTraining:
     def owning_stages(self) -> dict[str, tuple[int, ...]]:
         """The stages that use a parameter in any objective, by its canonical name: all of them keep it up to date.
 
-        Of several stages on the same workers, which have the parameter once, it names the first.
+        Of several stages on the same workers, which have the parameter once, it names the first. What an optimizer
+        holds and no stage uses yet has the stage where its module would run.
         """
         result: dict[str, set[int]] = {}
         for partition in self.partitions.values():
             for stage in range(partition.stages):
                 for name in partition.parameters(stage):
                     result.setdefault(name, set()).add(self.plan.first_chunk(stage))
+        main, held = self.main_partition, {name for names in self.held.values() for name in names}
+        pieces = find_parameter_pieces(main.graph, Partition(main.graph, main.cuts).stage_of)
+        for name in held - result.keys():
+            result[name] = {self.plan.first_chunk(main.pieces[pieces[name]][2])}
         return {name: tuple(sorted(stages)) for name, stages in result.items()}
 
     def trained_names(self, objective: str) -> list[str]:
-        """Return the parameters that may get a gradient from an objective, by canonical name, in the model's order."""
+        """Return those of an optimizer's parameters that required a gradient at first, in the model's order."""
         graph = self.graphs[objective].partition.graph
-        used = {name for node in graph.nodes for name in node.parameters}
-        return [name for name, info in graph.parameters.items() if info.trainable and name in used]
+        return [name for name, info in graph.parameters.items() if info.trainable]
 
     def microbatches_of(self, samples: int) -> int:
         """Return the number of microbatches of a batch in training: fewer for a short one, if the model needs it."""
@@ -157,9 +164,8 @@ class CompiledTraining:
             draws: numbers of the step to come, which may decide which way the loss goes; None: of no step.
         """
         main, loss = self.graphs[objective].partition, self.objectives[objective].loss
-        # Parameters that were frozen since the first capture get no gradient.
-        known = dict(named_parameters(self.model, [loss]))
-        trainable = [n for n, info in main.graph.parameters.items() if info.trainable and known[n].requires_grad]
+        # What requires a gradient may be another choice than at the first capture.
+        trainable = trainable_names(named_parameters(self.model, [loss]), self.held[objective])
         graph = capture_with_counts(
             self.model,
             loss,
@@ -262,6 +268,7 @@ def compile_training(
             init=problem.init,
             min_samples=fewest,
             samples=problem.samples,
+            held=MappingProxyType(problem.held),
             unshardable=_find_unshardable(problem, chosen),
         )
         evaluations = {

@@ -10,6 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from polylane.compile.optimizer_sequence import (
+    JoinedFactory,
+    SchedulerSequence,
+    as_given,
+    optimizers_in,
+    schedulers_in,
+)
 from polylane.compile.unusable_modules import refuse_unusable_settings
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
@@ -46,6 +53,14 @@ class Objective:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", without_compiler(self.loss))
+        # An optimizer object, or a list of them, becomes a factory once the model's names are known.
+        if not isinstance(self.optimizer, JoinedFactory | torch.optim.Optimizer | list | tuple):
+            object.__setattr__(self, "optimizer", JoinedFactory(self.optimizer))
+
+    @property
+    def given_optimizer(self) -> Any:
+        """The user's own factory of the optimizer."""
+        return self.optimizer.factory if isinstance(self.optimizer, JoinedFactory) else self.optimizer
 
 
 def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
@@ -57,8 +72,10 @@ def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
     return named
 
 
-def optimized_names(parameters: Parameters, factory: OptimizerFactory) -> set[str]:
-    """Return the names of the trainable parameters that an optimizer factory puts into its groups.
+def find_held_names(parameters: Parameters, factory: OptimizerFactory) -> tuple[str, ...]:
+    """Return the names of the parameters that an optimizer factory puts into its groups, in the model's order.
+
+    Those that require no gradient now are among them: which of them is trained, each step's gradients decide.
 
     Raises:
         PolylaneError: the factory fails, or takes a parameter that is not the model's; or there is nothing to train.
@@ -71,17 +88,25 @@ def optimized_names(parameters: Parameters, factory: OptimizerFactory) -> set[st
         raise PolylaneError(f"optimizer(parameters) fails: {type(error).__name__}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PolylaneError(
-            f"optimizer(parameters) must return a torch.optim.Optimizer, not a {type(optimizer).__name__}"
+            f"optimizer(parameters) must return a torch.optim.Optimizer, or a list of them, not a "
+            f"{type(optimizer).__name__}"
         )
-    _refuse_closure(optimizer)
+    for each in optimizers_in(optimizer):
+        _refuse_closure(each)
     taken = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(id(parameter) not in names for parameter in taken):
         raise PolylaneError("optimizer(parameters) must optimize the parameters it is given, not copies of them")
     refuse_untrainable(parameters)
-    found = {names[id(parameter)] for parameter in taken if parameter.requires_grad}
-    if not found:
+    if not any(parameter.requires_grad for parameter in taken):
         raise PolylaneError("the optimizer takes no parameter that requires a gradient, so that it would train nothing")
-    return found
+    held = {names[id(parameter)] for parameter in taken}
+    return tuple(name for name, _ in parameters if name in held)
+
+
+def trainable_names(parameters: Parameters, held: Collection[str]) -> list[str]:
+    """Return those of an optimizer's parameters that require a gradient now; others take part as constants."""
+    known = frozenset(held)
+    return [name for name, parameter in parameters if parameter.requires_grad and name in known]
 
 
 def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
@@ -111,29 +136,34 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 def build_scheduler(factory: SchedulerFactory | None, optimizer: torch.optim.Optimizer) -> Any:
     """Return the user's learning-rate scheduler for an optimizer; None without a factory, or if that returns None.
 
+    A list of optimizers is given as the list that it was; of a list of schedulers each steps in turn.
+
     Raises:
         PolylaneError: the factory returns something without a ``step()``, or the scheduler of another optimizer.
     """
     if factory is None:
         return None
-    scheduler = factory(optimizer)
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise PolylaneError(
-            f"scheduler(optimizer) must return a learning-rate scheduler, with a step(), not a "
-            f"{type(scheduler).__name__}: torch.optim.lr_scheduler.LambdaLR makes one of a function of the step"
-        )
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise PolylaneError(
-            f"scheduler(optimizer) must return a scheduler of the optimizer that it is given, and this "
-            f"{type(scheduler).__name__} sets the rates of another one"
-        )
-    return scheduler
+    found = factory(as_given(optimizer))
+    several = isinstance(found, list | tuple)
+    for scheduler in found if several else [] if found is None else [found]:
+        if not callable(getattr(scheduler, "step", None)):
+            raise PolylaneError(
+                f"scheduler(optimizer) must return a learning-rate scheduler, with a step(), or a list of them, not a "
+                f"{type(scheduler).__name__}: torch.optim.lr_scheduler.LambdaLR makes one of a function of the step"
+            )
+        own = getattr(scheduler, "optimizer", None)
+        if isinstance(own, torch.optim.Optimizer) and not any(own is each for each in optimizers_in(optimizer)):
+            raise PolylaneError(
+                f"scheduler(optimizer) must return a scheduler of the optimizer that it is given, and this "
+                f"{type(scheduler).__name__} sets the rates of another one"
+            )
+    return SchedulerSequence(found) if several else found
 
 
 def needs_metric(scheduler: Any) -> bool:
     """Return whether a scheduler's ``step`` takes a metric, as that of ReduceLROnPlateau: it gets the step's loss."""
-    if scheduler is None:
-        return False
+    if scheduler is None or isinstance(scheduler, SchedulerSequence):
+        return any(map(needs_metric, schedulers_in(scheduler)))
     try:
         parameters = inspect.signature(scheduler.step).parameters.values()
     except (TypeError, ValueError):

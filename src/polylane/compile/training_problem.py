@@ -9,14 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from polylane.compile.objectives import Init, Objective, Parameters, named_parameters, optimized_names
+from polylane.compile.loss_parameters import adopt_loss_parameters
+from polylane.compile.objectives import Init, Objective, Parameters, find_held_names, named_parameters, trainable_names
+from polylane.compile.optimizer_sequence import join_optimizers
 from polylane.compile.optimizer_probe import find_whole_parameters
 from polylane.compile.plan_checks import check_plan, explain_coupled_updates, refuse_coupled_search
 from polylane.compile.unusable_modules import refuse_uninitialised, refuse_unusable_modules
 from polylane.compile.user_objects import OptimizerObject, take_loss
 from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count
 from polylane.graph.batch_checks import refuse_undividable
-from polylane.graph.capture.export import Loss
+from polylane.graph.capture.export import Loss, python_kept
 from polylane.graph.capture.questions.readings import are_answered
 from polylane.graph.capture.self_check import take_what_runs
 from polylane.graph.graph import Graph
@@ -58,11 +60,12 @@ class TrainingProblem:
         refuse_unusable_modules(self.model)
         refuse_undividable(self.example)
         taken = {n: replace(o, loss=take_loss(o.loss, self.model, self.example)) for n, o in self.objectives.items()}
+        taken = {n: adopt_loss_parameters(self.model, objective) for n, objective in taken.items()}
         object.__setattr__(self, "objectives", taken)
         for name, objective in taken.items():
-            if isinstance(objective.optimizer, torch.optim.Optimizer):
-                built = OptimizerObject(objective.optimizer, self.parameters)
-                taken[name] = replace(objective, optimizer=built)
+            given = join_optimizers(objective.optimizer)
+            if isinstance(given, torch.optim.Optimizer):
+                taken[name] = replace(objective, optimizer=OptimizerObject(given, self.parameters))
 
     @property
     def objective(self) -> Objective:
@@ -89,6 +92,11 @@ class TrainingProblem:
         """All parameters of the model and of its losses, by name, each once."""
         return named_parameters(self.model, self.losses)
 
+    @cached_property
+    def held(self) -> dict[str, tuple[str, ...]]:
+        """By objective, the parameters that its optimizer holds, trained or not, in the model's order."""
+        return {name: find_held_names(self.parameters, each.optimizer) for name, each in self.objectives.items()}
+
     def take_batch(self, samples: int) -> Any:
         """Return a copy of the example's first samples, or of all of it where there are fewer or a part is no batch."""
         leaves, rebuild = self.flat_example
@@ -106,8 +114,8 @@ class TrainingProblem:
         """
         objective = objective or self.objective
         batch = self.example if samples is None else self.take_batch(samples)
-        how: Any = {"trainable": optimized_names(self.parameters, objective.optimizer), "in_float64": self.in_float64}
-        how["check_device"] = self.device
+        trainable = trainable_names(self.parameters, self.held[objective.name])
+        how: Any = {"trainable": trainable, "in_float64": self.in_float64, "check_device": self.device}
         graph = capture_with_counts(self.model, objective.loss, batch, **how)
         # A few samples may answer otherwise than the batch what the loss asks of it.
         if samples is not None and not are_answered(graph.code.readings, self.flat_example[0]):
@@ -124,7 +132,8 @@ class TrainingProblem:
             known: ``pins`` and ``profile`` of :class:`polylane.planner.problem.CapturedProblem`.
         """
         sparse, first = tuple(find_sparse_gradients(graph)), {self.objective.name: self.objective}
-        whole = find_whole_parameters(self.parameters, [self.objective.optimizer], sparse)
+        with python_kept(self.model, *self.losses):
+            whole = find_whole_parameters(self.parameters, [self.objective.optimizer], sparse)
         coupled = cache(partial(explain_coupled_updates, self.parameters, self.objective, sparse))
 
         def check(plan: Plan, partition: Partition) -> None:

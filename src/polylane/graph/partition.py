@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from polylane.errors import PolylaneError, format_plural
 from polylane.graph.graph import Graph, Node
+from polylane.graph.parameter_pieces import find_parameter_pieces
 
 # How far above the fastest possible slowest stage a cut may go in order to send fewer bytes.
 SLACK = 0.03
@@ -332,12 +333,10 @@ def align_partition(reference: Partition, graph: Graph) -> Partition:
     cut = Partition(reference.graph, reference.cuts)  # one stage per piece
     piece_of = cut.stage_of
     known = {node.name: node for node in reference.graph.nodes}
-    holder: dict[str, int] = {}
+    holder = find_parameter_pieces(reference.graph, piece_of)
     modules: dict[str, int] = {}
     for node in reference.graph.nodes:
         modules.setdefault(node.module, piece_of[node.name])
-        for parameter in node.parameters:
-            holder.setdefault(parameter, piece_of[node.name])
     # For every node the piece that its parameters, its namesake or at least its module belong to.
     guesses: list[int | None] = []
     weights = []

@@ -74,8 +74,9 @@ def _build_scaled_optimizer(
     factory: Callable[[Any], torch.optim.Optimizer], batch: int, base_batch: int, rule: Rule, parameters: Any
 ) -> torch.optim.Optimizer:
     optimizer = factory(parameters)
-    if isinstance(optimizer, torch.optim.Optimizer):  # anything else is refused by the caller, with a better message
-        scale_rates(optimizer, batch, base_batch, rule)
+    for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        if isinstance(each, torch.optim.Optimizer):  # anything else is refused by the caller, with a better message
+            scale_rates(each, batch, base_batch, rule)
     return optimizer
 
 

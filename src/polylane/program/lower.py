@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, combinations
 
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph, TensorInfo
@@ -337,6 +338,18 @@ def _reduction_groups(
                 silent.add(rank)
     found = [tuple(sorted(ranks)) for ranks in groups.values()]
     return [ranks for ranks in found if any(rank in wanted for rank in ranks)], frozenset(silent)
+
+
+def possible_groups(plan: Plan, stages: Sequence[int]) -> set[tuple[int, ...]]:
+    """Return all groups that may sum the gradient of a parameter of these stages, along whichever axes it is partial.
+
+    Which of them a later graph needs, its layout says: a layer that no batch has used yet, or one that is frozen now.
+    """
+    found = set[tuple[int, ...]]()
+    for axes in chain.from_iterable(combinations(plan.axes, count) for count in range(len(plan.axes) + 1)):
+        summed = [tuple(axis for axis in axes if axis in plan.axes_of(stage)) for stage in stages]
+        found.update(_reduction_groups(plan, stages, summed, range(plan.workers))[0])
+    return found
 
 
 def _stage_groups(plan: Plan, stage: int, axes: Collection[str], wanted: Collection[int]) -> list[tuple[int, ...]]:

@@ -8,11 +8,12 @@ from polylane.errors import PolylaneError, format_plural
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
-from polylane.program.lower import differentiable_parameters
 
 
 def assign_parameters(partitions: Mapping[str, Partition], plan: Plan) -> tuple[tuple[str, ...], ...]:
     """Assign the parameters that some objective trains to servers, each to one, balanced by bytes.
+
+    One that no graph uses yet is among them: a later batch may.
 
     Args:
         partitions: partitions of every objective's graph, by name.
@@ -26,8 +27,7 @@ def assign_parameters(partitions: Mapping[str, Partition], plan: Plan) -> tuple[
     """
     sizes: dict[str, int] = {}
     for partition in partitions.values():
-        trained = differentiable_parameters(partition.graph)
-        sizes |= {name: info.bytes for name, info in partition.graph.parameters.items() if name in trained}
+        sizes |= {name: info.bytes for name, info in partition.graph.parameters.items() if info.trainable}
     count = plan.sync.server_count
     if count > len(sizes):
         raise PolylaneError(

@@ -30,7 +30,6 @@ from typing import Any
 
 from polylane.compile.compiled_graph import CompiledGraph
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.objectives import named_parameters, optimized_names
 from polylane.compile.sample_shares import Batch, BatchForm
 from polylane.errors import PolylaneError
 from polylane.graph.batch import CarriedLeaves, clone_leaves
@@ -377,24 +376,13 @@ class SettingsVersions:
             )
         if not self._in_training or self._first is None:
             return
-        # requires_grad is a setting like any other, but optimizer and buckets were made with what it was at the start:
-        # unfreezing would need optimizer state that does not exist; freezing would leave holes in flat shards.
-        graph, plan = self._training.partitions[self._objective].graph, self._training.plan
-        objective = self._training.objectives[self._objective]
-        named = named_parameters(self._training.model, self._losses)
-        for name in self._first.changed_requires_grad():
-            info = graph.parameters.get(name)
-            parameter = dict(named).get(name)
-            if info is None or parameter is None:
-                continue
-            if parameter.requires_grad and not info.trainable and name in optimized_names(named, objective.optimizer):
-                raise PolylaneError(
-                    f"{name} requires a gradient now, but did not when the training was prepared, so that the "
-                    "optimizer was made without it: let it require one then, and freeze it before the first step"
-                )
-            if not parameter.requires_grad and info.trainable and (plan.sync.shard != "none" or plan.sync.has_servers):
-                words = ",".join(plan.sync.to_words())
-                raise PolylaneError(
-                    f"{words}: {name} was frozen between steps, but what replicas hold parts of is trained together: "
-                    "freeze it before the training is prepared"
-                )
+        # requires_grad is a setting like any other, for the optimizer holds what is frozen too. But servers have only
+        # the weights that were trained at the start, and an asynchronous pipeline keeps versions of these.
+        plan, held = self._training.plan, self._training.held[self._objective]
+        changed = [name for name in self._first.changed_requires_grad() if name in held]
+        if changed and (plan.is_asynchronous or plan.sync.has_servers):
+            word = f"schedule={plan.schedule}" if plan.is_asynchronous else f"servers={plan.sync.server_count}"
+            raise PolylaneError(
+                f"{word}: {changed[0]} was frozen, or unfrozen, between steps, and what is trained is fixed there from "
+                "the first step on: freeze it before the training is prepared, or leave this out of the plan"
+            )

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
@@ -193,12 +192,12 @@ class Job:
     # ---- weights and gradients ---------------------------------------------------------------------------------------
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The first objective's optimizer, over the parameters that this worker holds."""
+    def optimizer(self) -> Any:
+        """The first objective's optimizer, or list of optimizers, over the parameters that this worker holds."""
         return self._role.optimizer_of(self._resolve_objective(None))
 
-    def optimizer_of(self, objective: str) -> torch.optim.Optimizer:
-        """Return the optimizer of one of several objectives."""
+    def optimizer_of(self, objective: str) -> Any:
+        """Return the optimizer, or list of optimizers, of one of several objectives."""
         return self._role.optimizer_of(self._resolve_objective(objective))
 
     def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:

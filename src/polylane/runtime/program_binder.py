@@ -111,7 +111,8 @@ class ProgramBinder:
         graph = stage_graph_of(self._prepared.main_partition, plan)
         delays = weight_delays(plan.schedule, graph, plan.most_turns, plan.vertical_sync)
         (trainer,) = self._trainers.values()
-        versions = WeightVersions(trainer.full_parameters, delays[self._local_model.stage])
+        trained = {name: p for name, p in trainer.full_parameters.items() if p.requires_grad}
+        versions = WeightVersions(trained, delays[self._local_model.stage])
         return AsynchronousPipeline(versions, steps_in_flight(graph, plan.most_turns))
 
     def capture(

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.optimizer_sequence import as_given
 from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten, sample_count
@@ -148,8 +149,8 @@ class ServingRole:
         sizes = data.count_batch_sizes(dataset, batch_size, drop_last, skip)
         return (Batch(samples, [], loaded_samples=samples) for samples in sizes)
 
-    def optimizer_of(self, name: str) -> torch.optim.Optimizer:
-        return self._server.weights.objectives[name].optimizer
+    def optimizer_of(self, name: str) -> Any:
+        return as_given(self._server.weights.objectives[name].optimizer)
 
     def gradients(self, name: str) -> dict[str, Tensor | None]:
         return {name: parameter.grad for name, parameter in self._server.weights.objectives[name].parameters.items()}

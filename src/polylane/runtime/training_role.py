@@ -17,6 +17,7 @@ from torch import Tensor
 
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.optimizer_sequence import as_given
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import ActionFailed, PolylaneError
@@ -35,6 +36,7 @@ from polylane.runtime.compile_cache import CompileCache
 from polylane.runtime.data import loader as data
 from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel, plan_shard_units
+from polylane.runtime.parameters.required_gradients import RequiredGradients
 from polylane.runtime.parameters.update import trainers_of
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.bind_program import lower_ahead
@@ -96,14 +98,15 @@ class TrainingRole:
         whole = {n: i.shape for p in prepared.partitions.values() for n, i in p.graph.parameters.items()}
         self._hooks = GradientHooks(self._holding.tensors.parameters(), whole)
         _refuse_whole_norms(self.plan, clip_norm)
-        self._trainers = trainers_of(self._holding, self._programs, clip_norm)
+        self._trainers = trainers_of(self._holding, clip_norm)
+        self._required = RequiredGradients(self._holding, self._trainers)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
         self._cache = CompileCache(prepared, self._binding, example)
         # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if local else [False])
         self._rule = self._choose_sync(everyone, clip_norm)
         self._stale = track_stale_weights(self._holding)
-        self._state = WorkerTrainingState(self._holding, self._trainers, self._rule)
+        self._state = WorkerTrainingState(self._holding, self._trainers, self._rule, self._required)
         # Results whose all-reduce may be under way, and the spans of the last steps.
         self._in_flight, self._spans = deque[StepResult](), deque[tuple[TimedSpan, ...]](maxlen=STEPS_KEPT)
         self._traffic = count_traffic(self._connections, self._rule, self._holding, self._programs)
@@ -152,6 +155,7 @@ class TrainingRole:
         progress, rule = self.world.progress, self._rule
         with progress.during(Phase.TRAINING), allow_own_calls(), rule.blame_local_server(), self._hooks.taken_off():
             draws = StepDraws(self._seed, self._step)
+            self._required.agree()
             with progress.during(Phase.COMPILING):
                 self._is_last_step_local = self._rule.is_replica_local(name)
                 lane = self._cache.compiled_for(name, own, True, self._is_last_step_local, draws)
@@ -170,8 +174,16 @@ class TrainingRole:
             if lane.buffers:
                 self._holding.buffers.mark_updated(lane.buffers)
             result = gather_result(
-                self._step, lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.loss_ranks
+                self._step,
+                lane.programs,
+                state,
+                self._ahead,
+                self._transport,
+                self.world.device,
+                self._rule.loss_ranks,
+                self._required.follow_update(),
             )
+        self._required.record_result(result)
         if trainer.needs_loss:
             trainer.step_on(result.loss)
         self._stale.record_step(self._rule.weights_differ)
@@ -222,6 +234,7 @@ class TrainingRole:
                 trainer.scale_gradients(torch.where(count == 0, 1.0, state.samples_in_mean / count))
             elif count:
                 trainer.scale_gradients(state.samples_in_mean / float(count))
+        self._required.refuse_changes()
         samples = bool(state.tables.shares) or not lane.executor.is_replica_local
         self._hooks.run(trainer.local_parameters, self._seed, self._step)
         trainer.step_key = self._seed, self._step
@@ -279,8 +292,8 @@ class TrainingRole:
         parts, replicas = self._prepared.microbatches_of(samples), len(program.replicas)
         return compute_shares(samples, parts, replicas, program.replica, program.takes_turns) or (PADDING,)
 
-    def optimizer_of(self, name: str) -> torch.optim.Optimizer:
-        return self._trainers[name].optimizer
+    def optimizer_of(self, name: str) -> Any:
+        return as_given(self._trainers[name].optimizer)
 
     def gradients(self, name: str) -> dict[str, Tensor | None]:
         self._rule.load_summed_gradients(name)
@@ -323,6 +336,7 @@ class TrainingRole:
 
     def collect_state(self) -> WorkerState:
         self._pause_training()
+        self._required.agree()
         with self.world.progress.during(Phase.SAVING):
             return self._state.collect()
 

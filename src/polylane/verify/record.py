@@ -115,7 +115,9 @@ class ComparedTraining:
         """
         model, losses = self.prepared.model, self.prepared.losses
         modules = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
-        factories = [f for each in self.prepared.objectives.values() for f in (each.optimizer, each.scheduler) if f]
+        factories = [
+            f for each in self.prepared.objectives.values() for f in (each.given_optimizer, each.scheduler) if f
+        ]
         return snapshot_model(nn.ModuleList(modules), *losses, *(factories if with_factories else ()))
 
 

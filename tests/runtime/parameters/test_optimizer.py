@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import covering
 from compiling import compile_training
 from local_transport import LocalTransport, run_local
-from polylane.compile.objectives import Objective, build_objectives, optimized_names
+from polylane.compile.objectives import Objective, build_objectives, find_held_names, trainable_names
 from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.optimizer import GradientClipper, SumOverMesh, build_optimizer
@@ -353,9 +353,9 @@ def test_clipping_without_any_gradient() -> None:
     ("factory", "says"),
     [
         (lambda named: torch.optim.LBFGS([p for _, p in named]), "LBFGS evaluates the loss several times"),
-        (lambda named: None, "must return a torch.optim.Optimizer, not a NoneType"),
+        (lambda named: None, "must return a torch.optim.Optimizer, or a list of them, not a NoneType"),
         (lambda named: torch.optim.SGD([], lr=0.1), "optimizer.parameters. fails: ValueError"),
-        (lambda named: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), "must optimize the parameters it is"),
+        (lambda named: torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1), "a parameter of shape .1. that it"),
         (lambda named: torch.optim.SGD([p.lr for _, p in named]), "optimizer.parameters. fails: AttributeError"),
     ],
 )
@@ -364,10 +364,12 @@ def test_what_is_refused(factory: Any, says: str) -> None:
         compile_training(mlp(6, 4), build_objectives(classify, factory, None), BATCHES[0], "data=1")
 
 
-def test_frozen_parameters_are_not_optimized() -> None:
+def test_an_optimizer_holds_what_it_was_given_and_frozen_parameters_are_not_trained() -> None:
     model = mlp(6, 8, 4)
     model[0].requires_grad_(False)
-    assert optimized_names(list(model.named_parameters()), sgd) == {"2.weight", "2.bias"}
+    held = find_held_names(list(model.named_parameters()), sgd)
+    assert held == ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert trainable_names(list(model.named_parameters()), held) == ["2.weight", "2.bias"]
 
 
 def test_mappings_must_have_the_same_names() -> None:

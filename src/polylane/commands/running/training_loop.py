@@ -289,7 +289,8 @@ def _epoch(job: Job, training: RecipeTraining, epoch: int, start: Position) -> I
 
 
 def _learning_rate(job: Job) -> float | None:
-    groups = job.optimizer.param_groups
+    first = job.optimizer[0] if isinstance(job.optimizer, list) else job.optimizer
+    groups = first.param_groups
     return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
 
 

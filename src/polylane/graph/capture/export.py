@@ -347,11 +347,19 @@ def model_restored(model: nn.Module, *losses: Any) -> Iterator[Callable[[], None
 
 @contextmanager
 def python_kept(model: nn.Module, *losses: Any) -> Iterator[None]:
-    """Context manager: restore the user's Python state and all random states afterwards, but not tensors."""
+    """Context manager: restore the user's Python state, what is frozen and all random states afterwards, but no values.
+
+    A forward may freeze parameters, and so may the step of an optimizer that is tried.
+    """
     state, random = _snapshot_python(model, losses), generator_states()
+    modules = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
+    trained = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters()]
     try:
         yield
     finally:
+        for parameter, flag in trained:
+            if parameter.requires_grad is not flag:
+                parameter.requires_grad_(flag)
         state()
         restore_generators(random)
 
@@ -362,12 +370,14 @@ def _snapshot_python(model: nn.Module, losses: Sequence[Any]) -> Callable[[], No
 
 
 def snapshot_tensors(model: nn.Module) -> Callable[[], None]:
-    """Record parameters, buffers, gradients, and random states of GPUs; the returned function restores them."""
-    tensors = [(t, t.detach().clone(), t.grad, t.is_leaf) for t in (*model.parameters(), *model.buffers())]
+    """Record parameters, buffers, gradients, what requires them, and random states of GPUs; the returned function
+    restores them."""
+    every = (*model.parameters(), *model.buffers())
+    tensors = [(t, t.detach().clone(), t.grad, t.is_leaf, t.requires_grad) for t in every]
     # The modules' own tables too: a forward may replace a buffer by another tensor.
     inner = ("_parameters", "_buffers", "_modules")
     dicts = [(m.__dict__[name], dict(m.__dict__[name])) for m in model.modules() for name in inner]
-    devices = {t.device for t, *_ in tensors if t.device.type == "cuda"}
+    devices = {t.device for t in every if t.device.type == "cuda"}
     device_random = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore() -> None:
@@ -375,11 +385,13 @@ def snapshot_tensors(model: nn.Module) -> Callable[[], None]:
             own.clear()
             own.update(content)
         with torch.no_grad():
-            for tensor, value, grad, leaf in tensors:
+            for tensor, value, grad, leaf, trained in tensors:
                 if leaf and not tensor.is_leaf:  # an in-place write has made it part of an autograd graph
                     tensor.detach_()
                 tensor.data.copy_(value)
                 tensor.grad = grad
+                if tensor.is_leaf and tensor.requires_grad is not trained:  # a forward may freeze and unfreeze
+                    tensor.requires_grad_(trained)
         for device, state in device_random:
             torch.cuda.set_rng_state(state, device)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, flatten, sample_count
 from polylane.graph.capture.python.leaf_outputs import LeafOutput, infer_output
 from polylane.graph.capture.python.python_operators import emit_call, with_tensors
@@ -124,7 +125,8 @@ class LeafCall:
         else:
             stand_ins = {id(current[name]): tensor for name, tensor in own.items()}
             named = _every_name(self.module, stand_ins)
-            with references_replaced(self.module, stand_ins), parameters_replaced(self.path):
+            replaced = references_replaced(self.module, stand_ins), parameters_replaced(self.path)
+            with replaced[0], replaced[1], _freezing_refused(self.path, own):
                 result = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
         for name in self.buffers:
             if named[name] is not own[name]:  # self.buffer = new: the old buffer takes the value
@@ -146,6 +148,28 @@ def _every_name(module: nn.Module, stand_ins: Mapping[int, Tensor]) -> dict[str,
         for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
         if tensor is not None and id(tensor) in stand_ins
     }
+
+
+@contextmanager
+def _freezing_refused(path: str, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context manager: refuse a forward that freezes or unfreezes tensors which stand for the module's parameters.
+
+    Raises:
+        PolylaneError: one that required a gradient before does not now, or the other way round.
+    """
+    before, told = {name: tensor.requires_grad for name, tensor in tensors.items()}, ""
+    try:
+        yield
+        told = next((name for name, tensor in tensors.items() if tensor.requires_grad is not before[name]), "")
+    except RuntimeError as error:
+        if "change requires_grad flags of leaf" not in str(error):
+            raise
+        told = "a parameter"
+    if told:
+        raise PolylaneError(
+            f"{path or 'the model'}'s own forward sets requires_grad of {told}, and on several workers what a step "
+            "trains is decided before its passes: set it between steps, or in the optimizer's step()"
+        )
 
 
 @contextmanager

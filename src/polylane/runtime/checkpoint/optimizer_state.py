@@ -7,7 +7,7 @@ and containers of them are plain; tensors inside of containers are named by thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.compile.optimizer_parts import BASE_ATTRIBUTES, own_attributes
+from polylane.compile.optimizer_sequence import optimizers_in, schedulers_in
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import Region, WorkerState, whole_region
 from polylane.runtime.checkpoint.plain_values import SCALARS, TENSOR, from_plain, to_plain
@@ -164,14 +165,28 @@ def collect_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
         {k: to_plain(v, f"optimizer.param_groups[{i}][{k!r}]") for k, v in group.items() if k not in _GROUP_NAMES}
         for i, group in enumerate(optimizer.param_groups)
     ]
-    own = {
-        name: value for name, value in own_attributes(optimizer) if isinstance(value, (bool, int, float, str, NoneType))
-    }
-    kinds = [type(each).__qualname__ if each is not None else None for each in (optimizer, scheduler)]
+    own = dict(_plain_attributes(optimizer))
+    kinds = [_describe_kinds(optimizers_in(optimizer)), _describe_kinds(schedulers_in(scheduler))]
     found: dict[str, Any] = {f"groups/{objective}": groups, f"attributes/{objective}": own, f"kinds/{objective}": kinds}
     if scheduler is not None and hasattr(scheduler, "state_dict"):
         found[f"scheduler/{objective}"] = to_plain(scheduler.state_dict(), f"{type(scheduler).__name__}.state_dict()")
     return found
+
+
+def _plain_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield the plain attributes that an optimizer's own class has set, such as a count of steps.
+
+    Of the second and later of several optimizers with their number before the name.
+    """
+    for number, each in enumerate(optimizers_in(optimizer)):
+        for name, value in own_attributes(each):
+            if isinstance(value, bool | int | float | str | NoneType):
+                yield f"{number}/{name}" if number else name, value
+
+
+def _describe_kinds(those: Sequence[Any]) -> str | None:
+    """Return the classes of optimizers or schedulers as one text; None where there are none."""
+    return ", ".join(type(each).__qualname__ for each in those) or None
 
 
 def restore_options(objective: str, optimizer: torch.optim.Optimizer, scheduler: Any, plain: Mapping[str, Any]) -> None:
@@ -204,9 +219,12 @@ def restore_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
                 present.copy_(value)  # a scheduler, or a captured step, may hold this very tensor
             else:
                 group[key] = value
-    for name, value in plain.get(f"attributes/{objective}", {}).items():
-        if name not in BASE_ATTRIBUTES and not hasattr(type(optimizer), name):  # never a method, whatever the file says
-            vars(optimizer)[name] = value
+    own = optimizers_in(optimizer)
+    for path, value in plain.get(f"attributes/{objective}", {}).items():
+        number, _, name = path.rpartition("/")
+        each = own[int(number)] if number.isdecimal() and int(number) < len(own) else own[0]
+        if name not in BASE_ATTRIBUTES and not hasattr(type(each), name):  # never a method, whatever the file says
+            vars(each)[name] = value
     saved = plain.get(f"scheduler/{objective}")
     if scheduler is not None and hasattr(scheduler, "load_state_dict"):
         if saved is None:
@@ -219,8 +237,9 @@ def _refuse_other_kinds(
 ) -> None:
     """Refuse state that another class of optimizer or scheduler has saved, which would be taken for one's own."""
     saved = plain.get(f"kinds/{objective}")
-    for what, before, now in zip(("optimizer", "scheduler"), saved or (), (optimizer, scheduler), strict=False):
-        kind = None if now is None else type(now).__qualname__
+    now = optimizers_in(optimizer), schedulers_in(scheduler)
+    for what, before, own in zip(("optimizer", "scheduler"), saved or (), now, strict=False):
+        kind = _describe_kinds(own)
         if before != kind:
             raise PolylaneError(
                 f"was saved with {_name_kind(before, what)}, expected {_name_kind(kind, what)}: it is of "

@@ -42,14 +42,9 @@ def note_changed_choices(saved: Mapping[str, Any], own: Mapping[str, Any]) -> tu
         before = [each for each in known[name] if isinstance(each, str)]
         of = f"objective {name}: " if len(own["trained"]) > 1 else ""
         if frozen := _missing(before, trained):
-            notes.append(
-                f"{of}{_list_names(frozen, 'trained')} frozen now: this run's checkpoints do not keep the optimizer's "
-                "state of what is frozen"
-            )
+            notes.append(f"{of}{_list_names(frozen, 'trained')} frozen now")
         if trained_now := _missing(trained, before):
-            notes.append(
-                f"{of}{_list_names(trained_now, 'frozen')} trained now: there the optimizer begins without a state"
-            )
+            notes.append(f"{of}{_list_names(trained_now, 'frozen')} trained now")
     is_known = "clip_norm" in saved and isinstance(saved["clip_norm"], float | None)
     if is_known and saved["clip_norm"] != own["clip_norm"]:
         now, then = (_format_bound(each["clip_norm"]) for each in (own, saved))

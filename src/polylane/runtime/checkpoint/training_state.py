@@ -23,6 +23,7 @@ from polylane.runtime.checkpoint.plain_values import numpy_state
 from polylane.runtime.checkpoint.python_state import collect_python_state, restore_python_state
 from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.local_model import LocalModel
+from polylane.runtime.parameters.required_gradients import RequiredGradients
 from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.sync.gradient_sync import GradientSync
 from polylane.runtime.workers.world import World
@@ -35,14 +36,21 @@ class WorkerTrainingState:
         holding: the worker's parameters and buffers.
         trainers: optimizers and schedulers, by the name of the objective.
         sync: the worker's gradient synchronization.
+        required: which parameters require a gradient.
 
     Attributes:
         replica: number of this worker's replica.
         replicas: number of replicas of its stage.
     """
 
-    def __init__(self, holding: LocalModel, trainers: Mapping[str, ObjectiveUpdate], sync: GradientSync) -> None:
-        self._local_model, self._trainers, self._sync = holding, trainers, sync
+    def __init__(
+        self,
+        holding: LocalModel,
+        trainers: Mapping[str, ObjectiveUpdate],
+        sync: GradientSync,
+        required: RequiredGradients,
+    ) -> None:
+        self._local_model, self._trainers, self._sync, self._required = holding, trainers, sync, required
         plan = holding.prepared.plan
         self.replica = plan.stage_and_replica(holding.world.rank)[1]
         self.replicas = plan.degree("data", holding.stage)
@@ -80,6 +88,7 @@ class WorkerTrainingState:
         found.plain |= collect_python_state(holding, self.replica)
         if holding.world.rank == 0:
             found.plain |= {"replicas": self.replicas, "weights": state_dict_names(holding)}
+            found.plain["requires_grad"] = self._required.turned_names()
         return found
 
     def restore(self, saved: SavedState) -> None:
@@ -101,6 +110,7 @@ class WorkerTrainingState:
             restore_options(name, trainer.optimizer, trainer.scheduler, saved.plain)
             names = self._names_of(trainer)
             restore_attributes(name, trainer.optimizer, names, saved.plain, saved.fill, self._variant)
+        self._required.restore(saved.plain.get("requires_grad", {}))
         self._sync.restore_state(saved, self.replica)
         restore_python_state(holding.prepared, holding.tensors.model, self.replica, saved.plain)
         for name, trainer in self._trainers.items():

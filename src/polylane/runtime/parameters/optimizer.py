@@ -6,14 +6,15 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.objectives import Objective
+from polylane.compile.objectives import Objective, needs_metric
 from polylane.compile.optimizer_parts import replace_parameters
+from polylane.compile.optimizer_sequence import OptimizerSequence, schedulers_in
 from polylane.compile.optimizer_trials import empty_groups_clipped
 from polylane.compile.user_objects import OptimizerObject
 from polylane.errors import INTERRUPTIONS, PolylaneError, describe_error
@@ -37,8 +38,8 @@ def build_optimizer(
         held: (name, parameter) of this worker's parameters that the objective trains.
         every: (name, parameter) of all parameters of the model, in its order.
     """
-    factory = objective.optimizer
-    optimizer = factory.take(every) if isinstance(factory, OptimizerObject) else factory(list(every))
+    given = objective.given_optimizer
+    optimizer = given.take(every) if isinstance(given, OptimizerObject) else objective.optimizer(list(every))
     mine = {id(parameter) for _, parameter in held}
     replace_parameters(optimizer, {parameter: None for _, parameter in every if id(parameter) not in mine})
     return optimizer
@@ -69,6 +70,14 @@ def step_optimizer(optimizer: torch.optim.Optimizer, key: tuple[int, ...] | None
     Raises:
         PolylaneError: it raised, other than for a lost worker or for want of memory.
     """
+    if isinstance(optimizer, OptimizerSequence):
+        optimizer.step_one = partial(_step_one, key=key)
+        optimizer.step()
+    else:
+        _step_one(optimizer, key)
+
+
+def _step_one(optimizer: torch.optim.Optimizer, key: tuple[int, ...] | None) -> None:
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     try:
         draws = seeded(*key) if key is not None and _may_draw(optimizer) else nullcontext()
@@ -100,9 +109,9 @@ def step_scheduler(scheduler: Any, loss: float | None = None) -> None:
     Raises:
         PolylaneError: it raised.
     """
-    if scheduler is not None:
+    for each in schedulers_in(scheduler):
         with _blamed_on("scheduler.step()"):
-            scheduler.step() if loss is None else scheduler.step(loss)
+            each.step(loss) if loss is not None and needs_metric(each) else each.step()
 
 
 @contextmanager

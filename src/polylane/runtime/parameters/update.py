@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from polylane.compile.objectives import build_scheduler, named_parameters, needs_metric
 from polylane.optim.trust import set_sum_over_holders
-from polylane.program.program import Program
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.optimizer import (
     GradientClipper,
@@ -36,7 +35,7 @@ class ObjectiveUpdate:
     Attributes:
         optimizer: the user's optimizer on this worker's parameters or shards.
         scheduler: the user's learning-rate scheduler of the optimizer, or None.
-        parameter_order: canonical names of the parameters of all workers that may get a gradient, in the model's order.
+        parameter_order: names of the parameters that the optimizer holds, on all workers, in the model's order.
         local_parameters: what the optimizer steps on, by name: this worker's parameters, or its ZeRO shards of them.
         clipper: bounds the norm of the gradients, or None.
         shards: ZeRO shards of this worker; none without ``sync.shard``.
@@ -102,14 +101,11 @@ class ObjectiveUpdate:
             torch._foreach_mul_(grads, factor)
 
 
-def trainers_of(
-    holding: LocalModel, programs: Mapping[str, Sequence[Program]], clip_norm: float | None
-) -> dict[str, ObjectiveUpdate]:
+def trainers_of(holding: LocalModel, clip_norm: float | None) -> dict[str, ObjectiveUpdate]:
     """Build the optimizer step of every objective, by its name, and shard this worker's parameters.
 
     Args:
         holding: this worker's model, with full parameters until now: the user's optimizers are built on these.
-        programs: the programs of all workers, by objective.
         clip_norm: upper bound on the gradients' 2-norm, or None.
 
     Raises:
@@ -120,43 +116,32 @@ def trainers_of(
     every = named_parameters(holding.prepared.model, holding.tensors.losses)
     optimizers = {
         name: build_optimizer(
-            holding.prepared.objectives[name], list(_optimized_parameters(holding, name)[1].items()), every
+            holding.prepared.objectives[name], list(_held_parameters(holding, name)[1].items()), every
         )
-        for name in programs
+        for name in holding.prepared.graphs
     }
     holding.shard_parameters(optimizers.values())
-    return {name: _trainer_of(holding, name, optimizers[name], each, clip_norm) for name, each in programs.items()}
+    return {name: _trainer_of(holding, name, built, clip_norm) for name, built in optimizers.items()}
 
 
 def _trainer_of(
-    holding: LocalModel,
-    name: str,
-    built: torch.optim.Optimizer,
-    programs: Sequence[Program],
-    clip_norm: float | None,
+    holding: LocalModel, name: str, built: torch.optim.Optimizer, clip_norm: float | None
 ) -> ObjectiveUpdate:
-    order, whole = _optimized_parameters(holding, name)
+    order, whole = _held_parameters(holding, name)
     held = holding.shards.updated_parameters(whole)
     counted = _counted_names(holding, held)
     sums = SumOverMesh(order, counted, held, holding.world.device, _make_replica_sum(holding))
     if holding.prepared.layouts or holding.shard_units.units:
         set_sum_over_holders(built, sums)
-    clipper = None
-    if clip_norm is not None:
-        # A parameter in no bucket gets no gradient in any program: it has no norm.
-        reduced = {p for program in programs for bucket in program.buckets for p in bucket.parameters}
-        with_norm = replace(
-            sums, order=[n for n in order if n in reduced], counted=[n for n in counted if n in reduced]
-        )
-        clipper = GradientClipper(clip_norm, with_norm)
+    clipper = None if clip_norm is None else GradientClipper(clip_norm, sums)
     scheduler = build_scheduler(holding.prepared.objectives[name].scheduler, built)
-    codec = choose_compressor(holding.prepared.plan.sync, whole)
+    codec = choose_compressor(holding.prepared.plan.sync, {n: p for n, p in whole.items() if p.requires_grad})
     return ObjectiveUpdate(built, scheduler, order, held, clipper, holding.shards, whole, codec)
 
 
-def _optimized_parameters(holding: LocalModel, name: str) -> tuple[list[str], dict[str, nn.Parameter]]:
-    """Return names of all parameters that may get a gradient, in the model's order; and this worker's, by name."""
-    parameters, order = holding.tensors.parameters(), holding.prepared.trained_names(name)
+def _held_parameters(holding: LocalModel, name: str) -> tuple[list[str], dict[str, nn.Parameter]]:
+    """Return names of all parameters that an objective's optimizer holds, in the model's order; and this worker's."""
+    parameters, order = holding.tensors.parameters(), list(holding.prepared.held[name])
     return order, {n: parameters[n] for n in order if holding.stage in holding.owning_stages[n]}
 
 

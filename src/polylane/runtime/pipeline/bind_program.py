@@ -264,8 +264,8 @@ def _bind_tensors(
     stages = program.stages
     for name in {name for stage in stages for name in partition.parameters(stage)}:
         # What this objective does not optimize takes part as a constant: no gradient is computed for it.
-        trainable = graph.parameters[name].trainable
-        table["parameter", name] = parameters[name] if trainable else shards.constant_view(name, parameters[name])
+        has_own = graph.parameters[name].trainable or not parameters[name].requires_grad
+        table["parameter", name] = parameters[name] if has_own else shards.constant_view(name, parameters[name])
     for name in {*counts.buffers, *(name for stage in stages for name in partition.buffers(stage))}:
         table["buffer", name] = buffers[name]
     return table | {("axis", name): axis for name, axis in mesh.axes.items()}

@@ -19,6 +19,7 @@ from polylane.graph.operators.whole_batch_counts import statistics_of
 from polylane.graph.partition import Partition
 from polylane.plan.plan import Plan
 from polylane.program.check import list_channels
+from polylane.program.lower import possible_groups
 from polylane.program.program import Program
 from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STATISTICS
 from polylane.runtime.progress.watched_transport import watch_transports
@@ -81,12 +82,17 @@ def open_connections(
     replicas = sorted({plan.group(rank, ("data",)) for rank in ranks})
     # NCCL has one communicator for each pair, which takes time and memory: only pairs that exchange messages get one.
     # Elsewhere all pairs are opened that may exchange values.
-    if world.backend == "nccl":
+    trained = {
+        name for each in programs for program in each for bucket in program.buckets for name in bucket.parameters
+    }
+    later = {held for name, held in prepared.owning_stages.items() if name not in trained}
+    if world.backend == "nccl" and not later:
         pairs = sorted({pair for each in programs for pair in list_channels(each)})
     else:
         pairs = sorted((a, b) for a, b in peers if a != b)
     # Every group that any rank reduces over is declared on all ranks: torch.distributed creates groups collectively.
     buckets = [bucket.ranks for each in programs for program in each for bucket in program.buckets]
+    buckets += [ranks for held in later for ranks in possible_groups(plan, held)]
     whole = [each for rank in ranks for each in (replica_ranks(plan, rank), plan.group(rank, plan.axes))]
     columns = {column_ranks(plan, rank) for rank in ranks}
     shards = all_shard_groups(plan, programs)

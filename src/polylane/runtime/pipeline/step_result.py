@@ -1,7 +1,7 @@
 """Step result: loss and spans of all workers, all-reduced as one vector while the next step runs.
 
-The vector is [total, count, then NUMBERS for each action of each worker's program, by rank]. A worker fills in its own
-actions and leaves zeros elsewhere, so that the sum is a gather; an action that it skipped stays zero.
+The vector is [total, count, changes, then NUMBERS for each action of each worker's program, by rank]. A worker fills in
+its own actions and leaves zeros elsewhere, so that the sum is a gather; an action that it skipped stays zero.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from polylane.runtime.transport.protocol import PendingTransfer, Transport
 from polylane.runtime.transport.serialization import serializable
 from polylane.schedule.action import Action, ActionKind
 
+HEAD = 3  # numbers of a step before those of its spans
 NUMBERS = 4  # float64 numbers of a span in the vector: start, end, waited, bytes
 
 # Beyond this many workers the spans of a step are no longer gathered with its loss.
@@ -152,6 +153,12 @@ class StepResult:
         return total, count
 
     @property
+    def changes(self) -> int:
+        """How many parameters the update has frozen or unfrozen, summed over the workers that know it."""
+        self.wait_complete()
+        return round(self._vector[HEAD - 1].item())
+
+    @property
     def timeline(self) -> Timeline:
         """The spans of every worker, in seconds from the step's start; on accelerators of this worker alone.
 
@@ -159,7 +166,7 @@ class StepResult:
         """
         self.wait_complete()
         spans: list[Span] = []
-        numbers = self._vector[2:].tolist()
+        numbers = self._vector[HEAD:].tolist()
         if not numbers:
             title = "measured (this worker)"
             return Timeline(
@@ -189,6 +196,7 @@ def gather_result(
     transport: Transport,
     device: torch.device,
     ranks: Sequence[int] | None,
+    changes: int = 0,
 ) -> StepResult:
     """Start the all-reduce of a step's loss and spans.
 
@@ -201,6 +209,7 @@ def gather_result(
         device: device of the vector, as the transport's backend needs it.
         ranks: ranks whose loss and spans are summed, this worker's among them; the lanes of others stay empty. None:
             all.
+        changes: how many parameters of this worker the update has frozen or unfrozen.
     """
     ranks = range(transport.size) if ranks is None else ranks
     # Spans of an accelerator are known when it has ended them, for which no step waits.
@@ -213,7 +222,7 @@ def gather_result(
         for span in (timed.resolve() for timed in state.spans):
             at = NUMBERS * place[span.action]
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
-    vector = torch.cat([state.sums(device), torch.tensor(numbers, dtype=torch.float64, device=device)])
+    vector = torch.cat([state.sums(device), torch.tensor([changes, *numbers], dtype=torch.float64, device=device)])
     pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
     return StepResult(step, state.tables.samples, vector, pending, programs, state.spans)
 

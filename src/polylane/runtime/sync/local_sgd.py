@@ -11,7 +11,7 @@ Means are weighted by the samples that each replica has seen since the last sync
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -37,7 +37,8 @@ class _ObjectiveProgress:
     """Progress of one objective since its replicas were last synchronized.
 
     Attributes:
-        parameters: this worker's parameters or shards that the objective trains, by name.
+        parameters: this worker's parameters or shards that the objective's optimizer holds, by name.
+        trained: names of those that have required a gradient in some step: others are equal on all replicas.
         steps_taken: steps of the objective since the training began.
         samples_seen: samples of each replica since the last synchronization; empty right after one.
         outer_optimizer: DiLoCo's outer optimizer on ``anchor``, or None.
@@ -45,10 +46,24 @@ class _ObjectiveProgress:
     """
 
     parameters: Mapping[str, nn.Parameter]
+    trained: set[str] = field(default_factory=set)
     steps_taken: int = 0
     samples_seen: list[int] = field(default_factory=list)
     outer_optimizer: torch.optim.Optimizer | None = None
     anchor: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def trained_parameters(self) -> dict[str, Tensor]:
+        """The parameters that replicas may have changed, each for itself, by name."""
+        return {name: parameter for name, parameter in self.parameters.items() if name in self.trained}
+
+    def record_trained(self, names: Iterable[str]) -> None:
+        """Record names of parameters that replicas train from now on; until now they are equal on all replicas."""
+        for name in names:
+            self.trained.add(name)
+            if self.outer_optimizer is not None and name not in self.anchor:
+                self.anchor[name] = self.parameters[name].detach().clone().requires_grad_()
+                self.outer_optimizer.param_groups[0]["params"].append(self.anchor[name])
 
 
 class LocalSgd(GradientSync):
@@ -84,6 +99,11 @@ class LocalSgd(GradientSync):
     def is_replica_local(self, objective: str) -> bool:
         return self._progress[objective].steps_taken >= self._sync.warmup
 
+    def update_weights(self, objective: str, trainer: ObjectiveUpdate, samples: bool) -> None:
+        course = self._progress[objective]
+        course.record_trained(n for n, p in course.parameters.items() if p.requires_grad and n not in course.trained)
+        super().update_weights(objective, trainer, samples)
+
     def after_step(self, objective: str, samples: Sequence[int]) -> None:
         course = self._progress[objective]
         apart = course.steps_taken >= self._sync.warmup
@@ -97,7 +117,7 @@ class LocalSgd(GradientSync):
             self._synchronize(course)
 
     def _synchronize(self, course: _ObjectiveProgress) -> None:
-        tensors: dict[str, Tensor] = {**course.parameters, **self._buffers}
+        tensors = {**course.trained_parameters, **self._buffers}
         found = average_over_replicas(tensors, course.samples_seen, self._members, self._transport)
         if course.outer_optimizer is not None:
             # DiLoCo: the outer gradient is anchor - mean, so that a step of rate 1 without momentum yields the mean.
@@ -112,12 +132,12 @@ class LocalSgd(GradientSync):
     def averaged_weights(self) -> Iterator[None]:
         # Objectives without steps since their last synchronization are equal on all replicas already.
         courses = [course for course in self._progress.values() if any(course.samples_seen)]
-        tensors: dict[str, Tensor] = {n: t for course in courses for n, t in course.parameters.items()}
+        tensors: dict[str, Tensor] = {n: t for course in courses for n, t in course.trained_parameters.items()}
         if courses:
             tensors |= self._buffers
         with restore_values(tensors.values()):
             for course in courses:
-                own = {**course.parameters, **self._buffers}
+                own = {**course.trained_parameters, **self._buffers}
                 means = average_over_replicas(own, course.samples_seen, self._members, self._transport)
                 copy_values(tensors, means)
             yield
@@ -125,7 +145,11 @@ class LocalSgd(GradientSync):
     def collect_state(self, replica: int) -> WorkerState:
         found = WorkerState()
         for name, course in self._progress.items():
-            found.plain[f"local_sgd/{name}"] = {"steps": course.steps_taken, "samples": course.samples_seen}
+            found.plain[f"local_sgd/{name}"] = {
+                "steps": course.steps_taken,
+                "samples": course.samples_seen,
+                "trained": sorted(course.trained),
+            }
             if course.outer_optimizer is None:
                 continue
             for parameter, part in self._anchor_parts(course).items():
@@ -137,6 +161,7 @@ class LocalSgd(GradientSync):
         for name, course in self._progress.items():
             known = saved.plain.get(f"local_sgd/{name}", {"steps": 0, "samples": []})
             course.steps_taken = known["steps"]
+            course.record_trained(n for n in known.get("trained", ()) if n in course.parameters)
             # Where another number of replicas goes on from the mean of all, they are synchronized.
             is_alike = len(known["samples"]) == len(self._members)
             course.samples_seen = list(known["samples"]) if is_alike else []
@@ -155,10 +180,11 @@ class LocalSgd(GradientSync):
 
 
 def _start_progress(parameters: Mapping[str, nn.Parameter], outer: OuterOptimizer | None) -> _ObjectiveProgress:
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     if outer is None or not parameters:
-        return _ObjectiveProgress(parameters)
-    anchor = {name: parameter.detach().clone().requires_grad_() for name, parameter in parameters.items()}
+        return _ObjectiveProgress(parameters, trained)
+    anchor = {name: parameters[name].detach().clone().requires_grad_() for name in parameters if name in trained}
     # DiLoCo's outer optimizer is SGD with Nesterov momentum; torch refuses Nesterov without momentum.
     nesterov = outer.momentum > 0
     optimizer = torch.optim.SGD(anchor.values(), lr=outer.rate, momentum=outer.momentum, nesterov=nesterov)
-    return _ObjectiveProgress(parameters, outer_optimizer=optimizer, anchor=anchor)
+    return _ObjectiveProgress(parameters, trained, outer_optimizer=optimizer, anchor=anchor)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polylane.compile.optimizer_sequence import optimizers_in
 from polylane.runtime.checkpoint.held_tensors import WorkerState
 from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.parameters.local_model import LocalModel
@@ -58,7 +59,8 @@ class ParameterServerSync(GradientSync):
         self._host, self._sync, self._waits = host, plan.sync, waits
         self._trainers, self._objective_names = trainers, list(trainers)
         self._parameters = {name: p for trainer in trainers.values() for name, p in trainer.local_parameters.items()}
-        self._server_parameters = frozenset(name for trainer in trainers.values() for name in trainer.parameter_order)
+        # What is frozen from the start is on no server: workers have it, and nobody changes it.
+        self._server_parameters = frozenset(name for each in trainers for name in holding.prepared.trained_names(each))
         self._buffers = averaged_buffers(holding)
         self._versions = dict.fromkeys(host.channels, 0)
         self._updates_seen = dict.fromkeys(trainers, 0)
@@ -76,7 +78,8 @@ class ParameterServerSync(GradientSync):
         """Send the servers their initial weights: those of replica 0, which are equal on all replicas."""
         for trainer in self._trainers.values():
             if trainer.scheduler is not None:  # torch warns if a scheduler steps before its optimizer ever did
-                trainer.optimizer._opt_called = True  # type: ignore[attr-defined]
+                for each in optimizers_in(trainer.optimizer):
+                    each._opt_called = True  # type: ignore[attr-defined]
         mine = [(t, line) for t, line in self._host.channels.values() if t.replica == 0]
         with self.blame_local_server():
             for trade, line in mine:

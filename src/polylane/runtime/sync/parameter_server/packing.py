@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.program.lower import differentiable_parameters
 from polylane.runtime.parameters.shards import ShardSpec
 from polylane.runtime.sync.flat_packing import FlatPacking, PackedTensor
 
@@ -65,7 +64,7 @@ def plan_server_shards(
         parameters: all parameters of the model by name, in its order.
     """
     plan, holders = prepared.plan, prepared.owning_stages
-    trained = {name: differentiable_parameters(each.graph) & set(share) for name, each in prepared.partitions.items()}
+    trained = {name: set(prepared.trained_names(name)) & set(share) for name in prepared.graphs}
     order = [name for name in parameters if name in share]
     found = []
     for rank in range(plan.workers):

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.compile.objectives import Objective, named_parameters
+from polylane.compile.objectives import Objective, build_scheduler, named_parameters
 from polylane.errors import PolylaneError
-from polylane.program.lower import differentiable_parameters
 from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
 from polylane.runtime.checkpoint.model_state import PREFIX as MODEL_PREFIX
 from polylane.runtime.checkpoint.optimizer_state import (
@@ -126,10 +125,10 @@ def build_weights(
     ]
     weights = ServerWeights(held)
     for name, objective in prepared.objectives.items():
-        trained = differentiable_parameters(prepared.partitions[name].graph)
+        trained = set(prepared.trained_names(name))
         own = {n: p for n, p in held.items() if n in trained}
         built = _build_optimizer(objective, list(own.items()), every)
-        course = ObjectiveState(own, built, objective.scheduler and objective.scheduler(built))
+        course = ObjectiveState(own, built, build_scheduler(objective.scheduler, built))
         if clip_norm is not None:
             # The order of the model, not of this server: all servers sum one vector of norms.
             order = [n for n in model if n in trained]
