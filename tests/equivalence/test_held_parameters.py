@@ -49,6 +49,30 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0], batch[2]), batch[1])
 
 
+CENTERS = nn.Parameter(torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4))
+
+
+def by_centers(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss with parameters of its own, outside of the model."""
+    return F.cross_entropy(-torch.cdist(model(batch[0], batch[2]), CENTERS), batch[1])
+
+
+def with_centers(parameters: Pairs) -> Any:
+    return torch.optim.AdamW([{"params": [p for _, p in parameters]}, {"params": [CENTERS], "lr": 0.1}], lr=0.01)
+
+
+def two_optimizers(parameters: Pairs) -> list[Any]:
+    named = list(parameters)
+    return [
+        torch.optim.Muon([p for _, p in named if p.dim() == 2], lr=0.02),
+        adamw([(n, p) for n, p in named if p.dim() < 2]),
+    ]
+
+
+def two_schedules(optimizers: Any) -> list[Any]:
+    return [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in optimizers]
+
+
 class Thawing(torch.optim.AdamW):
     """Unfreezes its first group after two steps, and freezes it after four."""
 
@@ -92,6 +116,7 @@ class Case(NamedTuple):
     change: Change = lambda step, model: None
     optimizer: Any = adamw
     scheduler: Any = None
+    loss: Any = loss
 
 
 def by_task(model: Any) -> None:
@@ -130,6 +155,8 @@ CASES = {
     "toggled": Case(change=toggle),
     "in turns": Case(change=take_turns),
     "a frozen norm": Case(change=freeze_norm, optimizer=sgd),
+    "a list of optimizers": Case(by_task, optimizer=two_optimizers, scheduler=two_schedules),
+    "a criterion's own": Case(optimizer=with_centers, loss=by_centers),
 }
 PLANS = [
     "data=1",
@@ -145,16 +172,17 @@ def plainly(case: Case) -> Trained:
     """One device, as anybody would write it."""
     model = Net()
     case.prepare(model)
-    optimizer, losses = case.optimizer(list(model.named_parameters())), []
-    scheduler = case.scheduler and case.scheduler(optimizer)
+    built, losses = case.optimizer(list(model.named_parameters())), []
+    scheduled = case.scheduler(built) if case.scheduler else []
+    optimizers, schedulers = (each if isinstance(each, list) else [each] for each in (built, scheduled))
     for step in range(STEPS):
         case.change(step, model)
-        optimizer.zero_grad()
-        value = loss(model, batch_of(step))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        value = case.loss(model, batch_of(step))
         value.backward()
-        optimizer.step()
-        if scheduler:
-            scheduler.step()
+        for each in (*optimizers, *schedulers):
+            each.step()
         losses.append(value.item())
     return Trained(losses, dict(model.state_dict()))
 
@@ -172,7 +200,7 @@ def by_plan(case: Case, plan: str) -> list[Trained]:
     options = {"optimizer": case.optimizer, "scheduler": case.scheduler, "example": batch_of(0)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return workers(work, model, plan, loss=loss, **options)
+        return workers(work, model, plan, loss=case.loss, **options)
 
 
 @pytest.mark.parametrize(("name", "plan"), covering.one_in(5, covering.pairs(CASES, PLANS), several=True))

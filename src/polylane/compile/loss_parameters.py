@@ -102,8 +102,8 @@ def adopt_loss_parameters(model: nn.Module, objective: Objective) -> Objective:
         return replace(objective, loss=adopted)
     names = tuple((named[key], parameter) for key, parameter in outside.items())
     # Other parameters of a criterion, which its optimizer does not have, stay what they are.
-    given = tuple((f"loss.{name}", p) for name, p in adopted.named_parameters() if id(p) not in outside)
-    return replace(objective, loss=adopted, optimizer=replace(given, outside=(*names, *given)))
+    others = tuple((f"loss.{name}", p) for name, p in adopted.named_parameters() if id(p) not in outside)
+    return replace(objective, loss=adopted, optimizer=replace(given, outside=(*names, *others)))
 
 
 def _find_places(loss: Any, wanted: Any) -> dict[str, tuple[PythonName, Any]]:

@@ -11,8 +11,8 @@ from torch import nn
 
 from polylane.compile.loss_parameters import adopt_loss_parameters
 from polylane.compile.objectives import Init, Objective, Parameters, find_held_names, named_parameters, trainable_names
-from polylane.compile.optimizer_sequence import join_optimizers
 from polylane.compile.optimizer_probe import find_whole_parameters
+from polylane.compile.optimizer_sequence import join_optimizers
 from polylane.compile.plan_checks import check_plan, explain_coupled_updates, refuse_coupled_search
 from polylane.compile.unusable_modules import refuse_uninitialised, refuse_unusable_modules
 from polylane.compile.user_objects import OptimizerObject, take_loss

@@ -25,7 +25,6 @@ from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.sparse_gradients import densify
 from polylane.observe.timeline import Span
-from polylane.plan.plan import Plan
 from polylane.program.program import Program
 from polylane.runtime.batch_checks import BatchChecks
 from polylane.runtime.checkpoint.held_tensors import WorkerState
@@ -97,7 +96,6 @@ class TrainingRole:
         self._full_tensors = FullTensors(self._holding)
         whole = {n: i.shape for p in prepared.partitions.values() for n, i in p.graph.parameters.items()}
         self._hooks = GradientHooks(self._holding.tensors.parameters(), whole)
-        _refuse_whole_norms(self.plan, clip_norm)
         self._trainers = trainers_of(self._holding, clip_norm)
         self._required = RequiredGradients(self._holding, self._trainers)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
@@ -173,15 +171,9 @@ class TrainingRole:
                 )
             if lane.buffers:
                 self._holding.buffers.mark_updated(lane.buffers)
+            state.changes = self._required.follow_update()
             result = gather_result(
-                self._step,
-                lane.programs,
-                state,
-                self._ahead,
-                self._transport,
-                self.world.device,
-                self._rule.loss_ranks,
-                self._required.follow_update(),
+                self._step, lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.loss_ranks
             )
         self._required.record_result(result)
         if trainer.needs_loss:
@@ -403,12 +395,3 @@ class TrainingRole:
         self._rule.close()
         self._connections.close()
         self.world.leave()
-
-
-def _refuse_whole_norms(plan: Plan, clip_norm: float | None) -> None:
-    """Refuse a bound on the norm of all gradients where stages never have those of one batch at the same time."""
-    if plan.is_asynchronous and clip_norm is not None and plan.pipeline > 1:
-        raise PolylaneError(
-            f"clip_norm bounds the norm of all stages' gradients of a batch, and under schedule={plan.schedule} stages "
-            "update at different times: leave it out, or take a schedule that waits"
-        )

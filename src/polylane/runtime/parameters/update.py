@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from polylane.compile.objectives import build_scheduler, named_parameters, needs_metric
+from polylane.errors import PolylaneError
 from polylane.optim.trust import set_sum_over_holders
+from polylane.plan.plan import Plan
 from polylane.runtime.parameters.local_model import LocalModel
 from polylane.runtime.parameters.optimizer import (
     GradientClipper,
@@ -112,6 +114,7 @@ def trainers_of(holding: LocalModel, clip_norm: float | None) -> dict[str, Objec
         PolylaneError: a scheduler has no ``step()`` or needs a metric, or a gradient cannot be compressed as the plan
             says.
     """
+    _refuse_whole_norms(holding.prepared.plan, clip_norm)
     # Order matters: optimizers on full parameters, then sharding, then what refers to the shards.
     every = named_parameters(holding.prepared.model, holding.tensors.losses)
     optimizers = {
@@ -122,6 +125,15 @@ def trainers_of(holding: LocalModel, clip_norm: float | None) -> dict[str, Objec
     }
     holding.shard_parameters(optimizers.values())
     return {name: _trainer_of(holding, name, built, clip_norm) for name, built in optimizers.items()}
+
+
+def _refuse_whole_norms(plan: Plan, clip_norm: float | None) -> None:
+    """Refuse a bound on the norm of all gradients where stages never have those of one batch at the same time."""
+    if plan.is_asynchronous and clip_norm is not None and plan.pipeline > 1:
+        raise PolylaneError(
+            f"clip_norm bounds the norm of all stages' gradients of a batch, and under schedule={plan.schedule} stages "
+            "update at different times: leave it out, or take a schedule that waits"
+        )
 
 
 def _trainer_of(

@@ -80,6 +80,7 @@ class StepState:
         witnessed_calls: by stage, calls of the user's own Python that are checked before the batch's update.
         loss_totals: loss of each microbatch, summed over its samples.
         loss_counts: number of samples, or sum of weights, of each of these.
+        changes: how many parameters of this worker the update has frozen or unfrozen.
         spans: start, end and bytes of every action so far; on an accelerator they are known once it has ended them.
     """
 
@@ -97,6 +98,7 @@ class StepState:
     witnessed_calls: list[list[WitnessedCall]] = field(default_factory=list)
     loss_totals: list[Tensor] = field(default_factory=list)
     loss_counts: list[Tensor | float] = field(default_factory=list)
+    changes: int = 0
     spans: list[TimedSpan] = field(default_factory=list)
 
     def wait_sent(self, key: SendKey) -> None:
@@ -196,7 +198,6 @@ def gather_result(
     transport: Transport,
     device: torch.device,
     ranks: Sequence[int] | None,
-    changes: int = 0,
 ) -> StepResult:
     """Start the all-reduce of a step's loss and spans.
 
@@ -209,7 +210,6 @@ def gather_result(
         device: device of the vector, as the transport's backend needs it.
         ranks: ranks whose loss and spans are summed, this worker's among them; the lanes of others stay empty. None:
             all.
-        changes: how many parameters of this worker the update has frozen or unfrozen.
     """
     ranks = range(transport.size) if ranks is None else ranks
     # Spans of an accelerator are known when it has ended them, for which no step waits.
@@ -222,7 +222,9 @@ def gather_result(
         for span in (timed.resolve() for timed in state.spans):
             at = NUMBERS * place[span.action]
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
-    vector = torch.cat([state.sums(device), torch.tensor([changes, *numbers], dtype=torch.float64, device=device)])
+    vector = torch.cat(
+        [state.sums(device), torch.tensor([state.changes, *numbers], dtype=torch.float64, device=device)]
+    )
     pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
     return StepResult(step, state.tables.samples, vector, pending, programs, state.spans)
 
