@@ -90,15 +90,16 @@ def adopt_loss_parameters(model: nn.Module, objective: Objective) -> Objective:
     found = {} if isinstance(loss, nn.Module) else _find_places(loss, outside.keys())
     adopted = LossWithParameters(loss, found) if found else None
     named = {id(parameter): f"loss.{name}" for name, parameter in adopted.named_parameters()} if adopted else {}
-    for key, parameter in outside.items():
-        if key not in named:
+    for parameter in (parameter for key, parameter in outside.items() if key not in named):
+        if not isinstance(given, torch.optim.Optimizer):  # of an object its own names are told
             raise PolylaneError(
                 f"optimizer(parameters) takes a parameter of shape {list(parameter.shape)} that it is not given, and "
                 "loss(model, batch) is not seen to read it by a name: let the model have it (a copy of a parameter is "
                 "never trained)"
             )
+        return objective
     assert adopted is not None
-    if not isinstance(given, JoinedFactory):  # an object, which has its own
+    if not isinstance(given, JoinedFactory):  # an object has its parameters already
         return replace(objective, loss=adopted)
     names = tuple((named[key], parameter) for key, parameter in outside.items())
     # Other parameters of a criterion, which its optimizer does not have, stay what they are.
