@@ -6,13 +6,19 @@ from typing import Any
 
 
 def has_modes(optimizer: Any) -> bool:
-    """Return whether an optimizer has ``train()`` and ``eval()``, which exchange its weights."""
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    """Return whether an optimizer, or one of several, has ``train()`` and ``eval()``, which exchange its weights."""
+    own = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+    return own or any(map(has_modes, getattr(optimizer, "optimizers", ())))
 
 
 def set_mode(optimizer: Any, training: bool) -> bool:
     """Call an optimizer's own ``train()`` or ``eval()``, if it has both; return whether it has."""
     if not has_modes(optimizer):
         return False
-    (optimizer.train if training else optimizer.eval)()
+    call = getattr(optimizer, "train" if training else "eval", None)
+    if callable(call):
+        call()
+    else:
+        for each in optimizer.optimizers:
+            set_mode(each, training)
     return True

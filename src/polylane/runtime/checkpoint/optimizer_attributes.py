@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from polylane.compile.optimizer_parts import find_tensors, own_attributes
+from polylane.compile.optimizer_sequence import optimizers_in
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
 from polylane.runtime.checkpoint.optimizer_state import Fill, find_variant
@@ -110,6 +111,11 @@ def restore_attributes(
 
 
 def _find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[_Kept]:
+    for number, each in enumerate(optimizers_in(optimizer)):
+        yield from _find_kept_in(each, names, str(number or ""))
+
+
+def _find_kept_in(optimizer: torch.optim.Optimizer, names: Mapping[int, str], place: str) -> Iterator[_Kept]:
     # A wrapper may share these with the optimizer inside; they are saved by the parameters' names.
     known = {id(optimizer.state), id(optimizer.param_groups), id(optimizer.defaults), *names}
 
@@ -135,7 +141,7 @@ def _find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> It
             place = f"{path}/{name or key}" if path else str(name or key)
             yield from visit(value, place, name or owner, partial(container.__setitem__, key), depth + 1)
 
-    yield from visit_all(own_attributes(optimizer), vars(optimizer), "", "", 0)
+    yield from visit_all(own_attributes(optimizer), vars(optimizer), place, "", 0)
 
 
 def _is_plain(value: Any) -> bool:
