@@ -69,6 +69,36 @@ def trace_updates(parameters: Parameters, factory: OptimizerFactory, sparse: Col
         factory: the user's optimizer factory.
         sparse: names of the parameters whose gradients are sparse: which of their elements are taken is not followed.
     """
+    key = _describe_training(parameters, factory, sparse)
+    if key is None:
+        return _trace_factory(parameters, factory, sparse)
+    if key not in _known:
+        _known[key] = _trace_factory(parameters, factory, sparse)
+    return _known[key]
+
+
+_known: dict[Any, UpdateTrace] = {}  # of torch's own optimizers, whose steps depend on nothing but what the key has
+
+
+def _describe_training(parameters: Parameters, factory: OptimizerFactory, sparse: Collection[str]) -> Any:
+    """Return all that a trace of torch's own optimizer depends on; None for one of the user's, or with hooks."""
+    try:
+        own, built = build_on_trial(factory, {n: torch.zeros([1] * p.dim()) for n, p in parameters})
+    except Exception:  # a factory that knows the shapes of its own model
+        return None
+    hooks = [getattr(built, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")]
+    if "step" in vars(built) or any(hooks) or not type(built).__module__.startswith("torch.optim."):
+        return None
+    shapes = tuple((n, tuple(p.shape), p.dtype) for n, p in parameters)
+    names = {id(p): n for n, p in own.items()}
+    groups = [
+        ([names[id(p)] for p in g["params"]], sorted((k, repr(v)) for k, v in g.items() if k != "params"))
+        for g in built.param_groups
+    ]
+    return type(built), repr(groups), shapes, frozenset(sparse)
+
+
+def _trace_factory(parameters: Parameters, factory: OptimizerFactory, sparse: Collection[str]) -> UpdateTrace:
     # On the large first: some optimizers go by the size, and none treats small parameters alone in another way.
     is_half = any(p.dtype in (torch.float16, torch.bfloat16) for _, p in parameters)
     large = islice(draw_true_trials(parameters, factory, (), sparse), 2 if is_half else 1)

@@ -19,7 +19,8 @@ from polylane.verify.verify import verify_compiled
 from training import assert_state, batch_of, classify, mlp, plainly, workers
 
 BATCHES = [batch_of(samples, seed) for seed, samples in enumerate((8, 7, 5))]
-PLANS = ["data=2", "pipeline=2,microbatches=2", "data=2,shard=optimizer", "data=2,shard=parameters"]
+PIPELINE = "pipeline=2,microbatches=2"
+SLOW = [pytest.param(plan, marks=pytest.mark.slow) for plan in (PIPELINE, "data=2,shard=parameters")]
 
 
 class ScheduleFree(torch.optim.Optimizer):
@@ -79,7 +80,7 @@ def on_one_device() -> tuple[dict[str, torch.Tensor], float]:
     return state, classify(model, BATCHES[0]).item()
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ["data=2", "data=2,shard=optimizer", *SLOW])
 def test_weights_are_exchanged_before_they_are_evaluated_and_saved(plan: str, tmp_path: Path) -> None:
     def work(job: Job) -> Any:
         for batch in BATCHES[:2]:
@@ -97,7 +98,7 @@ def test_weights_are_exchanged_before_they_are_evaluated_and_saved(plan: str, tm
     state, loss = on_one_device()
     results = workers(work, mlp(6, 8, 8, 4), plan, optimizer=ScheduleFree, evaluates=True)
     if plan == "data=2":
-        results += workers(resumed, mlp(6, 8, 8, 4), PLANS[1], optimizer=ScheduleFree, evaluates=True)
+        results += workers(resumed, mlp(6, 8, 8, 4), PIPELINE, optimizer=ScheduleFree, evaluates=True)
     for evaluated, saved in results:
         assert_state(saved, state)
         assert evaluated == pytest.approx(loss, rel=1e-10)
@@ -135,7 +136,8 @@ def noisy(named: Any) -> torch.optim.Optimizer:
     return Noisy([p for _, p in named], lr=0.1)
 
 
-def test_replicas_draw_the_same_noise_whatever_their_scripts_have_drawn() -> None:
+@pytest.mark.parametrize("plan", ["data=2", pytest.param("tensor=2", marks=pytest.mark.slow)])
+def test_replicas_draw_the_same_noise_whatever_their_scripts_have_drawn(plan: str) -> None:
     def spoil(job: Job) -> bool:
         torch.manual_seed(job.world.rank)
         random.seed(job.world.rank)
@@ -147,10 +149,9 @@ def test_replicas_draw_the_same_noise_whatever_their_scripts_have_drawn() -> Non
         return [spoil(job) for _ in BATCHES], job.state_dict()
 
     (alone,) = workers(work, mlp(6, 8, 4), "data=1", optimizer=noisy)
-    for plan in ("data=2", "tensor=2"):
-        for same, state in workers(work, mlp(6, 8, 4), plan, optimizer=noisy):
-            assert all(same)
-            assert_state(state, alone[1])
+    for same, state in workers(work, mlp(6, 8, 4), plan, optimizer=noisy):
+        assert all(same)
+        assert_state(state, alone[1])
     calm = plainly(
         mlp(6, 8, 4), BATCHES[:1] * 3, optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1)
     )
