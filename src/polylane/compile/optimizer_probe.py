@@ -74,7 +74,7 @@ def _try_optimizer(parameters: Parameters, factory: OptimizerFactory, sparse: Co
     """Return which parameters an optimizer must see whole, and why; all of them where it cannot be tried."""
     trace, failed = trace_updates(parameters, factory, sparse), None
     # Numbers drawn for a part are not those of the whole.
-    different = {name for name, _ in parameters} if trace.draws else trace.whole
+    different = {name for name, _ in parameters} if trace.draws else set(trace.whole)
     try:
         different |= _find_non_elementwise(draw_trial(parameters, sparse), factory)
     except Exception as error:  # the user's code on tensors that it was not written for: whatever it raises
