@@ -78,7 +78,7 @@ class OutputFile(io.FileIO):
         if self.patience is None:
             if error.errno != errno.EPIPE:  # a reader that left has what it wanted
                 self.loss = f"{self._label} cannot be written: {error.strerror or error}"
-        elif not _is_said[0] and os.environ.get("LOCAL_RANK", "0") == "0":  # of a host's workers the first one speaks
+        elif not _is_said[0] and not _is_others_to_say():
             _is_said[0] = 1
             say_at_once(f"{self._label} cannot be written: {error.strerror or error}; the training goes on without it")
 
@@ -143,8 +143,15 @@ def _find_file(stream: Any) -> OutputFile | None:
     return raw if isinstance(raw, OutputFile) else None
 
 
+def _is_others_to_say() -> bool:
+    """Whether this is one of torchrun's workers, which share no memory, but not the first one of its host."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
+
+
 def put_work_first() -> None:
     """Have what is printed from now on be beside the matter: nobody waits long for its reader, and its loss is said."""
+    global _is_said
+    _is_said = mmap.mmap(-1, 1)  # of this training and its workers
     for stream in (sys.stdout, sys.stderr):
         if (file := _find_file(stream)) is not None:
             file.patience = PATIENCE

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 import processes
 from commands_run import run, start
 from polylane.commands.chaos import campaign
+from polylane.commands.chaos.control_groups import FREEZER, PIDS, can_hold
 from polylane.commands.chaos.faults import Course, Fault, FaultKind, FaultLog, draw_fault, draw_pairs
 from polylane.commands.chaos.launches import Ending
 from polylane.commands.chaos.laws import judge_trial
@@ -32,7 +33,11 @@ from polylane.plan.spec import Spec, parse
 
 RECIPE = Path(__file__).parents[1] / "small_network.py"
 SHORT = ["--steps", "18", "--save-every", "3", "--batch", "16", "--hang-after", "0.6"]
-SLOW = (FaultKind.INTERPRETER, FaultKind.LOADER_WORKER, FaultKind.LINK)  # take more than a second
+ENDINGS = (  # of the system, the terminal and the disk that is printed to
+    *(FaultKind.FROZEN, FaultKind.HANGUP, FaultKind.STDOUT),
+    *(FaultKind.WRITER, FaultKind.DESCRIPTORS, FaultKind.PROCESSES),
+)
+SLOW = (FaultKind.INTERPRETER, FaultKind.LOADER_WORKER, FaultKind.LINK, *ENDINGS)  # take more than a second
 QUICK = [kind for kind in FaultKind if kind not in SLOW]
 COURSE = Course("data=2", "shared_memory", "own")
 
@@ -55,6 +60,17 @@ def test_a_dozen_faults_change_nothing() -> None:
     )
     assert all(each["struck"] for each in faults)
     assert {each["fault"] for each in faults} == set(QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not (can_hold(FREEZER) and can_hold(PIDS)), reason="no control groups of version 1 can be made")
+def test_endings_that_the_system_makes_change_nothing() -> None:
+    only = [word for kind in ENDINGS for word in ("--only", kind)]
+    plans = ["--plan", "data=2", "--plan", "pipeline=2"]
+    told = chaos(*plans, *only, "--transport", "shared_memory", "--hang-after", "3", "--faults", "6", seconds=300)
+    faults: Any = told["faults"]
+    assert [each for each in faults if each["broken"] or not each["struck"]] == []
+    assert {each["fault"] for each in faults} == set(ENDINGS)
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def test_a_link_is_to_blame_where_all_have_arrived() -> None:
         ("T", 9, Phase.LOADING, False, Doing.STOPPED),
         ("t", 9, Phase.TRAINING, True, Doing.DEBUGGED),
         ("S", 9, Phase.TRAINING, False, Doing.HOLDS_INTERPRETER),
-        ("D", 9, Phase.TRAINING, False, Doing.IN_SYSTEM),
+        ("D", 9, Phase.TRAINING, False, Doing.HELD),
         ("S", 0.1, Phase.TRAINING, True, Doing.WAITING),
         ("R", 0.1, Phase.LOADING, False, Doing.LOADING),
         ("R", 0.1, Phase.TRAINING, False, Doing.COMPUTING),

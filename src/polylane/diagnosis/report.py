@@ -23,6 +23,7 @@ class Doing(StrEnum):
     STOPPED = "is stopped (SIGSTOP, or Ctrl-Z)"
     DEBUGGED = "is held by a debugger"
     HOLDS_INTERPRETER = "holds Python's interpreter lock (GIL) in native code and lets no other thread run"
+    HELD = "is held by the system with all its threads (a frozen cgroup, or a disk that does not answer)"
     IN_SYSTEM = "waits inside the operating system (a disk, or a file system over the network)"
     LOADING = "is in its loader"
     COMPILING = "captures or compiles"
@@ -38,7 +39,7 @@ class Doing(StrEnum):
 
 
 ENDED_STATES = frozenset({"", "Z", "X"})  # of a process, as /proc/PID/stat names them; "" where there is none
-FROZEN = frozenset({Doing.STOPPED, Doing.DEBUGGED, Doing.HOLDS_INTERPRETER})
+FROZEN = frozenset({Doing.STOPPED, Doing.DEBUGGED, Doing.HOLDS_INTERPRETER, Doing.HELD})
 _BY_PHASE = {
     Phase.LOADING: Doing.LOADING,
     Phase.COMPILING: Doing.COMPILING,
@@ -64,7 +65,7 @@ def classify(state: str, beat_late: float, phase: Phase, is_waiting: bool) -> Do
     if state == "t":
         return Doing.DEBUGGED
     if beat_late > BEATS_LATE_SECONDS:
-        return Doing.IN_SYSTEM if state == "D" else Doing.HOLDS_INTERPRETER
+        return Doing.HELD if state == "D" else Doing.HOLDS_INTERPRETER
     if is_waiting:
         return Doing.WAITING
     return Doing.IN_SYSTEM if state == "D" else _BY_PHASE.get(phase, Doing.COMPUTING)

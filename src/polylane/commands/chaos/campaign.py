@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from polylane.commands import user_inputs as inputs
-from polylane.commands.chaos.faults import LAUNCHERS, MEANINGS, TRANSPORTS, Course, FaultKind, draw_fault, draw_pairs
+from polylane.commands.chaos.control_groups import FREEZER, PIDS, can_hold
+from polylane.commands.chaos.faults import (
+    LAUNCHERS,
+    MEANINGS,
+    OF_OWN_LAUNCHER,
+    TRANSPORTS,
+    Course,
+    FaultKind,
+    draw_fault,
+    draw_pairs,
+)
 from polylane.commands.chaos.isolation import end_orphans, isolate_process
 from polylane.commands.chaos.two_hosts import TwoHosts
 from polylane.commands.printing import console, make_table, print_json, print_line
@@ -55,6 +65,7 @@ def run(request: ChaosRequest) -> bool:
     can_mount = isolate_process()
     if not can_mount:
         print("polylane: disks cannot be mounted here: a full one is a limit on files in place", file=sys.stderr)
+    kinds = _leave_out(kinds, launchers)
     courses = [Course(plan, each, how) for plan in plans for each in transports for how in launchers]
     on_torchrun = [each for each in courses if each.launcher == "torchrun" and plans[each.plan].processes > 1]
     hosts = _make_hosts(bool(on_torchrun), bool(request.only)) if FaultKind.LINK in kinds else None
@@ -121,6 +132,16 @@ def _choose(option: str, names: Sequence[str], known: Sequence[T]) -> list[T]:
         if name not in known:
             raise PolylaneError(f"{option} {name}: there is no such thing, known are {', '.join(map(str, known))}")
     return [each for each in known if each in names]
+
+
+def _leave_out(kinds: Sequence[FaultKind], launchers: Sequence[str]) -> list[FaultKind]:
+    """Return the faults that can strike here, and say which cannot."""
+    missing = {FaultKind.FROZEN: FREEZER, FaultKind.PROCESSES: PIDS}
+    missing = {kind: group for kind, group in missing.items() if kind in kinds and not can_hold(group)}
+    for kind, group in missing.items():
+        print(f"polylane: no fault of kind {kind}: groups of {group} cannot be made here", file=sys.stderr)
+    elsewhere = frozenset() if "own" in launchers else OF_OWN_LAUNCHER
+    return [kind for kind in kinds if kind not in missing and kind not in elsewhere]
 
 
 def _make_hosts(has_courses: bool, is_asked: bool) -> TwoHosts | None:

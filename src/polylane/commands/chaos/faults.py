@@ -36,6 +36,12 @@ class FaultKind(StrEnum):
     LOADER = "loader"
     LOADER_WORKER = "loader-worker"
     LINK = "link"
+    FROZEN = "frozen"
+    HANGUP = "hangup"
+    STDOUT = "stdout"
+    WRITER = "writer"
+    DESCRIPTORS = "descriptors"
+    PROCESSES = "processes"
     FULL_DISK = "full-disk"
     FLIPPED = "flipped-byte"
     TRUNCATED = "truncated"
@@ -45,7 +51,11 @@ class FaultKind(StrEnum):
 # By what a fault is: the process of a worker ends, or stands still; the user's code raises; a checkpoint is damaged,
 # and a worker killed so that the checkpoint is needed.
 DEATHS = frozenset({FaultKind.KILL, FaultKind.SEGFAULT, FaultKind.EXIT})
-HANGS = frozenset({FaultKind.STOP, FaultKind.INTERPRETER, FaultKind.LINK})
+HANGS = frozenset({FaultKind.STOP, FaultKind.INTERPRETER, FaultKind.LINK, FaultKind.FROZEN})
+LIMITS = frozenset({FaultKind.DESCRIPTORS, FaultKind.PROCESSES})
+# torchrun's agent waits without a bound for a worker that cannot be killed, and ends by signals in a way of its own.
+OF_OWN_LAUNCHER = frozenset({FaultKind.FROZEN, FaultKind.HANGUP})
+GOES_ON = frozenset({FaultKind.FULL_DISK, FaultKind.STDOUT, FaultKind.WRITER})  # the training, by itself
 RAISES = frozenset({FaultKind.FORWARD, FaultKind.BACKWARD})
 LOADS = frozenset({FaultKind.LOADER, FaultKind.LOADER_WORKER})
 DAMAGES = frozenset({FaultKind.FLIPPED, FaultKind.TRUNCATED, FaultKind.NO_MANIFEST})
@@ -62,6 +72,12 @@ MEANINGS = {
     FaultKind.LOADER: "the data set raises",
     FaultKind.LOADER_WORKER: "the data set raises in a process of its own",
     FaultKind.LINK: "the link between two hosts carries nothing",
+    FaultKind.FROZEN: "a worker is frozen: not even kill -9 ends it",
+    FaultKind.HANGUP: "SIGHUP of the launcher, as of a terminal that is closed",
+    FaultKind.STDOUT: "stdout is a disk that is full",
+    FaultKind.WRITER: "SIGSTOP of a checkpoint's writer",
+    FaultKind.DESCRIPTORS: "a worker may open no more files",
+    FaultKind.PROCESSES: "a worker may start no more processes",
     FaultKind.FULL_DISK: "the disk of the run's folder is full for a while",
     FaultKind.FLIPPED: "a byte of the newest checkpoint flips, then kill -9",
     FaultKind.TRUNCATED: "a file of the newest checkpoint is cut off, then kill -9",
@@ -159,10 +175,13 @@ def draw_pairs(
 
     A link drops in trainings on several hosts, and nothing else is tried on these.
     """
-    on_one_host = _draw_rounds(random_, [course for course in courses if course.hosts == 1])
+    alone = [course for course in courses if course.hosts == 1]
+    on_one_host = _draw_rounds(random_, alone)
+    on_own_launcher = _draw_rounds(random_, [course for course in alone if course.launcher == "own"])
     on_several = _draw_rounds(random_, [course for course in courses if course.hosts > 1])
     for kind in _draw_rounds(random_, kinds):
-        yield kind, next(on_several if kind is FaultKind.LINK else on_one_host)
+        suited = on_own_launcher if kind in OF_OWN_LAUNCHER else on_one_host
+        yield kind, next(on_several if kind is FaultKind.LINK else suited)
 
 
 def _draw_rounds(random_: random.Random, items: Sequence[T]) -> Iterator[T]:
@@ -194,5 +213,7 @@ def draw_fault(
         first = min(2 * save_every + 2, last)
     if kind is FaultKind.FULL_DISK:
         recovery, last = "none", max(first, steps - 4 * save_every)
+    elif kind in GOES_ON:
+        recovery, last = "none", steps - 2 * save_every
     step = random_.randint(first, max(first, last))
     return Fault(kind, rank, step, delay, recovery, 2 * save_every, disk, str(log))  # type: ignore[arg-type]

@@ -12,6 +12,8 @@ import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -27,7 +29,8 @@ from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.manifest import read_manifest
 from polylane.checkpoint.store import CheckpointStore
 from polylane.commands import user_inputs as inputs
-from polylane.commands.chaos.faults import DAMAGES, DEATHS, LOADS, Fault, FaultKind, FaultLog
+from polylane.commands.chaos.control_groups import forbid_processes, freeze_process
+from polylane.commands.chaos.faults import DAMAGES, DEATHS, LIMITS, LOADS, Fault, FaultKind, FaultLog
 from polylane.commands.chaos.isolation import list_children
 from polylane.commands.chaos.two_hosts import drop_link
 from polylane.commands.running.recipe_training import RecipeTraining
@@ -139,7 +142,7 @@ class Injector:
         """Have the fault strike this step, and return what the step is made in."""
         assert self._fault is not None
         kind = self._fault.kind
-        if kind in DEATHS | {FaultKind.STOP, FaultKind.LINK}:
+        if kind in DEATHS | {FaultKind.STOP, FaultKind.LINK, FaultKind.FROZEN, FaultKind.HANGUP}:
             striking = threading.Timer(self._fault.delay * DELAY_SECONDS, self._strike_process, (kind,))
             striking.start()
             self._is_armed = False
@@ -153,6 +156,15 @@ class Injector:
             self._is_armed = False
         elif kind is FaultKind.FULL_DISK:
             self._fill_disk()
+        elif kind is FaultKind.STDOUT:
+            self.strike()
+            print("a line of the recipe's own", flush=True)
+        elif kind is FaultKind.WRITER and (writer := _find_writer()) is not None:
+            self.strike(writer=writer)
+            os.kill(writer, signal.SIGSTOP)
+        elif kind in LIMITS:
+            self.strike()
+            self._reach_limit(kind)
         elif kind in DAMAGES and (damaged := self._damage(kind)):
             self.strike(damaged=str(damaged))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -165,6 +177,10 @@ class Injector:
             return
         if kind is FaultKind.KILL:
             os.kill(os.getpid(), signal.SIGKILL)
+        elif kind is FaultKind.FROZEN:
+            freeze_process(os.getpid(), self._log.path)
+        elif kind is FaultKind.HANGUP:
+            os.kill(os.getppid(), signal.SIGHUP)
         elif kind is FaultKind.STOP:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif kind is FaultKind.SEGFAULT:
@@ -172,6 +188,19 @@ class Injector:
             ctypes.string_at(0)
         else:
             os._exit(0)
+
+    def _reach_limit(self, kind: FaultKind) -> None:
+        """Ask for a file or a process that the system refuses, as the user's code would."""
+        if kind is FaultKind.PROCESSES:
+            forbid_processes(os.getpid(), self._log.path)
+            subprocess.run([sys.executable, "-c", ""], check=True)
+            return
+        least, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1, most))  # what is open stays open
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (least, most))
 
     # What raises ------------------------------------------------------------------------------------------------------
 
@@ -267,6 +296,15 @@ class Injector:
             with suppress(OSError, ValueError):
                 hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+
+
+def _find_writer() -> int | None:
+    """Return the process that writes this worker's checkpoints; None before there is one."""
+    for pid in list_children():
+        with suppress(OSError):
+            if b"polylane.checkpoint.writer" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return pid
+    return None
 
 
 def _hold_interpreter() -> None:

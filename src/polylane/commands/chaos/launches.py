@@ -50,6 +50,7 @@ def run_command(
     limit: float,
     hosts: TwoHosts | None = None,
     tend: Tend = lambda said: None,
+    is_stdout_full: bool = False,
 ) -> Ending:
     """Run ``polylane WORDS`` with what :mod:`.faulty_train` puts into its workers, and wait for its end.
 
@@ -62,9 +63,11 @@ def run_command(
         limit: seconds after which it is killed.
         hosts: the hosts of a course of two.
         tend: called again and again, with all that was said so far.
+        is_stdout_full: whether stdout is a device that takes nothing, in place of a file.
     """
     environment = {**variables, "POLYLANE_TRANSPORT": course.transport}
     out, error = (folder / f"{name}.{time.time_ns()}" for name in ("stdout", "stderr"))
+    out = Path("/dev/full") if is_stdout_full else out
     with ExitStack() as meanwhile:
         if course.launcher == "own" and accelerator_type() is None:
             launched = [_fork(words, environment, out, error)]

@@ -7,15 +7,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from polylane.commands.chaos.faults import DAMAGES, DEATHS, HANGS, LOADS, RAISES, FaultKind
+from polylane.commands.chaos.faults import DAMAGES, DEATHS, HANGS, LIMITS, LOADS, RAISES, FaultKind
 from polylane.commands.chaos.launches import Ending
-from polylane.commands.chaos.trials import FaultTrial, Unbroken
+from polylane.commands.chaos.trials import REQUEUE_CODE, FaultTrial, Unbroken
 
 MOST_SECONDS = 10.0  # from a fault to the sentence that names it, and to the end of a training that ends
 
-_ENDS_AS_INPUT = LOADS | {FaultKind.OPTIMIZER}  # the sentence is about the user's function, not about a worker
+_ENDS_AS_INPUT = LOADS | LIMITS | {FaultKind.OPTIMIZER}  # the sentence is about the user's function, not about a worker
 _DEATHS = {FaultKind.SEGFAULT: "SIGSEGV", FaultKind.EXIT: r"exit code 0"}
-_HANGS = {FaultKind.STOP: "stopped", FaultKind.INTERPRETER: "interpreter"}
+_HANGS = {FaultKind.STOP: "stopped", FaultKind.INTERPRETER: "interpreter", FaultKind.FROZEN: "held by the system"}
+_SENTENCES = {
+    FaultKind.HANGUP: "SIGHUP: saving a checkpoint",
+    FaultKind.STDOUT: "stdout cannot be written: No space left on device; the training goes on",
+    FaultKind.WRITER: "was stopped for .*, and was ended|it was stopped",
+    FaultKind.DESCRIPTORS: "cannot open another file",
+    FaultKind.PROCESSES: "cannot start another process",
+    FaultKind.FULL_DISK: "No space left|File too large|cannot be written|could not be written",
+}
 _LINK = r"hangs: .*\blink\b.*\bcarries nothing"
 
 
@@ -43,8 +51,7 @@ def _pattern_of_name(trial: FaultTrial) -> str:
         return "of the dataset raised InjectedError"
     if kind is FaultKind.OPTIMIZER:
         return r"optimizer\.step\(\) raised InjectedError"
-    assert kind is FaultKind.FULL_DISK
-    return "No space left|File too large|cannot be written|could not be written"
+    return _SENTENCES[kind]
 
 
 def find_redone(trial: FaultTrial) -> int | None:
@@ -125,6 +132,8 @@ def _judge_link(trial: FaultTrial, struck: Mapping[str, Any]) -> None:
 def _judge_endings(trial: FaultTrial) -> None:
     kind, first = trial.fault.kind, trial.endings[0]
     expected = {0} if trial.fault.recovery in ("restart", "none") else {2 if kind in _ENDS_AS_INPUT else 1}
+    if kind is FaultKind.HANGUP:
+        expected = {REQUEUE_CODE}
     if trial.course.launcher == "torchrun" and expected == {2}:  # torchrun's own code
         expected = {1}
     if kind is FaultKind.FLIPPED and trial.fault.recovery == "restart":

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from polylane.commands.chaos.control_groups import release
 from polylane.commands.chaos.faults import HANGS, VARIABLE, Course, Fault, FaultKind, FaultLog
 from polylane.commands.chaos.faulty_train import LOG_VARIABLE
 from polylane.commands.chaos.isolation import SHARED_MEMORY, end_orphans, mount_disk, unmount_disk
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from polylane.commands.requests import ChaosRequest
 
 LIMIT_SECONDS = 90.0  # after which a training has not ended
+REQUEUE_CODE = 75  # of a training that a signal has ended early
 SHORT_SECONDS = 2.0  # that a link is down where the training is to go on by itself
 
 
@@ -163,7 +165,8 @@ class Bench:
         if fault is not None:
             variables[VARIABLE] = str(fault)
         hosts = self._hosts if course.hosts > 1 else None
-        return run_command(course, ranks, words, place, variables, LIMIT_SECONDS, hosts, tend)
+        is_full = fault is not None and Fault.read(fault).kind is FaultKind.STDOUT
+        return run_command(course, ranks, words, place, variables, LIMIT_SECONDS, hosts, tend, is_full)
 
     def try_fault(self, number: int, course: Course, unbroken: Unbroken, fault: Fault) -> FaultTrial:
         """Train with a fault, go on from where it has ended, and return all of it; its files are kept for the judge."""
@@ -181,6 +184,7 @@ class Bench:
         endings = [self._run(course, unbroken.ranks, [*words, *self._reaction(fault, course)], place, struck, tend)]
         if keeper and not log.read("link up"):
             keeper.raise_link()
+        release(log.path)  # what could not be killed ends now
         left = [f"process {each}" for each in end_orphans()]
         if fault.whole_disk:  # what is said below of files is said of those on the disk
             kept = place / "kept"
@@ -203,7 +207,7 @@ class Bench:
         if fault.recovery == "restart":
             words += ["--max-restarts", "1"]
             words += ["--on-hang", "restart"] if fault.kind in HANGS and course.launcher == "own" else []
-        return words
+        return words + ["--requeue-code", str(REQUEUE_CODE)] * (fault.kind is FaultKind.HANGUP)
 
     def _remove_damaged(self, log: FaultLog) -> None:
         for entry in log.read("struck"):
@@ -218,7 +222,7 @@ def read_metrics(run: Path) -> dict[int, dict[str, Any]]:
         for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):
                 content = json.loads(line)
-                if "train_loss" not in content:  # a step, not an epoch
+                if "loss" in content:  # a step, not an epoch or what an audit said
                     found[content["step"]] = {
                         name: content.get(name) for name in ("step", "epoch", "loss", "learning_rate")
                     }
