@@ -180,9 +180,10 @@ def chaos(
     """Try faults on trainings of a recipe: each must be named, be recovered from, and change no number.
 
     Kills, stops, freezes, crashes of workers, exceptions of the recipe's code, a full disk or stdout, damaged
-    checkpoints, a closed terminal, files and processes that the system refuses, and a dead link between two hosts (as root, with --launcher torchrun), at moments that the seed draws. Every training is held
-    against the unbroken one, bit for bit. Without --minutes and --faults one of each kind. Exit code 1 where a law was
-    broken; the files of such trials are kept.
+    checkpoints, a closed terminal, files and processes that the system refuses, and a dead link between two hosts (as
+    root, with --launcher torchrun), at moments that the seed draws. Every training is held against the unbroken one,
+    bit for bit. Without --minutes and --faults one of each kind. Exit code 1 where a law was broken; the files of such
+    trials are kept.
 
     \b
     Example:
