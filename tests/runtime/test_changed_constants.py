@@ -22,6 +22,21 @@ class Scale:
         self.factor = factor
 
 
+ANNEALED = {"factor": 1.0}
+
+
+def annealed() -> float:
+    return ANNEALED["factor"]
+
+
+CHOSEN = {"plain": None, "factors": (abs, [annealed])}
+TEACHER = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+
+
+def replace_data() -> None:
+    TEACHER.weight.data = TEACHER.weight.data * 0.5
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +50,8 @@ class Model(nn.Module):
         y = self.act(self.linear(x)) * float(self.array[0]) * self.values[0] * self.nested[0][0] * self.tensors[0]
         y = y * self.objects[0].factor * self.scale.factor * (2.0 if "b" in self.names else 1.0)
         y = y * (3.0 if bool(self.mask.all()) else 1.0) * (5.0 if bool(TABLE["mask"].all()) else 1.0)
-        return y * float(TABLE["array"][0])
+        y = y * float(TABLE["array"][0]) * CHOSEN["factors"][1][0]()  # type: ignore[index, operator]
+        return torch.cat([y, TEACHER(y).detach()], dim=-1)
 
 
 def replace_values(model: Any) -> None:
@@ -63,6 +79,9 @@ CHANGES: list[Callable[[Any], Any]] = [
     lambda model: model.mask.__setitem__(0, False),
     lambda model: TABLE["mask"].__setitem__(1, False),
     lambda model: TABLE["array"].fill(1.5),
+    lambda model: ANNEALED.__setitem__("factor", 1.1),
+    lambda model: TEACHER.weight.detach().mul_(2.0),
+    lambda model: replace_data(),
 ]
 
 
@@ -78,6 +97,7 @@ def test_every_step_has_what_is_there_now() -> None:
     def losses(own: nn.Module, step: Callable[[], float]) -> list[float]:
         TABLE["mask"].fill_(True)
         TABLE["array"].fill(1.0)
+        TEACHER.weight.data, ANNEALED["factor"] = torch.ones(1, 3, dtype=torch.float64), 1.0
         found = [step()]
         for change in CHANGES:
             change(own)

@@ -11,14 +11,17 @@ itself does not concern the graph. Neither do attributes of leaves, which run th
 
 from __future__ import annotations
 
+import contextvars
 import operator
 import os
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
@@ -26,10 +29,12 @@ from polylane.graph.python_state.module_paths import is_inside
 from polylane.graph.python_state.own_objects import (
     MISSING,
     PLAIN,
+    children_of,
     is_array,
     is_of_project_class,
     is_project_file,
     names_in_code,
+    slots_of,
 )
 from polylane.graph.python_state.side_effects import SideEffects, modules_of_losses
 from polylane.graph.python_state.state import TORCHS, PythonName, find_python_names
@@ -37,6 +42,7 @@ from polylane.graph.python_state.state import TORCHS, PythonName, find_python_na
 _DEPTH = 3  # nesting of objects and containers that is followed
 _MANY = 4_000  # limit on the number of watched objects
 _CONTAINERS = (list, tuple, set, frozenset, deque)
+_READ = (contextvars.ContextVar, weakref.ReferenceType, types.MappingProxyType)  # whose content is read in every step
 _TABLES = frozenset(nn.Module().__dict__)  # of hooks and the like, which are never replaced
 # With these a function may read any attribute by a computed name: then all names are watched.
 _DYNAMIC = frozenset(("getattr", "__dict__", "vars", "__getattr__", "__getattribute__"))
@@ -55,12 +61,13 @@ class _WatchedNames:
 
 @dataclass(frozen=True)
 class _WatchedTensor:
-    """A tensor that is no buffer: watched for replacement, and for writes by its version counter where it has one."""
+    """A tensor that is no buffer: watched for replacement, of its memory too, and for writes by its version counter."""
 
     owner: Any
     name: str
     tensor: Tensor
-    version: int | None
+    version: int | None  # None: its values are no setting
+    pointer: int | None
     label: str
 
 
@@ -102,7 +109,7 @@ class CapturedSettings:
             self._look.module(path, module)
         functions = [loss for loss in losses if not isinstance(loss, nn.Module)]
         for place in find_python_names(every, functions, effects.functions_run):
-            if not isinstance(place.owner, nn.Module):
+            if place.path is None:
                 self._look.watch_name(place)
 
     def _modes_now(self) -> list[bool]:
@@ -231,17 +238,32 @@ class _WatchList:
         for name in names:
             value = own[name]
             if isinstance(value, Tensor):
-                version = None if id(value) in self._inputs else value._version
-                self._kept.append(_WatchedTensor(own, name, value, version, label(name)))
+                self._tensor(own, name, value, None if id(value) in self._inputs else value._version, label(name))
             elif name not in plain:
                 if name not in _TABLES:
                     self._objects.append((own, name, value, label(name)))
                 self._value(value, label(name), depth + 1)
 
+    def _tensor(self, own: Any, name: str, value: Tensor, version: int | None, label: str) -> None:
+        pointer = None if id(value) in self._inputs else _pointer(value)
+        self._kept.append(_WatchedTensor(own, name, value, version, pointer, label))
+
+    def _outside(self, module: nn.Module, label: str) -> None:
+        """Watch the tensors of a module that is no part of the model: the graph reads them where they are."""
+        for path, inner in module.named_modules(prefix=label):
+            for own in (inner._parameters, inner._buffers):
+                for name, tensor in own.items():
+                    if tensor is not None and id(tensor) not in self._inputs and len(self._seen) <= _MANY:
+                        self._seen.add(id(tensor))
+                        self._tensor(own, name, tensor, None, f"{path}.{name}")
+
     def _value(self, value: Any, label: str, depth: int) -> None:
         if depth > _DEPTH or id(value) in self._seen:
             return
-        if isinstance(value, dict):
+        if isinstance(value, nn.Module):
+            self._seen.add(id(value))
+            self._outside(value, label)
+        elif isinstance(value, dict):
             self._dict(value, lambda name: f"{label}[{name!r}]", depth, value)
         elif is_array(value) or (isinstance(value, _CONTAINERS) and len(value) <= _MANY):
             self._seen.add(id(value))
@@ -249,7 +271,11 @@ class _WatchList:
             for i, each in enumerate(value if isinstance(value, list | tuple) else ()):
                 if not _is_plain(each):
                     self._value(each, f"{label}[{i}]", depth + 1)
-        elif is_of_project_class(value) and hasattr(value, "__dict__"):
+        elif isinstance(value, _READ) or (is_of_project_class(value) and not hasattr(value, "__dict__")):
+            self._contents.append((value, _fingerprint(value, self._inputs), label))
+            for inner in children_of(value):
+                self._value(inner, label, depth + 1)
+        elif is_of_project_class(value):
             self._dict(value.__dict__, lambda name: f"{label}.{name}", depth, value)
 
     # ---- comparison
@@ -266,7 +292,8 @@ class _WatchList:
         for kept in self._kept:
             # In-place writes raise a tensor's version counter.
             written = kept.version is not None and kept.tensor._version != kept.version
-            if written or kept.owner.get(kept.name, None) is not kept.tensor:
+            moved = kept.pointer is not None and _pointer(kept.tensor) != kept.pointer
+            if written or moved or kept.owner.get(kept.name, None) is not kept.tensor:
                 return kept.label
         for own, size, label, owner, names in self._sizes:
             if len(own) != size and (new := self._new(own, owner, names)):
@@ -316,9 +343,18 @@ def _fingerprint(value: Any, inputs: Collection[int], depth: int = 0) -> Any:
             return set(value)
         inner = value.items() if isinstance(value, dict) else value
         return [_fingerprint(each, inputs, depth + 1) for each in inner]
+    if isinstance(value, _READ):
+        return [_fingerprint(each, inputs, depth + 1) for each in children_of(value)]
+    if is_of_project_class(value) and not hasattr(value, "__dict__"):
+        return [(name, _fingerprint(each, inputs, depth + 1)) for name, each in slots_of(value).items()]
     if is_array(value):
         return value.shape, value.tobytes() if not value.dtype.hasobject else repr(value)
     return id(value)
+
+
+def _pointer(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's memory; None where it has none."""
+    return tensor.data_ptr() if tensor.layout == torch.strided and not tensor.is_meta else None
 
 
 def _is_plain(value: Any) -> bool:

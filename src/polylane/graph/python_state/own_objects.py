@@ -5,13 +5,16 @@ Files of torch and polylane are never the user's; those of installed libraries o
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import itertools
 import random
 import sys
 import sysconfig
+import threading
 import types
-from collections import deque
+import weakref
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,16 @@ _INSTALLED = tuple({f"{folder}/" for folder in [*map(sysconfig.get_path, ("purel
 _LIBRARIES = (*_INSTALLED, *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 _NUMPY = tuple(f"{folder}numpy/" for folder in _INSTALLED)
 _OPAQUE = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "polylane", "builtins"}
+# Python's own classes whose objects only hold what the user puts there, as attributes.
+_HOLDERS = (types.SimpleNamespace, threading.local, UserDict, UserList, ChainMap)
+_CACHED = type(functools.lru_cache(lambda: None))
+# What holds another value without being a container, and how that is read.
+_REFERENCES: tuple[tuple[Any, Any], ...] = (
+    (weakref.ReferenceType, lambda reference: reference()),
+    (contextvars.ContextVar, lambda variable: variable.get(None)),
+    (_CACHED, lambda cached: cached.__wrapped__),
+    (functools.partialmethod, lambda partial: (partial.func, partial.args, partial.keywords)),
+)
 
 
 def is_users(file: str) -> bool:
@@ -80,7 +93,7 @@ def names_in_code(code: types.CodeType) -> set[str]:
 def is_of_project_class(value: Any) -> bool:
     """Return whether a value is an object of a class outside of Python, torch and numpy."""
     kind = type(value)
-    if kind in (types.SimpleNamespace,):
+    if kind in _HOLDERS:
         return True
     root = kind.__module__.partition(".")[0]
     return root not in _OPAQUE and not isinstance(value, (type, types.ModuleType, nn.Module, Tensor))
@@ -128,6 +141,8 @@ def children_of(value: Any) -> list[Any]:
         return list(itertools.chain.from_iterable(value.items()))
     if isinstance(value, (list, tuple, deque)):
         return list(value)
+    if isinstance(value, types.MappingProxyType):
+        return list(itertools.chain.from_iterable(value.items()))
     if isinstance(value, types.MethodType):
         return [value.__self__]
     if isinstance(value, functools.partial):
@@ -137,7 +152,7 @@ def children_of(value: Any) -> list[Any]:
         return [*cells, defaults_of(value), vars(value)] if is_project_file(value.__code__.co_filename) else []
     if isinstance(value, nn.Module) or is_of_project_class(value):
         return list(itertools.chain.from_iterable(fields_of(value).items()))
-    return []
+    return [read(value) for kind, read in _REFERENCES if isinstance(value, kind)]
 
 
 def fields_of(value: Any) -> dict[str, Any]:

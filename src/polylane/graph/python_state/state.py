@@ -3,7 +3,8 @@
 A capture runs the user's Python once and freezes its state. What it may have read or changed is found by a walk over
 all it can reach: attributes of modules, of their classes and of the loss; closures of functions, their defaults and
 attributes; the globals that they name. Functions are followed in the user's own files only; library modules keep their
-state in attributes, or in caches that settle.
+state in attributes, or in caches that settle. What can run is looked for inside of values too: a function in a table, a
+method in a list, a module in a closure.
 
 :mod:`polylane.graph.python_state.state_snapshots` detects changes of it, and restores it.
 """
@@ -16,10 +17,13 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from polylane.graph.python_state.own_objects import (
     MISSING,
+    MOST_VALUES,
+    PLAIN,
+    children_of,
     defaults_of,
     file_of,
     is_filled,
@@ -106,7 +110,8 @@ def find_python_names(
         everything: whether to follow functions and classes of libraries too, and modules that are reached by name; for
             a root of which nothing else is known.
     """
-    walk = _NameFinder(ran, everything)
+    modules = list(modules)
+    walk = _NameFinder(ran, everything, {id(module) for _, module in modules})
     for path, module in modules:
         walk.module(path, module)
     for root in roots:
@@ -118,12 +123,13 @@ _RUNS = (types.FunctionType, staticmethod, classmethod, property, functools.part
 
 
 class _NameFinder:
-    def __init__(self, ran: Collection[types.CodeType] | None, everything: bool) -> None:
+    def __init__(self, ran: Collection[types.CodeType] | None, everything: bool, inside: Collection[int]) -> None:
         self.found: list[PythonName] = []
-        self._ran, self._everything = ran, everything
+        self._ran, self._everything, self._inside = ran, everything, inside
         self._follows = is_own_or_installed if everything else is_project_file
         self._seen: set[int] = set()
         self._keys: set[tuple[int, str]] = set()
+        self._values = dict[int, Any]()  # values whose inside was looked at, by id
 
     # A name may be reached in several ways: keep the first label.
     def _add(self, owner: Any, name: str, label: str, kind: str, path: str | None = None) -> None:
@@ -137,17 +143,16 @@ class _NameFinder:
         self._seen.add(id(value))
         return not known
 
-    def module(self, path: str, module: nn.Module) -> None:
+    def module(self, path: str | None, module: nn.Module) -> None:
+        """Follow a module of the model or the loss; one that only Python refers to has no path, and its mode counts."""
         if not self._new(module):
             return
-        for name, value in module.__dict__.items():
-            if name not in TORCHS and (name not in _TORCHS_TABLES or value):
-                self._add(module, name, f"{path}.{name}" if path else name, "attribute", path)
-                if name.endswith("_hooks") and value:
-                    for hook in list(value.values()):
-                        self.callable(hook)
-                elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-                    self.callable(value)
+        prefix = f"{type(module).__name__}." if path is None else f"{path}." if path else ""
+        for name, value in list(module.__dict__.items()):
+            of_torch = name in TORCHS and not (path is None and name == "training")
+            if not of_torch and (name not in _TORCHS_TABLES or value):
+                self._add(module, name, f"{prefix}{name}", "attribute", path)
+                self._value(value)
         self._class(type(module))
 
     def callable(self, value: Any) -> None:
@@ -174,18 +179,25 @@ class _NameFinder:
             self._object(value)
 
     def _value(self, value: Any) -> None:
-        """Follow a value reached by name, if it can run."""
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial, type)):
-            self.callable(value)
-        elif self._everything and isinstance(value, nn.Module):
-            self._object(value)
-        elif is_of_project_class(value):
-            self._class(type(value))
+        """Follow what can run in a value that is reached by name, as deep inside of it as it is."""
+        pending, left = [value], MOST_VALUES
+        while pending and left:
+            value, left = pending.pop(), left - 1
+            if isinstance(value, (*_RUNS, types.MethodType, type)):
+                self.callable(value)
+            elif isinstance(value, nn.Module):
+                if id(value) not in self._inside:
+                    self._object(value)
+            elif type(value) not in PLAIN and not isinstance(value, Tensor) and id(value) not in self._values:
+                self._values[id(value)] = value
+                if is_of_project_class(value):
+                    self._class(type(value))
+                pending += children_of(value)
 
     def _object(self, value: Any) -> None:
         if isinstance(value, nn.Module):
-            for path, module in value.named_modules():
-                self.module(path, module)
+            for module in value.modules():
+                self.module(None, module)
         elif is_of_project_class(value) and self._new(value):
             for name, each in getattr(value, "__dict__", {}).items():
                 self._add(value, name, f"{type(value).__name__}.{name}", "attribute")
@@ -205,6 +217,7 @@ class _NameFinder:
                     self.callable(value)
                 elif not isinstance(value, (type, types.GetSetDescriptorType, types.MemberDescriptorType)):
                     self._add(each, name, f"{each.__name__}.{name}", "attribute")
+                    self._value(value)
 
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
@@ -219,16 +232,18 @@ class _NameFinder:
             if not is_filled(cell):
                 continue
             value = cell.cell_contents
-            if not isinstance(value, (types.ModuleType, nn.Module)) and name != "__class__":
+            if not isinstance(value, types.ModuleType) and id(value) not in self._inside and name != "__class__":
                 self._add(cell, name, f"{name} of {function.__qualname__}", "variable")
             self._value(value)
-        for name in defaults_of(function):
+        for name, value in defaults_of(function).items():
             self._add(function, name, f"the default {name} of {function.__qualname__}", "default")
+            self._value(value)
         for name, value in list(vars(function).items()):
             if name == "__wrapped__":
                 self.callable(value)
             else:
                 self._add(function, name, f"{function.__qualname__}.{name}", "attribute")
+                self._value(value)
         # Globals are followed only if the function's code mentions them.
         named = names_in_code(code)
         for name in named & function.__globals__.keys():
@@ -243,6 +258,6 @@ class _NameFinder:
 
     def _global(self, owner: dict[str, Any], name: str, prefix: str) -> None:
         value = owner[name]
-        if not isinstance(value, (types.FunctionType, types.BuiltinFunctionType, type, nn.Module)):
+        if id(value) not in self._inside:
             self._add(owner, name, f"the global {prefix}{name}", "global")
         self._value(value)
