@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
@@ -45,8 +46,8 @@ class Job:
     Attributes:
         plan: the plan that the training was compiled for.
         world: this worker's rank, device and backend.
-        model: the user's model, of which this worker's own part is up to date. Where that is not all of it, a call of
-            the model is refused until the whole weights of :meth:`state_dict` are loaded into it.
+        model: the user's model, of which this worker's own part is up to date. Where that is not all of it, calls and
+            values of the rest are refused outside of :meth:`whole_model`; writes, alike on every worker, are not.
         anomalies: detector of values that are not finite in this worker's forward passes; None: off.
         audit: makes some steps a second time as the user wrote them, and compares; None: off.
     """
@@ -158,9 +159,8 @@ class Job:
         """Yield batches of a dataset, in an order that depends on the job's seed and the epoch alone.
 
         Every sample comes once an epoch, the last batch has the rest. Each worker loads only the samples that it
-        computes on, or whole batches where a tensor of the example has not one row for each sample. If some batch is
-        too small for the model (of a single sample BatchNorm has no variance), :meth:`step` refuses already the first
-        batch of the epoch, where the dataset has a length.
+        computes on, or whole batches where a tensor of the example has not one row for each sample. :meth:`step`
+        refuses the first batch of an epoch if one of it is too small for the model, where the dataset has a length.
 
         Args:
             dataset: map-style or iterable dataset, or a list of samples.
@@ -201,11 +201,7 @@ class Job:
         return self._role.optimizer_of(self._resolve_objective(objective))
 
     def gradients(self, objective: str | None = None) -> dict[str, Tensor | None]:
-        """Return the gradients of the last step of the parameters that this worker holds, after reduction and clipping.
-
-        Where parameters are sharded, a gradient is that of this worker's shard; see :meth:`whole_gradients`. Where each
-        replica's gradients make an update of their own, they are those of this worker's replica.
-        """
+        """Return the last step's gradients of what this worker holds (its shards, its replica), reduced and clipped."""
         return self._role.gradients(self._resolve_objective(objective))
 
     @collective("job.whole_gradients")
@@ -231,6 +227,21 @@ class Job:
         Where replicas differ (local SGD), the weights are the mean over replicas.
         """
         return self._role.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the weights and buffers of a whole model, the same on every worker; each keeps its part of them.
+
+        Raises:
+            PolylaneError: names or shapes are not those of :meth:`state_dict`; or replicas or servers have others.
+        """
+        self._role.load_state_dict(state)
+
+    def whole_model(self) -> AbstractContextManager[nn.Module]:
+        """Return a context manager in which :attr:`model` is whole on every worker, to be read or written; collective.
+
+        What is written there, alike on every worker, is trained on.
+        """
+        return self._role.whole_model()
 
     @collective("job.save")
     def save(self, path: str | Path) -> None:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.compile.compiled_training import CompiledTraining
@@ -35,7 +36,7 @@ from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
 from polylane.runtime.pipeline.step_result import StepResult, align_clocks
 from polylane.runtime.span_clock import KnownSpan
-from polylane.runtime.stale_weights import track_server_weights
+from polylane.runtime.stale_weights import allow_own_calls, track_server_weights
 from polylane.runtime.sync.gradient_sync import CollectiveCall, LocalOptimizer
 from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
@@ -66,7 +67,7 @@ class ServingRole:
         # A collective over the whole world, in which the training role is too.
         world.first_workers(prepared.plan.workers)
         self._host = open_server_host(world, prepared, clip_norm)
-        self._stale = track_server_weights(prepared, world.rank)
+        self._model, self._stale = prepared.model, track_server_weights(prepared, world.rank)
         self._server = self._host.servers[0]
         _ = self._server.weights  # waits for the initial weights: an error in the user's optimizer is raised here
 
@@ -98,6 +99,17 @@ class ServingRole:
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._receive_result(CollectiveCall.STATE_DICT, {})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        raise PolylaneError("weights cannot be loaded into servers in mid-training: use load_checkpoint")
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        state = self.state_dict()
+        with allow_own_calls():
+            if state:
+                self._model.load_state_dict(state)
+            yield self._model
 
     def save(self, path: Path) -> None:
         self._receive_result(CollectiveCall.SAVE, None)

@@ -10,27 +10,28 @@ a call is refused until whole weights are loaded into the model.
     of one replica (local SGD, servers)  while replicas differ            they are written after close
 
 The refusal is one global forward pre-hook, which looks the module up in a table. It is not in the modules themselves:
-captures, copies and pickles of a model do not have it.
+captures of a model do not have it. The weights themselves are guarded while the user's script runs, see
+:mod:`polylane.runtime.guarded_tensors`; the runtime's own calls (:func:`allow_own_calls`) find ordinary ones.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from polylane.compile.compiled_training import CompiledTraining
-from polylane.errors import PolylaneError
+from polylane.graph.graph import Graph
+from polylane.runtime.guarded_tensors import Guard, StaleWeights, put_guard, remove_guard
 from polylane.runtime.parameters.local_model import LocalModel
-
-
-class StaleWeights(PolylaneError):
-    """A call of the user's model in a process where its weights are not those of the training."""
 
 
 class StaleTensors:
@@ -38,10 +39,11 @@ class StaleTensors:
 
     Args:
         model: the user's model, held by a weak reference.
-        elsewhere: by the model's own names, parameters that only other workers train, with the reason.
-        parts: by name, parameters of which this worker holds a shard only, with the reason.
+        elsewhere: by the model's own names, tensors that only other workers train, with the reason.
+        parts: by name, tensors of which this worker holds a shard only, with the reason.
         trained: names of all trained parameters, for replicas that differ for some steps.
         apart: reason why replicas differ for some steps; "" where they never do.
+        guards: by name, guards of tensors that are not whole for some time, or that a server has.
     """
 
     def __init__(
@@ -51,18 +53,30 @@ class StaleTensors:
         parts: Mapping[str, str],
         trained: Collection[str] = (),
         apart: str = "",
+        guards: Mapping[str, Guard] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._elsewhere, self._parts, self._why_apart = dict(elsewhere), dict(parts), apart
         self._trained = frozenset(trained)
         self._steps, self._replicas_differ, self._is_closed = 0, False, False
-        named = _named_parameters(model)
-        self._object_ids = {name: id(named[name]) for name in parts}
-        self._version_marks = _version_marks(named, elsewhere)
-        self._first_elsewhere = next(((name, weakref.ref(named[name])) for name in elsewhere), None)
+        named = _named_tensors(model)
+        self._object_ids = {name: id(tensor) for name, tensor in named.items()}
+        # Tensors of other stages, or of one replica, to which the script has given whole values since the last step.
+        self._given = set[int]()
+        self._guards = {
+            name: replace(guard, record_write=partial(self._record_write, name))
+            for name, guard in (guards or {}).items()
+        }
+        self._guarded: list[Tensor] = []
+        for other in [each for each in _TRACKED if each._model() in (model, None)]:
+            other.unguard()
+            _TRACKED.remove(other)
+        _TRACKED.append(self)
         _unwatch_modules(model)
         if concerned := {*elsewhere, *parts, *(trained if apart else ())}:
             _watch_modules(self, model, concerned)
+        if not _OWN[0]:
+            self.guard()
 
     def record_step(self, apart: bool = False) -> None:
         """Record that an optimizer step was taken.
@@ -72,37 +86,58 @@ class StaleTensors:
         """
         self._steps += 1
         self._replicas_differ = apart
-        name, reference = self._first_elsewhere or ("", None)
-        first, model = None if reference is None else reference(), self._model()
-        if first is not None and model is not None and _version_mark(first) != self._version_marks[name]:
-            # The user has loaded whole weights since the last step. They are outdated by this step: mark them again.
-            # One parameter stands for all, so that a step costs nothing.
-            self._version_marks |= _version_marks(_named_parameters(model), self._elsewhere)
+        self._given.clear()
 
     def close(self) -> None:
         """End the training: weights that are written into the model from now on do not become stale again."""
-        self._is_closed, model = True, self._model()
-        if self._replicas_differ and model is not None:
-            self._version_marks |= _version_marks(_named_parameters(model), self._trained)
+        self._is_closed = True
 
     def why_stale(self, path: str) -> str:
         """Return why the weights of the module at a path are not those of the training; "" where they are."""
         if (model := self._model()) is None:
             return ""
-        named = {n: p for n, p in _named_parameters(model).items() if not path or n.startswith(f"{path}.")}
+        named = {n: t for n, t in _named_tensors(model).items() if not path or n.startswith(f"{path}.")}
+        return next((why for name, tensor in named.items() if (why := self._why(name, tensor))), "")
+
+    def _why(self, name: str, tensor: Tensor) -> str:
+        if self._object_ids.get(name) != id(tensor):  # the script has put another one there
+            return ""
         # In the order of the table above: shards, other stages' weights, weights of one replica.
-        for name in named:
-            if name in self._parts and self._object_ids[name] == id(named[name]):
-                return self._parts[name]
-            if name in self._elsewhere and self._steps and self._version_marks[name] == _version_mark(named[name]):
-                return self._elsewhere[name]
-            if (
-                name in self._trained
-                and self._replicas_differ
-                and not (self._is_closed and self._version_marks[name] != _version_mark(named[name]))
-            ):
-                return self._why_apart
-        return ""
+        if name in self._parts:
+            return self._parts[name]
+        if name in self._elsewhere and self._steps and id(tensor) not in self._given:
+            return self._elsewhere[name]
+        is_given = self._is_closed and id(tensor) in self._given
+        return self._why_apart if name in self._trained and self._replicas_differ and not is_given else ""
+
+    def _record_write(self, name: str, is_whole: bool) -> None:
+        if not is_whole:
+            return
+        self._given.add(self._object_ids[name])
+        for tensor in self._guarded:
+            if id(tensor) == self._object_ids[name] and not self._why(name, tensor):
+                remove_guard(tensor)
+
+    def record_whole(self) -> None:
+        """Record that all tensors of the model which are whole here have been given the training's values."""
+        self._given |= {self._object_ids[name] for name in self._elsewhere}
+
+    def guard(self) -> None:
+        """Guard the tensors that are not whole now, until :meth:`unguard`."""
+        if not self._guards or (model := self._model()) is None:
+            return
+        named = _named_tensors(model)
+        for name, guard in self._guards.items():
+            tensor = named.get(name)
+            if tensor is not None and (why := self._why(name, tensor) or guard.is_served * guard.why):
+                put_guard(tensor, replace(guard, why=why, is_served=guard.is_served and why == guard.why))
+                self._guarded.append(tensor)
+
+    def unguard(self) -> None:
+        """Make all tensors ordinary ones again."""
+        for tensor in self._guarded:
+            remove_guard(tensor)
+        self._guarded.clear()
 
 
 def track_stale_weights(holding: LocalModel) -> StaleTensors:
@@ -110,48 +145,62 @@ def track_stale_weights(holding: LocalModel) -> StaleTensors:
     prepared, plan, rank = holding.prepared, holding.prepared.plan, holding.world.rank
     graphs = [partition.graph for partition in prepared.partitions.values()]
     trained = {name for graph in graphs for name, info in graph.parameters.items() if info.trainable}
-    named, elsewhere, parts = _named_parameters(prepared.model), dict[str, str](), dict[str, str]()
-    for name in named:
+    buffers = holding.stages_of_buffers()
+    named, elsewhere, parts = _named_tensors(prepared.model), dict[str, str](), dict[str, str]()
+    for name, tensor in named.items():
         own = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
-        stages = holding.owning_stages.get(own, ())
+        stages = holding.owning_stages.get(own, ()) if isinstance(tensor, nn.Parameter) else buffers.get(own, ())
         if holding.shard_spec.is_sharded(own):
             axes = ",".join(f"{axis}={plan.degree(axis)}" for axis in plan.axes)
             parts[name] = f"under {axes} this worker (rank {rank}) holds a part of {name}"
         elif holding.shards.keeps_only_shards and own in holding.shards.buffer_of:
             parts[name] = f"under shard=parameters this worker (rank {rank}) holds a part of {name}"
-        elif own in trained and stages and holding.stage not in stages:
+        elif (own in trained or own in buffers) and stages and holding.stage not in stages:
+            verb = "trained" if own in trained else "written"
             elsewhere[name] = (
-                f"{name} is trained by stage {min(stages)}, and this worker (rank {rank}) is of stage {holding.stage}"
+                f"{name} is {verb} by stage {min(stages)}, and this worker (rank {rank}) is of stage {holding.stage}"
             )
     aliases = {name for graph in graphs for name, own in graph.tied.items() if own in trained}
     words = ",".join(plan.sync.to_words())
     apart = f"under {words} each replica has weights of its own until it next agrees with the others"
-    return StaleTensors(
-        prepared.model,
-        elsewhere,
-        parts,
-        (trained | aliases) & named.keys(),
-        apart if plan.sync.is_replica_local else "",
-    )
+    apart = apart if plan.sync.is_replica_local else ""
+    concerned = {*parts, *elsewhere}
+    if apart or plan.sync.has_servers:
+        concerned |= (trained | aliases) & named.keys()
+    guards = {name: _guard_for(holding, name, graphs, name in parts) for name in concerned}
+    return StaleTensors(prepared.model, elsewhere, parts, (trained | aliases) & named.keys(), apart, guards)
+
+
+def _guard_for(holding: LocalModel, name: str, graphs: Sequence[Graph], is_part: bool) -> Guard:
+    """Return the guard of a parameter or buffer, by any of its names."""
+    own = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
+    spec, shards, sync = holding.shard_spec, holding.shards, holding.prepared.plan.sync
+    tensor = _named_tensors(holding.prepared.model)[name]
+    shape = torch.Size(spec.shapes.get(own, tensor.shape))
+    local = partial(shards.local_tensor, own, tensor)
+    why = f"under {','.join(sync.to_words())} a server has it" if sync.has_servers else ""
+    cut = partial(holding.local_part, own) if is_part else None
+    return Guard(name, why, shape, local, cut, sync.has_servers)
 
 
 def track_server_weights(prepared: CompiledTraining, rank: int) -> StaleTensors:
     """Track stale weights on a worker that only serves parameters: none of the model's own are ever up to date."""
     why = f"this worker (rank {rank}) only serves parameters, and trains no model"
-    return StaleTensors(prepared.model, dict.fromkeys(_named_parameters(prepared.model), why), {})
+    named = dict(_named_parameters(prepared.model))
+    guards = {
+        name: Guard(name, why, parameter.shape, partial(named.get, name), None, True)
+        for name, parameter in named.items()
+    }
+    return StaleTensors(prepared.model, dict.fromkeys(named, why), {}, guards=guards)
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters(remove_duplicate=False))
 
 
-def _version_marks(named: Mapping[str, nn.Parameter], names: Collection[str]) -> dict[str, tuple[int, int, int]]:
-    return {name: _version_mark(named[name]) for name in names}
-
-
-def _version_mark(tensor: Tensor) -> tuple[int, int, int]:
-    """Return a mark that changes when a tensor is written in place, replaced, or given other storage."""
-    return id(tensor), tensor._version, tensor.data_ptr()
+def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a model by every name of theirs."""
+    return {**_named_parameters(model), **dict(model.named_buffers(remove_duplicate=False))}
 
 
 # The hook ------------------------------------------------------------------------------------------------------------
@@ -159,17 +208,24 @@ def _version_mark(tensor: Tensor) -> tuple[int, int, int]:
 # Modules with stale weights inside, with their path in the model. The hook is registered as long as there are any.
 _TABLE: weakref.WeakKeyDictionary[nn.Module, tuple[StaleTensors, str]] = weakref.WeakKeyDictionary()
 _HOOK: list[RemovableHandle] = []
+_TRACKED: list[StaleTensors] = []  # the last of each model
 _OWN = [0]
 
 
 @contextmanager
 def allow_own_calls() -> Iterator[None]:
-    """Context manager for the runtime's own calls of the user's modules, which are never refused; it may be nested."""
+    """Context manager for what the runtime does with the user's model, which is never refused; it may be nested."""
     _OWN[0] += 1
+    if _OWN[0] == 1:
+        for stale in _TRACKED:
+            stale.unguard()
     try:
         yield
     finally:
         _OWN[0] -= 1
+        if not _OWN[0]:
+            for stale in _TRACKED:
+                stale.guard()
 
 
 def _watch_modules(stale: StaleTensors, model: nn.Module, names: set[str]) -> None:
@@ -200,6 +256,6 @@ def _refuse_stale_call(module: nn.Module, _: Any) -> None:
     if why := stale.why_stale(path):
         raise StaleWeights(
             f"{f'model.{path}' if path else 'model'}(...) would compute with weights that are not those of the "
-            f"training: {why}; call job.evaluate(batch) for a loss, or load job.state_dict(), the whole weights, into "
-            "a newly built model"
+            f"training: {why}; call job.evaluate(batch) for a loss, use the model inside of `with job.whole_model():`, "
+            "or load job.state_dict(), the whole weights, into a newly built model"
         )

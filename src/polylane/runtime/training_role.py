@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polylane.checkpoint.read_tensors import CheckpointReader
 from polylane.compile.compiled_training import CompiledTraining
@@ -127,12 +128,7 @@ class TrainingRole:
         return self._rule.max_steps_in_flight
 
     def lane(self, programs: Sequence[Program], samples: int) -> BoundProgram:
-        """Bind programs of the first objective's graph to this worker's tensors.
-
-        Args:
-            programs: programs of all workers, by rank.
-            samples: number of samples of the batches that they are for.
-        """
+        """Bind programs of the first objective's graph, of all workers by rank, for batches of that many samples."""
         return self._binding.fit_to_samples(self._binding.bind_graph(self._prepared.main, programs), samples)
 
     def empty_pipeline(self) -> None:
@@ -175,10 +171,10 @@ class TrainingRole:
             result = gather_result(
                 self._step, lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.loss_ranks
             )
+            self._stale.record_step(self._rule.weights_differ)
         self._required.record_result(result)
         if trainer.needs_loss:
             trainer.step_on(result.loss)
-        self._stale.record_step(self._rule.weights_differ)
         self._in_flight.append(result)
         self._spans.append(tuple(state.spans))
         self._step += 1
@@ -287,11 +283,13 @@ class TrainingRole:
     def optimizer_of(self, name: str) -> Any:
         return as_given(self._trainers[name].optimizer)
 
+    @allow_own_calls()
     def gradients(self, name: str) -> dict[str, Tensor | None]:
         self._rule.load_summed_gradients(name)
         held = self._trainers[name].local_parameters
         return {name: parameter.grad for name, parameter in held.items()}
 
+    @allow_own_calls()
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
         self.empty_pipeline()
         self._rule.load_summed_gradients(name)
@@ -299,15 +297,19 @@ class TrainingRole:
         self._rule.broadcast_result(CollectiveCall.WHOLE_GRADIENTS, gradients)
         return gradients
 
+    @allow_own_calls()
     def held(self) -> dict[str, Tensor]:
-        return self._holding.local_tensors()
+        # Aliases: the model's own tensors are guarded while the script runs.
+        return {name: tensor.detach() for name, tensor in self._holding.local_tensors().items()}
 
     def part_of(self, name: str) -> str:
         return self._holding.shard_label(name)
 
+    @allow_own_calls()
     def shard_of(self, name: str, tensor: Tensor) -> Tensor | None:
         return self._holding.shards.local_part(name, tensor)
 
+    @allow_own_calls()
     def state_dict(self) -> dict[str, Tensor]:
         self._pause_training()
         with self._rule.averaged_weights():
@@ -315,6 +317,26 @@ class TrainingRole:
             self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
         return state
 
+    @allow_own_calls()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.empty_pipeline()
+        if self.plan.sync.has_servers or self.plan.sync.is_replica_local:
+            raise PolylaneError(
+                f"{','.join(self.plan.sync.to_words())}: weights cannot be loaded in mid-training, where servers or "
+                "replicas have others: load them into the model before it is prepared, or use load_checkpoint"
+            )
+        self._full_tensors.load_state_dict(state)
+        self._stale.record_whole()
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        state = self.state_dict()
+        with allow_own_calls(), self._full_tensors.whole_in_model(state) as written:
+            yield self._prepared.model
+        if any(not torch.equal(value, state[name].to(value.device)) for name, value in written.items()):
+            self.load_state_dict({**state, **written})
+
+    @allow_own_calls()
     def save(self, path: Path) -> None:
         self._pause_training()
         try:
@@ -326,12 +348,14 @@ class TrainingRole:
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
+    @allow_own_calls()
     def collect_state(self) -> WorkerState:
         self._pause_training()
         self._required.agree()
         with self.world.progress.during(Phase.SAVING):
             return self._state.collect()
 
+    @allow_own_calls()
     def collect_step(self, name: str) -> WorkerState:
         """Return the state after a step of an objective, with the gradients that its optimizer used."""
         # Replicas that take steps of their own have gradients of their own.
@@ -344,6 +368,7 @@ class TrainingRole:
                 found.add(f"gradient/{parameter}{variant}", part.region, densify(gradient))
         return found
 
+    @allow_own_calls()
     def restore_state(self, step: int, reader: CheckpointReader, plain: Mapping[str, Any]) -> None:
         self.empty_pipeline()
         self._step = step

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from polylane.errors import PolylaneError
 from polylane.graph.sparse_gradients import densify
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.parameters.local_model import LocalModel
@@ -35,9 +36,7 @@ class FullTensors:
         holding = self._local_model
         # One stage of one replica contributes each tensor: the sum over all workers then counts it once.
         stages = {name: min(own) for name, own in holding.owning_stages.items()}
-        tied: dict[str, str] = {}
-        for partition in holding.prepared.partitions.values():
-            tied |= partition.graph.tied
+        tied = self._tied()
         users = holding.stages_of_buffers()
         stages |= {name: holding.buffers.owning_stage(name, among) for name, among in users.items()}
         with holding.shards.full_parameters():
@@ -53,6 +52,58 @@ class FullTensors:
             )
             full = {**local, **self._sum_parts(parts)}
             return {name: full[tied.get(name, name)].cpu().clone() for name in state}
+
+    def _tied(self) -> dict[str, str]:
+        """Return second and later names of tensors, each with the first one."""
+        partitions = self._local_model.prepared.partitions.values()
+        return {name: own for partition in partitions for name, own in partition.graph.tied.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Write full weights and buffers, by the model's own names, into what this worker holds of them; no collective.
+
+        Raises:
+            PolylaneError: names or shapes are not those of the model.
+        """
+        holding, tied = self._local_model, self._tied()
+        names = [tied.get(name, name) for name in self._tensors.model.state_dict(keep_vars=True)]
+        every = {**self._tensors.parameters(), **self._tensors.buffers()}
+        shapes = {name: tuple(holding.shard_spec.shapes.get(name, every[name].shape)) for name in names}
+        given = {tied.get(name, name): value for name, value in state.items()}
+        for name in dict.fromkeys((*given, *names)):
+            if name not in given or name not in shapes:
+                lacks = "the model has no" if name not in shapes else "the state lacks"
+                raise PolylaneError(f"load_state_dict: {lacks} {name}: give all that job.state_dict() returns")
+            if tuple(given[name].shape) != shapes[name]:
+                sizes = f"{list(shapes[name])}, and the state has {list(given[name].shape)}"
+                raise PolylaneError(f"load_state_dict: {name} has shape {sizes}")
+        local = holding.local_tensors()
+        with torch.no_grad():
+            for name, value in given.items():
+                part = holding.local_part(name, value)
+                # Of other stages' weights too: what this process has of them is whole until the next step.
+                tensor = local.get(name, None if holding.is_part(name) else every[name])
+                if part is not None and tensor is not None:
+                    tensor.copy_((part if name in local else value).view(tensor.shape))
+
+    @contextmanager
+    def whole_in_model(self, state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Context manager: the model has the tensors of :meth:`state_dict`; yields those that it has in the end."""
+        parameters, written = self._tensors.parameters(), dict[str, Tensor]()
+        every = {**parameters, **self._tensors.buffers()}
+        own = {name: every[name].data if name in parameters else every[name] for name in state if name in every}
+        gradients = {name: parameters[name].grad for name in own if name in parameters}
+        for name in gradients:
+            parameters[name].grad = None  # that of a part does not fit the full shape
+        device = self._local_model.world.device
+        self._tensors.replace_values({name: state[name].to(device, copy=True) for name in own})
+        try:
+            yield written
+            now = {**self._tensors.parameters(), **self._tensors.buffers()}
+            written.update({name: now[name].detach().clone() for name in own})
+        finally:
+            self._tensors.replace_values(own)
+            for name, gradient in gradients.items():
+                parameters[name].grad = gradient
 
     def save(self, path: Path) -> None:
         """Write the full model's weights as safetensors; a collective of all workers, rank 0 writes.

@@ -183,6 +183,15 @@ class LocalModel:
         own = {name: self.shards.local_tensor(name, tensor) for name, tensor in every.items() if name in names}
         return {name: tensor for name, tensor in own.items() if tensor is not None}
 
+    def is_part(self, name: str) -> bool:
+        """Return whether this worker holds only a part of a parameter or buffer, or none, between steps."""
+        return self.shard_spec.is_sharded(name) or (self.shards.keeps_only_shards and name in self.shards.buffer_of)
+
+    def local_part(self, name: str, whole: Tensor) -> Tensor | None:
+        """Return what :meth:`local_tensors` has of a whole parameter or buffer; None for nothing of it."""
+        part = self.shard_spec.local_shard(name, whole)
+        return self.shards.local_part(name, part) if self.shards.keeps_only_shards else part
+
     def shard_label(self, name: str) -> str:
         """Return a label of the shard that this worker holds of a parameter or buffer; equal shards, equal labels."""
         return self.shard_spec.shard_label(name) + self.shards.shard_label(name)

@@ -1,0 +1,246 @@
+"""Guarded tensors: what a script does between steps with weights that its process does not hold whole.
+
+Between two calls of a job the script has the model in its hands: it clamps weights, initializes a layer again, loads a
+state dict, copies or saves the model. Where a worker holds a part of a weight, or an old value of what another stage
+trains, it would read that part, NaN or the old value, and write what no worker trains. So such tensors are of a class
+of their own while the script runs, whose operations torch hands over (``__torch_function__``):
+
+    asked for                                      answer
+    shape, dtype, hooks, requires_grad             those of the whole tensor
+    a new tensor like it                           one of the whole shape
+    a write of values that are given, or drawn     made whole, of which this worker takes its part
+    a write element by element                     made on this worker's part
+    its values, or its gradient                    StaleWeights, which says what to call
+
+Writes cost no message: every worker must make the same ones, as it must call the same methods.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from polylane.errors import PolylaneError
+
+_ATTRIBUTE = "_polylane_guard"
+
+# What is the same of a part and of the whole.
+_METADATA = """
+    dtype device layout requires_grad requires_grad= requires_grad_ is_leaf is_floating_point is_complex is_cuda is_meta
+    is_sparse is_quantized is_signed is_nested is_cpu is_mkldnn is_xpu is_mps is_sparse_csr is_inference _version
+    __hash__ element_size itemsize names grad_fn output_nr grad= retain_grad retains_grad register_hook
+    register_post_accumulate_grad_hook _backward_hooks _backward_hooks= _post_accumulate_grad_hooks
+    _post_accumulate_grad_hooks= get_device is_shared is_pinned data_ptr name
+"""
+_SHAPES = "shape size numel nelement dim ndim ndimension __len__ nbytes is_same_size"
+_LIKE = """
+    empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full
+    new_tensor new view_as reshape_as expand_as
+"""
+# Writes whose result does not depend on what was there; all of torch.nn.init are such, too.
+_FRESH = "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ data="
+_BY_ELEMENT = """
+    add_ sub_ mul_ div_ multiply_ divide_ subtract_ true_divide_ clamp_ clamp_min_ clamp_max_ clip_ abs_ neg_ sign_
+    sqrt_ rsqrt_ pow_ exp_ log_ round_ lerp_ addcmul_ addcdiv_ masked_fill_ nan_to_num_ erfinv_ relu_ tanh_ sigmoid_
+    reciprocal_ square_ floor_ ceil_ trunc_ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__
+"""
+_KINDS = {
+    name: kind
+    for kind, names in {
+        "metadata": _METADATA,
+        "shape": _SHAPES,
+        "like": _LIKE,
+        "fresh": _FRESH,
+        "by element": _BY_ELEMENT,
+    }.items()
+    for name in names.split()
+}
+
+
+class StaleWeights(PolylaneError):
+    """A use of the user's model in a process where its weights are not those of the training."""
+
+
+@dataclass(eq=False)
+class Guard:
+    """How a tensor that is not whole, or not up to date, answers a script.
+
+    Attributes:
+        name: of the parameter or buffer, by the model's own name.
+        why: sentence that says what this worker has of it.
+        shape: of the whole tensor.
+        local: returns what this worker holds of it; None where it holds nothing.
+        cut: returns this worker's part of a whole tensor; None: the tensor is whole, and its values are old ones.
+        is_served: whether a server has it: its values may be read here, and not written.
+        record_write: called after a write, with whether all values are given by it.
+    """
+
+    name: str
+    why: str
+    shape: torch.Size
+    local: Callable[[], Tensor | None]
+    cut: Callable[[Tensor], Tensor | None] | None = None
+    is_served: bool = False
+    record_write: Callable[[bool], None] = lambda whole: None
+
+    def refuse(self, what: str) -> StaleWeights:
+        """Return the error for a use that this process cannot make."""
+        if what == "grad":
+            return StaleWeights(
+                f"the gradient of model.{self.name} is not whole in this process: {self.why}; "
+                "job.whole_gradients() returns whole ones"
+            )
+        if self.is_served:
+            return StaleWeights(
+                f"model.{self.name} cannot be written by hand: {self.why}, and would overwrite it; leave servers out "
+                "of the plan, or write it before the training is prepared"
+            )
+        return StaleWeights(
+            f"model.{self.name} is not whole in this process: {self.why}; read it from job.state_dict(), or read and "
+            f"write it inside of `with job.whole_model():`, either of which every worker must call"
+        )
+
+
+class _Answers:
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return _answer(func, args, kwargs or {})
+
+
+class GuardedParameter(_Answers, nn.Parameter):
+    """A parameter that is not whole in this process."""
+
+
+class GuardedTensor(_Answers, Tensor):
+    """A buffer that is not whole in this process, or an alias of a guarded tensor (``.data``, ``detach()``)."""
+
+
+def put_guard(tensor: Tensor, guard: Guard) -> None:
+    """Let a guard answer for a tensor, which stays the same object."""
+    setattr(tensor, _ATTRIBUTE, guard)
+    tensor.__class__ = GuardedParameter if isinstance(tensor, nn.Parameter) else GuardedTensor
+
+
+def remove_guard(tensor: Tensor) -> None:
+    """Make a tensor an ordinary one again."""
+    if isinstance(tensor, _Answers):
+        tensor.__class__ = nn.Parameter if isinstance(tensor, GuardedParameter) else Tensor
+        delattr(tensor, _ATTRIBUTE)
+
+
+def _guard_of(value: Any) -> Guard | None:
+    return getattr(value, _ATTRIBUTE, None) if isinstance(value, _Answers) else None
+
+
+def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Answer a call of torch with guarded tensors among its arguments."""
+    guarded = [value for value in tree_leaves((args, kwargs)) if isinstance(value, _Answers)]
+    guards = {id(guard): guard for guard in map(_guard_of, guarded) if guard is not None}
+    if not guards:  # a copy that torch made of one, of which nobody knows
+        return func(*args, **kwargs)
+    what, guard = _name_of(func), next(iter(guards.values()))
+    kind, is_write = _KINDS.get(what), _is_write(what, func)
+    if kind == "metadata" or (guard.is_served and what not in ("data", "detach") and not is_write):
+        return _on_ordinary(guarded, func, args, kwargs)
+    if kind in ("shape", "like"):
+        # Of the whole shape, in the memory of one element; a shape alone is asked of a tensor without memory.
+        new, kw = tree_map(lambda value: _stand_in(value, kind == "shape"), (tuple(args), kwargs))
+        return func(*new, **kw)
+    if what in ("data", "detach"):
+        alias = func(*args, **kwargs).as_subclass(Tensor)
+        put_guard(alias, guard)
+        return alias
+    if what in ("__repr__", "__format__", "__str__"):
+        return f"<model.{guard.name}, of shape {tuple(guard.shape)}: {guard.why}>"
+    # Optimizers and modules look for a gradient before they drop it.
+    if what == "grad" and sys._getframe(2).f_code.co_name == "zero_grad":
+        return func(*args)
+    is_target = isinstance(args[0] if args else kwargs.get("tensor"), _Answers)
+    if is_write and is_target and len(guards) == 1 and not guard.is_served:
+        return _write(guard, what, func, guarded, args, kwargs)
+    raise guard.refuse(what)
+
+
+def _name_of(func: Any) -> str:
+    name = str(getattr(func, "__name__", func))
+    if name in ("__get__", "__set__"):
+        return f"{func.__self__.__name__}{'=' * (name == '__set__')}"
+    return name
+
+
+def _is_write(what: str, func: Any) -> bool:
+    in_place = what.endswith("_") and not what.endswith("__")
+    of_python = what in ("data=", "__setitem__") or _KINDS.get(what) == "by element"
+    return in_place or of_python or getattr(func, "__module__", None) == "torch.nn.init"
+
+
+def _on_ordinary(guarded: Iterable[Tensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a function while guarded tensors are ordinary ones."""
+    pairs = [(tensor, guard) for tensor in guarded if (guard := _guard_of(tensor)) is not None]
+    for tensor, _ in pairs:
+        remove_guard(tensor)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        for tensor, guard in pairs:
+            put_guard(tensor, guard)
+
+
+def _stand_in(value: Any, is_meta: bool) -> Any:
+    guard = _guard_of(value)
+    if guard is None:
+        return value
+    return value.new_empty(guard.shape, device="meta") if is_meta else value.new_empty(()).expand(guard.shape)
+
+
+def _write(
+    guard: Guard, what: str, func: Any, guarded: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Make a write on what this worker has of a tensor, and return the tensor that was written."""
+    tensor = guarded[0]
+    if what == "data=" and len(guarded) > 1:  # `tensor.data += 1` assigns what it has written to itself
+        return None
+    is_fresh = _KINDS.get(what) == "fresh" or getattr(func, "__module__", None) == "torch.nn.init"
+    if what == "__setitem__" and _is_everything(args[1]):
+        is_fresh, func, args = True, lambda whole, value: whole.__setitem__(..., value), (args[0], args[2])
+    if what == "data=":
+        func = Tensor.copy_
+    if guard.cut is None:
+        with torch.no_grad() if what == "data=" else nullcontext():
+            _on_ordinary(guarded, func, args, kwargs)
+    elif is_fresh:
+        whole = tensor.new_empty(guard.shape)
+        new, kw = tree_map(lambda value: whole if isinstance(value, _Answers) else value, (tuple(args), kwargs))
+        func(*new, **kw)
+        local, part = guard.local(), guard.cut(whole)
+        if local is not None and part is not None:
+            local.detach().copy_(part.view(local.shape))
+    elif _KINDS.get(what) == "by element" and guarded[0] is args[0]:
+        local = guard.local()
+        if local is not None:
+            new, kw = tree_map(lambda value: _cut_argument(guard, local, value), (tuple(args[1:]), kwargs))
+            func(local.detach(), *new, **kw)
+    else:
+        raise guard.refuse(what)
+    guard.record_write(is_fresh)
+    return tensor
+
+
+def _is_everything(index: Any) -> bool:
+    return index is Ellipsis or (isinstance(index, slice) and index == slice(None))
+
+
+def _cut_argument(guard: Guard, local: Tensor, value: Any) -> Any:
+    """Return the part of an argument that meets this worker's part of the tensor."""
+    if not isinstance(value, Tensor) or value.dim() == 0 or guard.cut is None:
+        return value
+    part = guard.cut(value.broadcast_to(guard.shape).contiguous())
+    return value if part is None else part.view(local.shape)
