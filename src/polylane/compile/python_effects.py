@@ -46,6 +46,15 @@ def _refuse_lost_writes(graph: Graph, plan: Plan) -> None:
             f"shard=parameters: the loss writes the parameter {name} in place, and would write a copy that is gathered "
             "for the pass: use shard=gradients, or write it outside of the forward and the loss"
         )
+    effects = graph.code.effects
+    moved = () if effects is None else sorted(each for each in effects.moved_parameters if each in graph.parameters)
+    moved = [each for each in moved if graph.parameters[each].trainable]
+    if moved and plan.sync.shard != "none":
+        raise PolylaneError(
+            f"shard={plan.sync.shard}: the loss gives the parameter {moved[0]} other memory ({moved[0]}.data = ...), "
+            "and replicas update theirs in one piece of memory: write it in place, as .data.copy_(...) does, or leave "
+            "shard out"
+        )
     if name is not None and plan.sync.has_servers:
         raise PolylaneError(
             f"servers: the loss writes the parameter {name} in place, and would write a worker's copy of what a server "

@@ -131,8 +131,9 @@ def put_guard(tensor: Tensor, guard: Guard) -> None:
 
 def remove_guard(tensor: Tensor) -> None:
     """Make a tensor an ordinary one again."""
-    if isinstance(tensor, _Answers):
-        tensor.__class__ = nn.Parameter if isinstance(tensor, GuardedParameter) else Tensor
+    guarded: Any = tensor
+    if isinstance(guarded, _Answers):
+        guarded.__class__ = nn.Parameter if isinstance(tensor, GuardedParameter) else Tensor
         delattr(tensor, _ATTRIBUTE)
 
 
@@ -142,7 +143,7 @@ def _guard_of(value: Any) -> Guard | None:
 
 def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Answer a call of torch with guarded tensors among its arguments."""
-    guarded = [value for value in tree_leaves((args, kwargs)) if isinstance(value, _Answers)]
+    guarded: list[Any] = [value for value in tree_leaves((args, kwargs)) if isinstance(value, _Answers)]
     guards = {id(guard): guard for guard in map(_guard_of, guarded) if guard is not None}
     if not guards:  # a copy that torch made of one, of which nobody knows
         return func(*args, **kwargs)
@@ -150,7 +151,9 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     kind, is_write = _KINDS.get(what), _is_write(what, func)
     if kind == "metadata" or (guard.is_served and what not in ("data", "detach") and not is_write):
         return _on_ordinary(guarded, func, args, kwargs)
-    if kind in ("shape", "like"):
+    # A view of one is no new tensor: what would be written to it is lost.
+    is_view = what.endswith("_as") and isinstance(args[0], _Answers)
+    if kind in ("shape", "like") and not is_view:
         # Of the whole shape, in the memory of one element; a shape alone is asked of a tensor without memory.
         new, kw = tree_map(lambda value: _stand_in(value, kind == "shape"), (tuple(args), kwargs))
         return func(*new, **kw)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from polylane.errors import PolylaneError, read_text
 from polylane.graph.batch import clone_leaves
@@ -24,6 +24,8 @@ from polylane.graph.capture.export import (
 )
 from polylane.graph.capture.failing_batch import describe_failing_batch
 from polylane.graph.capture.leaves import NormalizationWatch, source_line_of
+from polylane.graph.python_state.module_paths import is_inside
+from polylane.graph.python_state.own_objects import is_project_file
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.run_watch import watch_backward
 from polylane.graph.python_state.side_effects import SideEffects, find_side_effects
@@ -60,20 +62,25 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
         PolylaneError: the run raises any other error.
     """
     before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
-    parameters, written = dict(whole.named_tensors("parameters")), set[str]()
+    parameters, written, moved = dict(whole.named_tensors("parameters")), set[str](), set[str]()
 
     def run() -> tuple[Tensor, ...]:
         nonlocal drawn
-        versions = {name: parameter._version for name, parameter in parameters.items()}
+        marks = {name: _mark_written(parameter) for name, parameter in parameters.items()}
+        tables = [(path, module, dict(module._parameters)) for path, module in whole.named_modules()]
         result: tuple[Tensor, ...] = whole(*clone_leaves(leaves))
         drawn = drawn or not states_equal(before, generator_states())
-        written.update(name for name, parameter in parameters.items() if parameter._version != versions[name])
+        _refuse_replaced(whole, tables)
+        for name, parameter in parameters.items():
+            if (mark := _mark_written(parameter)) != marks[name]:
+                written.add(name)
+                moved.update([name] if mark[0] != marks[name][0] else [])
         return result
 
     with model_restored(whole), _errors_told(whole, leaves, abstract, which):
         with torch.enable_grad(), NormalizationWatch() as normalizing, watch_backward() as taken:
             results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
-            effects = replace(effects, written_parameters=frozenset(written))
+            effects = replace(effects, written_parameters=frozenset(written), moved_parameters=frozenset(moved))
         if any(taken):
             raise BadLoss(
                 "loss(model, batch) calls backward() itself, and its result is differentiated once more: leave "
@@ -83,6 +90,34 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
             _refuse_without_gradient(whole, results[0])
         values = tuple(each.detach() for each in results)
         return DryRun(values, drawn, normalizing.values, whole.mean, effects, bool(taken))
+
+
+def _refuse_replaced(whole: ModelWithLoss, tables: Sequence[tuple[str, nn.Module, dict[str, Any]]]) -> None:
+    """Raise PolylaneError if a run has put another parameter in the place of one, or into a module."""
+    for path, module, before in tables:
+        for key, now in module._parameters.items():
+            if now is not before.get(key) and (now is not None or before.get(key) is not None):
+                name = f"{path}.{key}".removeprefix("model.").removeprefix(".")
+                known = {id(tensor): other for other, tensor in whole.named_tensors("parameters") if other != name}
+                of = f"the parameter {known[id(now)]}" if id(now) in known else "another parameter"
+                # The user's own forward around it: the module itself may be one of torch's.
+                around = [type(outer).forward for at, outer, _ in reversed(tables) if at != "" and is_inside(path, at)]
+                lines = [source_line_of(each) for each in (*around, whole.loss_function)]
+                line = next((each for each in lines if is_project_file(each.rpartition(":")[0])), "")
+                raise PolylaneError(
+                    f"the loss puts {of} in the place of {name} while it runs{format_line(line)}, which the optimizer "
+                    "was not given under that name: assign it before, where the model is built"
+                )
+
+
+def _mark_written(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what a write changes: the address, the version that operators count, and sums, which ``.data`` changes."""
+    if tensor.is_meta or tensor.layout != torch.strided:
+        return None, tensor._version
+    with torch.no_grad():
+        values = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+        sums = str([float(values.sum(dtype=torch.float64)), float(values.abs().sum(dtype=torch.float64))])
+    return tensor.data_ptr(), tensor._version, sums
 
 
 def run_forward(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: str = "the example batch") -> None:

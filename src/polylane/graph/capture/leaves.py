@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 
 from polylane.errors import PolylaneError
@@ -115,9 +116,27 @@ class LeafCall:
         outputs: list[Tensor] = [leaves[position] for position in self.output_positions]
         return outputs if wanted or not self.takes_gradients else [output.detach() for output in outputs]
 
+    @contextmanager
+    def tensors_in_place(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        """Context manager: the module has the tensors of a call in the places of its own.
+
+        For the backward pass of that call, in which the user's Python may run the module again: an adjoint method, a
+        checkpoint, a hook on a gradient.
+
+        Args:
+            tensors: the call's tensors, of which the first are the module's.
+        """
+        own = dict(zip(self.parameters + self.buffers, tensors, strict=False))
+        current = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        stand_ins = {id(current[name]): tensor for name, tensor in own.items() if current[name] is not tensor}
+        placed: Any = stateless._reparametrize_module
+        named = _every_name(self.module, stand_ins)
+        with references_replaced(self.module, stand_ins), placed(self.module, named) if named else nullcontext():
+            yield
+
     def _run(self, own: dict[str, Tensor], args: Any, kwargs: Any) -> Any:
         current = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
-        named = dict(own)
+        named, memory = dict(own), {name: own[name].data for name in self.parameters}
         # The given tensors are the module's own: it can be called as it is, without functional_call.
         if all(current[name] is tensor for name, tensor in own.items()):
             result = self.module(*args, **kwargs)
@@ -128,6 +147,9 @@ class LeafCall:
             replaced = references_replaced(self.module, stand_ins), parameters_replaced(self.path)
             with replaced[0], replaced[1], _freezing_refused(self.path, own):
                 result = torch.func.functional_call(self.module, named, args, kwargs, tie_weights=False)
+        for name, before in memory.items():
+            if _address(own[name]) != _address(before):  # parameter.data = new: the module's own gets it too
+                _take_data(name, current[name], own[name], before)
         for name in self.buffers:
             if named[name] is not own[name]:  # self.buffer = new: the old buffer takes the value
                 own[name].copy_(named[name].detach())
@@ -135,6 +157,25 @@ class LeafCall:
                     owner, _, key = name.rpartition(".")
                     self.module.get_submodule(owner)._buffers[key] = own[name]
         return result
+
+
+def _address(tensor: Tensor) -> int:
+    # A value of an export, or of torch.func, has no memory.
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
+
+
+def _take_data(name: str, parameter: Tensor, written: Tensor, before: Tensor) -> None:
+    """Give a module's parameter the data that its forward has given to what stands in its place.
+
+    Raises:
+        PolylaneError: what stands there is no other face of the parameter's own memory, which would keep old values.
+    """
+    if parameter is not written and _address(parameter) != _address(before):
+        raise PolylaneError(
+            f"the forward writes the parameter {name} through .data, and under this plan would write a copy of it: "
+            "write it outside of the forward and the loss"
+        )
+    parameter.data = written.data
 
 
 def _every_name(module: nn.Module, stand_ins: Mapping[int, Tensor]) -> dict[str, Tensor]:

@@ -49,7 +49,8 @@ class SideEffects:
         environment_keys: keys of the environment that were read.
         files: absolute paths of the files that were read, or looked for.
         functions_run: code objects of the functions that ran.
-        written_parameters: names of the parameters that were written in place.
+        written_parameters: names of the parameters that were written, by an operator or through ``.data``.
+        moved_parameters: names of those that were given other memory (``parameter.data = new``).
     """
 
     found: tuple[SideEffect, ...] = ()
@@ -58,6 +59,7 @@ class SideEffects:
     files: tuple[str, ...] = ()
     functions_run: frozenset[types.CodeType] = frozenset()
     written_parameters: frozenset[str] = frozenset()
+    moved_parameters: frozenset[str] = frozenset()
 
     def merged_with(self, other: SideEffects) -> SideEffects:
         """Return these effects with the state that another run of the same model kept."""

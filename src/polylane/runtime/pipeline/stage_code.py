@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -40,19 +41,34 @@ class PythonCallWatch:
     def __init__(self) -> None:
         self.current_node: Node | None = None
         self.records: list[WitnessedCall] | None = None  # calls in the forward passes of a step that is checked
+        self._placed = ExitStack()  # of the tensors of a module whose call is in its backward pass
 
-    def watch_backward(self, node: Node, result: Any, arguments: Any) -> None:
-        """Register hooks by which ``node`` is the current one from the gradient of its result to its arguments'."""
+    def watch_backward(self, node: Node, result: Any, arguments: Any, place: Callable[[], Any] = nullcontext) -> None:
+        """Register hooks by which ``node`` is the current one from the gradient of its result to its arguments'.
+
+        Args:
+            node: the node that was called.
+            result: what it returned.
+            arguments: what it was given.
+            place: returns a context manager for its backward pass.
+        """
 
         def begin(_: Any) -> None:
+            self.leave()
             self.current_node = node
+            self._placed.enter_context(place())
 
         def end(_: Any) -> None:
             if self.current_node is node:
-                self.current_node = None
+                self.leave()
 
         _register_prehooks(result, begin)
         _register_prehooks(arguments, end)
+
+    def leave(self) -> None:
+        """End the backward pass of the current node."""
+        self.current_node = None
+        self._placed.close()
 
 
 def _register_prehooks(values: Any, hook: Callable[[Any], None]) -> None:
@@ -78,6 +94,7 @@ class WatchedCall:
         while not isinstance(call, LeafCall) and hasattr(call, "target"):  # wrapped with keys for random numbers
             call = unwrap_settings(call.target)
         own = isinstance(call, LeafCall) and not call.normalizes
+        self.leaf = call if isinstance(call, LeafCall) else None
         self.buffers = slice(len(call.parameters), len(call.parameters) + len(call.buffers)) if own else slice(0)
 
     def _refuse_write(self, part: SampleSlice) -> None:
@@ -104,7 +121,9 @@ class WatchedCall:
         if record is not None:
             self.watch.records.append(record)  # type: ignore[union-attr]
             record_gradients(record, result)
-        self.watch.watch_backward(self.node, result, (args, kwargs))
+        # Tensors that a leaf passed on are not the module's own: these are put in place for its backward pass, too.
+        place = nullcontext if self.leaf is None else partial(self.leaf.tensors_in_place, tensors)
+        self.watch.watch_backward(self.node, result, (args, kwargs), place)
         return result
 
 
