@@ -131,9 +131,9 @@ def put_guard(tensor: Tensor, guard: Guard) -> None:
 
 def remove_guard(tensor: Tensor) -> None:
     """Make a tensor an ordinary one again."""
-    guarded: Any = tensor
-    if isinstance(guarded, _Answers):
-        guarded.__class__ = nn.Parameter if isinstance(tensor, GuardedParameter) else Tensor
+    if isinstance(tensor, _Answers):
+        kind: type = nn.Parameter if isinstance(tensor, GuardedParameter) else Tensor
+        tensor.__class__ = kind  # type: ignore[assignment]
         delattr(tensor, _ATTRIBUTE)
 
 
