@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,7 @@ class Job:
             prepared: the compiled training, the same on every worker.
             world: this worker's rank, device and backend.
             example: an example batch, for its form.
-            clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes, or None.
-            seed: seed for the order of samples and for all random numbers.
+            clip_norm, seed: as of :func:`polylane.parallelize`.
             same_weights: every worker's model has the same weights already (workers forked from one process do).
             connect: makes the transports; default: chosen by where the workers are (shared memory on one host).
 
@@ -229,19 +228,14 @@ class Job:
         return self._role.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the weights and buffers of a whole model, the same on every worker; each keeps its part of them.
-
-        Raises:
-            PolylaneError: names or shapes are not those of :meth:`state_dict`; or replicas or servers have others.
-        """
+        """Take what :meth:`state_dict` returns, the same on every worker; each keeps its part of it."""
         self._role.load_state_dict(state)
 
-    def whole_model(self) -> AbstractContextManager[nn.Module]:
-        """Return a context manager in which :attr:`model` is whole on every worker, to be read or written; collective.
-
-        What is written there, alike on every worker, is trained on.
-        """
-        return self._role.whole_model()
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """Context manager: :attr:`model` is whole on every worker; what all write alike is trained on; collective."""
+        with self._role.whole_model(self.state_dict()) as model:
+            yield model
 
     @collective("job.save")
     def save(self, path: str | Path) -> None:
@@ -362,9 +356,8 @@ class Job:
     def traffic(self) -> list[dict[str, float]]:
         """Return the bytes that every worker sent in a step, the mean over all steps; collective.
 
-        For each worker, by rank: ``"agreement"`` is synchronization between replicas (gradients, weights), ``"stages"``
-        values between stages, ``"operators"`` collectives in split operators, ``"statistics"`` of batches, and norms;
-        ``"theory"`` is what :mod:`polylane.cost.network.sync_volume` gives for the first. Headers are not counted.
+        By rank: ``"agreement"`` between replicas (gradients, weights), ``"stages"`` values between stages,
+        ``"operators"`` in split operators, ``"statistics"`` of batches, and norms; ``"theory"`` for the first. No headers.
         """
         return self._role.gather(self._role.sent_bytes)
 
@@ -372,8 +365,7 @@ class Job:
     def timeline(self, steps: int = 1) -> Timeline:
         """Return the timeline of every worker's last steps, on one clock; collective.
 
-        Unlike :attr:`StepResult.timeline` it also shows asynchronous replicas beside each other, and the updates that
-        dedicated parameter servers made meanwhile.
+        Unlike :attr:`StepResult.timeline` it shows asynchronous replicas, too, and updates of dedicated servers.
 
         Args:
             steps: number of steps, at most :data:`polylane.runtime.pipeline.step_result.STEPS_KEPT`.

@@ -104,8 +104,7 @@ class ServingRole:
         raise PolylaneError("weights cannot be loaded into servers in mid-training: use load_checkpoint")
 
     @contextmanager
-    def whole_model(self) -> Iterator[nn.Module]:
-        state = self.state_dict()
+    def whole_model(self, state: Mapping[str, Tensor]) -> Iterator[nn.Module]:
         with allow_own_calls():
             if state:
                 self._model.load_state_dict(state)

@@ -320,20 +320,14 @@ class TrainingRole:
     @allow_own_calls()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.empty_pipeline()
-        if self.plan.sync.has_servers or self.plan.sync.is_replica_local:
-            raise PolylaneError(
-                f"{','.join(self.plan.sync.to_words())}: weights cannot be loaded in mid-training, where servers or "
-                "replicas have others: load them into the model before it is prepared, or use load_checkpoint"
-            )
         self._full_tensors.load_state_dict(state)
         self._stale.record_whole()
 
     @contextmanager
-    def whole_model(self) -> Iterator[nn.Module]:
-        state = self.state_dict()
+    def whole_model(self, state: Mapping[str, Tensor]) -> Iterator[nn.Module]:
         with allow_own_calls(), self._full_tensors.whole_in_model(state) as written:
             yield self._prepared.model
-        if any(not torch.equal(value, state[name].to(value.device)) for name, value in written.items()):
+        if written:
             self.load_state_dict({**state, **written})
 
     @allow_own_calls()

@@ -62,9 +62,14 @@ class FullTensors:
         """Write full weights and buffers, by the model's own names, into what this worker holds of them; no collective.
 
         Raises:
-            PolylaneError: names or shapes are not those of the model.
+            PolylaneError: names or shapes are not those of the model; or replicas or servers have other weights.
         """
-        holding, tied = self._local_model, self._tied()
+        holding, tied, sync = self._local_model, self._tied(), self._local_model.prepared.plan.sync
+        if sync.has_servers or sync.is_replica_local:
+            raise PolylaneError(
+                f"{','.join(sync.to_words())}: weights cannot be loaded in mid-training, for servers or replicas have "
+                "others: load them into the model before it is prepared, or use load_checkpoint"
+            )
         names = [tied.get(name, name) for name in self._tensors.model.state_dict(keep_vars=True)]
         every = {**self._tensors.parameters(), **self._tensors.buffers()}
         shapes = {name: tuple(holding.shard_spec.shapes.get(name, every[name].shape)) for name in names}
@@ -87,7 +92,11 @@ class FullTensors:
 
     @contextmanager
     def whole_in_model(self, state: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Context manager: the model has the tensors of :meth:`state_dict`; yields those that it has in the end."""
+        """Context manager: the model has the tensors of :meth:`state_dict`.
+
+        Yields:
+            A dict that has all of them in the end if one of them was written inside; else nothing.
+        """
         parameters, written = self._tensors.parameters(), dict[str, Tensor]()
         every = {**parameters, **self._tensors.buffers()}
         own = {name: every[name].data if name in parameters else every[name] for name in state if name in every}
@@ -99,7 +108,8 @@ class FullTensors:
         try:
             yield written
             now = {**self._tensors.parameters(), **self._tensors.buffers()}
-            written.update({name: now[name].detach().clone() for name in own})
+            if any(not torch.equal(now[name], state[name].to(device)) for name in own):
+                written.update({name: now[name].detach().clone() for name in own})
         finally:
             self._tensors.replace_values(own)
             for name, gradient in gradients.items():
