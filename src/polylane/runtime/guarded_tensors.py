@@ -133,7 +133,7 @@ def remove_guard(tensor: Tensor) -> None:
     """Make a tensor an ordinary one again."""
     if isinstance(tensor, _Answers):
         kind: type = nn.Parameter if isinstance(tensor, GuardedParameter) else Tensor
-        tensor.__class__ = kind  # type: ignore[assignment]
+        tensor.__class__ = kind
         delattr(tensor, _ATTRIBUTE)
 
 

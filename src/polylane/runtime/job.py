@@ -213,10 +213,7 @@ class Job:
         return self._role.whole_gradients(self._resolve_objective(objective))
 
     def held(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers that this worker keeps up to date, by the model's own names.
-
-        Sharded ones are shards. A dedicated parameter server holds whole parameters.
-        """
+        """Return what this worker keeps up to date (sharded: shards), by the model's own names; servers: parameters."""
         return self._role.held()
 
     @collective("job.state_dict")

@@ -26,7 +26,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import cast_leaves, clone_leaves, flatten, sample_count
 from polylane.graph.capture.capture import refuse_failing_loss
 from polylane.graph.capture.export import model_restored
-from polylane.graph.precision import to_float64
+from polylane.graph.precision import cast_module, to_float64
 from polylane.graph.python_state.compiler import without_compiler
 from polylane.graph.python_state.module_copies import copy_module
 from polylane.graph.rounding_noise import nudge_values
@@ -73,8 +73,8 @@ def verify(
     """Train on ``batches`` twice, on one worker and by the plan, in float64, and compare.
 
     Args:
-        model: the model to be trained; it is copied, not changed.
-        objective: the loss with its optimizer and scheduler; a loss that is a module is copied.
+        model: the model to be trained; it is in float64 meanwhile, and not changed: forked processes train it.
+        objective: the loss with its optimizer and scheduler.
         batches: whole (global) batches, one for each step.
         plan: how the training is split; its workers are forked here.
         clip_norm: bound on the 2-norm of all gradients; None: gradients are not clipped.
@@ -90,14 +90,16 @@ def verify(
         raise PolylaneError("there is no batch to verify with")
     model = without_compiler(model)  # before it is copied, which a compiled one cannot be
     refuse_unusable_modules(model)
-    model, objective = copied_module(model), objective_in_float64(objective)
     if is_on_meta(model):  # the reference trains all weights in one process
+        model = copied_module(model)
         materialize(model, init, seed, torch.device("cpu"), lambda name, whole: whole)
-    model = to_float64(model)
-    example = batch_in_float64(batches[0])
-    prepared = compile_training(TrainingProblem(model, {objective.name: objective}, example, in_float64=True), plan)
-    check_it_runs(prepared, batches[0])
-    return verify_compiled(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
+    modules = nn.ModuleList([model, *([objective.loss] if isinstance(objective.loss, nn.Module) else [])])
+    # The model itself: a copy would lack what refers to its parameters (hooks, optimizers in them, closures).
+    with cast_module(modules, torch.float64):
+        example = batch_in_float64(batches[0])
+        prepared = compile_training(TrainingProblem(model, {objective.name: objective}, example, in_float64=True), plan)
+        check_it_runs(prepared, batches[0])
+        return verify_compiled(prepared, batches, clip_norm=clip_norm, seed=seed, tolerance=tolerance)
 
 
 def refuse_failing_dtypes(model: nn.Module, objective: Objective, batch: Any, plan: Spec | Plan) -> None:

@@ -9,49 +9,92 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
+from polylane.graph.python_state.own_objects import (
+    PLAIN,
+    is_filled,
+    is_of_project_class,
+    is_project_file,
+    names_in_code,
+)
+
+_MOST = 1_000  # values that are looked into: this is done in every call of a module that stays whole
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
 @contextmanager
 def references_replaced(module: nn.Module, replacements: Mapping[int, Tensor]) -> Iterator[None]:
-    """Context manager: replace tensors in lists, tuples and dictionaries among the attributes of modules.
+    """Context manager: replace tensors that attributes of modules refer to: in containers, closures, objects, globals.
 
     Args:
         module: the module in whose submodules' attributes, and in itself, is looked.
         replacements: by the id of a tensor, the one that takes its place.
     """
     undo: list[Callable[[], None]] = []
+    seen = set[int]()
     try:
         for inner in module.modules() if replacements else ():
             for name, value in list(vars(inner).items()):
-                if name not in _TABLES and isinstance(value, (Tensor, list, tuple, dict)):
-                    _replace_item(vars(inner), name, replacements, undo)
+                if name not in _TABLES and not isinstance(value, nn.Module) and type(value) not in PLAIN:
+                    _replace_item(vars(inner), name, replacements, undo, seen)
         yield
     finally:
         for put_back in reversed(undo):
             put_back()
 
 
-def _replace_item(owner: Any, key: Any, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]]) -> None:
+def _replace_item(
+    owner: Any, key: Any, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]], seen: set[int]
+) -> None:
     value = owner[key]
-    replaced = _replace(value, replacements, undo)
+    replaced = _replace(value, replacements, undo, seen)
     if replaced is not value:
         owner[key] = replaced
         undo.append(partial(owner.__setitem__, key, value))
 
 
-def _replace(value: Any, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]]) -> Any:
-    """Return what takes a value's place: lists and dictionaries are changed themselves, tuples made anew."""
+def _replace(value: Any, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]], seen: set[int]) -> Any:
+    """Return what takes a value's place: lists, dictionaries and closures are changed themselves, tuples made anew."""
     if isinstance(value, Tensor):
         return replacements.get(id(value), value)
     if type(value) is tuple:
-        made = tuple(_replace(inner, replacements, undo) for inner in value)
+        made = tuple(_replace(inner, replacements, undo, seen) for inner in value)
         return made if any(a is not b for a, b in zip(made, value, strict=True)) else value
+    if type(value) is partial:
+        made = _replace(value.args, replacements, undo, seen)
+        _replace(value.keywords, replacements, undo, seen)
+        called = _replace(value.func, replacements, undo, seen)
+        return value if made is value.args and called is value.func else partial(called, *made, **value.keywords)
+    if id(value) in seen or len(seen) > _MOST or type(value) in PLAIN or isinstance(value, (nn.Module, type)):
+        return value
+    seen.add(id(value))
     if type(value) in (list, dict):
         for key in range(len(value)) if isinstance(value, list) else list(value):
-            _replace_item(value, key, replacements, undo)
+            _replace_item(value, key, replacements, undo, seen)
+    elif isinstance(value, MethodType):
+        _replace(value.__self__, replacements, undo, seen)
+    elif isinstance(value, FunctionType) and is_project_file(value.__code__.co_filename):
+        for cell in value.__closure__ or ():
+            if is_filled(cell):
+                _replace_cell(cell, replacements, undo, seen)
+        for name in names_in_code(value.__code__) & value.__globals__.keys():
+            if not isinstance(value.__globals__[name], ModuleType):
+                _replace_item(value.__globals__, name, replacements, undo, seen)
+    elif is_of_project_class(value) and isinstance(getattr(value, "__dict__", None), dict):
+        for name in list(vars(value)):
+            _replace_item(vars(value), name, replacements, undo, seen)
     return value
+
+
+def _replace_cell(
+    cell: CellType, replacements: Mapping[int, Tensor], undo: list[Callable[[], None]], seen: set[int]
+) -> None:
+    value = cell.cell_contents
+    replaced = _replace(value, replacements, undo, seen)
+    if replaced is not value:
+        cell.cell_contents = replaced
+        undo.append(partial(setattr, cell, "cell_contents", value))
