@@ -13,9 +13,7 @@ from polylane.compile.objectives import build_objectives
 from polylane.verify.verify import verify
 from training import batch_of, classify
 
-BATCHES = [
-    tuple(value.float() if value.is_floating_point() else value for value in batch_of(8, seed)) for seed in (0, 1)
-]
+BATCH = batch_of(8)[0].float(), batch_of(8)[1]
 OPTIMIZERS: dict[int, torch.optim.Optimizer] = {}
 
 

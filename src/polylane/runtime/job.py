@@ -69,7 +69,8 @@ class Job:
             prepared: the compiled training, the same on every worker.
             world: this worker's rank, device and backend.
             example: an example batch, for its form.
-            clip_norm, seed: as of :func:`polylane.parallelize`.
+            clip_norm: bound on the gradients' 2-norm over all parameters that the optimizer takes, or None.
+            seed: seed for the order of samples and for all random numbers.
             same_weights: every worker's model has the same weights already (workers forked from one process do).
             connect: makes the transports; default: chosen by where the workers are (shared memory on one host).
 

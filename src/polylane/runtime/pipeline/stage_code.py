@@ -46,11 +46,7 @@ class PythonCallWatch:
     def watch_backward(self, node: Node, result: Any, arguments: Any, place: Callable[[], Any] = nullcontext) -> None:
         """Register hooks by which ``node`` is the current one from the gradient of its result to its arguments'.
 
-        Args:
-            node: the node that was called.
-            result: what it returned.
-            arguments: what it was given.
-            place: returns a context manager for its backward pass.
+        ``place`` returns a context manager, which is entered for that time.
         """
 
         def begin(_: Any) -> None:
