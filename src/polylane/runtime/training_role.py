@@ -75,10 +75,7 @@ class TrainingRole:
         same_weights: bool = True,
         connect: Connect | None = None,
     ) -> None:
-        """Bind a compiled training to this worker; arguments as of :class:`polylane.runtime.job.Job`.
-
-        Collective: all workers, dedicated servers too, construct their roles at the same time.
-        """
+        """Bind a compiled training to this worker; see :class:`polylane.runtime.job.Job`; collective, servers too."""
         if world.device.type == "cpu":
             allocator.retain_freed_memory()
         everyone, world = world, world.first_workers(prepared.plan.workers)
@@ -231,31 +228,27 @@ class TrainingRole:
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
+    @allow_own_calls()
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
         self._pause_training()
         own = self._own(batch)
         if own.is_collated:
             self._checks.refuse_unequal_sizes(own)
-        with allow_own_calls(), self.world.progress.during(Phase.COMPILING):
+        with self.world.progress.during(Phase.COMPILING):
             lane = self._cache.compiled_for(name, own, training=False)
         self._holding.buffers.receive_updates(lane.buffers)
         with (
             self.world.progress.during(Phase.EVALUATING),
             torch.no_grad(),
-            allow_own_calls(),
             self._rule.averaged_weights(),
             self._binding.restoring_python_state(lane.partition),
         ):
             state = self._run("evaluation", lane, own, 0, lambda state: None)
-        sums = self._summed(state, range(self.world.size))
+        total, count = self._start_sum(state, range(self.world.size)).wait().tolist()
+        sums = float(total), float(count)
         # Dedicated servers take part in no pass: they receive the result of every collective call from rank 0.
         self._rule.broadcast_result(CollectiveCall.EVALUATE, sums)
         return sums
-
-    def _summed(self, state: StepState, ranks: Sequence[int]) -> tuple[float, float]:
-        """Sum the loss over some workers, as (total, count); collective among them."""
-        total, count = self._start_sum(state, ranks).wait().tolist()
-        return total, count
 
     def _start_sum(self, state: StepState, ranks: Sequence[int]) -> PendingTransfer:
         return self._transport.all_reduce(state.sums(self.world.device), ranks)
@@ -263,12 +256,7 @@ class TrainingRole:
     # ---- data and weights --------------------------------------------------------------------------------------------
 
     def epoch(self, dataset: Any, batch_size: int, epoch: int, *, drop_last: bool, **how: Any) -> Iterator[Batch]:
-        """Yield the batches of one epoch, with this worker's samples.
-
-        Args:
-            dataset, batch_size, drop_last, how: the same arguments as of :meth:`polylane.runtime.job.Job.batches`.
-            epoch: number of the epoch, which determines the order of samples.
-        """
+        """Yield the batches of one epoch, with this worker's samples; see :meth:`polylane.runtime.job.Job.batches`."""
         # A tensor of the whole batch may name its samples by position: nobody collates one from a part of them.
         whole = self._prepared.reads_whole_batches or self._cache.has_common_tensors
         how |= {"shares": self.shares, "whole": whole}
@@ -406,6 +394,7 @@ class TrainingRole:
     def updates(self) -> tuple[tuple[ServerUpdate, ...], ...]:
         return self._rule.server_updates()
 
+    @allow_own_calls()
     def close(self) -> None:
         """Wait for all messages of this worker, end its connections, and leave the other workers."""
         self.empty_pipeline()

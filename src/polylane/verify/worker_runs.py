@@ -14,6 +14,7 @@ from typing import Any
 from polylane.graph.python_state.gradient_hooks import has_gradient_hooks
 from polylane.runtime.job import Job
 from polylane.runtime.parameters.model_tensors import replace_data
+from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.record import ComparedTraining
@@ -31,6 +32,7 @@ def run_on_workers(training: ComparedTraining, *runs: Callable[[Job], Any]) -> l
     if len(runs) > 1 and not can_start_again(training):
         return [each for run in runs for each in run_on_workers(training, run)]
 
+    @allow_own_calls()  # a proof looks at what each worker holds, and puts whole weights back between runs
     def run_each(context: WorkerContext) -> list[Any]:
         start_again = record_start(training) if len(runs) > 1 else None
         results = []
