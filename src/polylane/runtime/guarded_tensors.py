@@ -29,8 +29,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from polylane.errors import PolylaneError
 
-_ATTRIBUTE = "_polylane_guard"
-
 # What is the same of a part and of the whole.
 _METADATA = """
     dtype device layout requires_grad requires_grad= requires_grad_ is_leaf is_floating_point is_complex is_cuda is_meta
@@ -125,7 +123,7 @@ class GuardedTensor(_Answers, Tensor):
 
 def put_guard(tensor: Tensor, guard: Guard) -> None:
     """Let a guard answer for a tensor, which stays the same object."""
-    setattr(tensor, _ATTRIBUTE, guard)
+    tensor._polylane_guard = guard  # type: ignore[attr-defined]
     tensor.__class__ = GuardedParameter if isinstance(tensor, nn.Parameter) else GuardedTensor
 
 
@@ -134,11 +132,11 @@ def remove_guard(tensor: Tensor) -> None:
     if isinstance(tensor, _Answers):
         kind: type = nn.Parameter if isinstance(tensor, GuardedParameter) else Tensor
         tensor.__class__ = kind
-        delattr(tensor, _ATTRIBUTE)
+        del tensor._polylane_guard  # type: ignore[attr-defined]
 
 
 def _guard_of(value: Any) -> Guard | None:
-    return getattr(value, _ATTRIBUTE, None) if isinstance(value, _Answers) else None
+    return getattr(value, "_polylane_guard", None) if isinstance(value, _Answers) else None
 
 
 def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

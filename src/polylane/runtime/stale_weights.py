@@ -30,7 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.graph import Graph
-from polylane.runtime.guarded_tensors import Guard, StaleWeights, put_guard, remove_guard
+from polylane.runtime.guarded_tensors import Guard, GuardedParameter, GuardedTensor, StaleWeights, remove_guard
 from polylane.runtime.parameters.local_model import LocalModel
 
 
@@ -63,11 +63,19 @@ class StaleTensors:
         self._object_ids = {name: id(tensor) for name, tensor in named.items()}
         # Tensors of other stages, or of one replica, to which the script has given whole values since the last step.
         self._given = set[int]()
-        self._guards = {
-            name: replace(guard, record_write=partial(self._record_write, name))
-            for name, guard in (guards or {}).items()
+        # Where the guarded tensors are, to find them in every step without a walk through the model.
+        tables = {
+            f"{path}.{key}" if path else key: (table, key)
+            for path, module in model.named_modules(remove_duplicate=False)
+            for table in (module._parameters, module._buffers)
+            for key in table
         }
-        self._guarded: list[Tensor] = []
+        self._places = [
+            (name, *tables[name], replace(guard, record_write=partial(self._record_write, name)))
+            for name, guard in (guards or {}).items()
+        ]
+        self._worded = dict[tuple[str, str], Guard]()
+        self._guarded: list[Any] = []
         for other in [each for each in _TRACKED if each._model() in (model, None)]:
             other.unguard()
             _TRACKED.remove(other)
@@ -124,19 +132,24 @@ class StaleTensors:
 
     def guard(self) -> None:
         """Guard the tensors that are not whole now, until :meth:`unguard`."""
-        if not self._guards or (model := self._model()) is None:
-            return
-        named = _named_tensors(model)
-        for name, guard in self._guards.items():
-            tensor = named.get(name)
-            if tensor is not None and (why := self._why(name, tensor) or guard.is_served * guard.why):
-                put_guard(tensor, replace(guard, why=why, is_served=guard.is_served and why == guard.why))
-                self._guarded.append(tensor)
+        # Written out, as unguard() is: this is done in every step.
+        for name, table, key, guard in self._places:
+            tensor: Any = table.get(key)
+            if tensor is None or not (why := self._why(name, tensor) or guard.is_served * guard.why):
+                continue
+            if (name, why) not in self._worded:
+                self._worded[name, why] = replace(guard, why=why, is_served=guard.is_served and why == guard.why)
+            tensor._polylane_guard = self._worded[name, why]
+            tensor.__class__ = GuardedParameter if isinstance(tensor, nn.Parameter) else GuardedTensor
+            self._guarded.append(tensor)
 
     def unguard(self) -> None:
         """Make all tensors ordinary ones again."""
         for tensor in self._guarded:
-            remove_guard(tensor)
+            kind = type(tensor)
+            if kind is GuardedParameter or kind is GuardedTensor:
+                tensor.__class__ = nn.Parameter if kind is GuardedParameter else Tensor
+                del tensor._polylane_guard
         self._guarded.clear()
 
 

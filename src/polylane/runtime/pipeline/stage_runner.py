@@ -196,7 +196,6 @@ class StageRunner:
     def _propagate(self, microbatch: int, gradients: Mapping[str, Tensor], seed: Tensor | None) -> dict[str, Tensor]:
         """Go back through a microbatch's autograd graph; weights of code in two halves get no gradient yet."""
         live = self.live_microbatches.pop(microbatch)
-        self.code.watch.leave()
         roots = [(live.outputs[name], grad) for name, grad in gradients.items() if live.outputs[name].requires_grad]
         # A Mean's count is not a root: the gradient is taken of its total alone.
         if seed is not None and live.loss[0].requires_grad:
@@ -207,6 +206,7 @@ class StageRunner:
             torch.autograd.backward([value for value, _ in roots], [grad for _, grad in roots])
         if live.deferred is not None:
             live.deferred.is_recording = False
-        self.code.watch.leave()
+        if self.code.watch.current_node is not None:  # nothing below it needs a gradient
+            self.code.watch.leave()
         inputs = {name: live.inputs[name] for name in self.differentiable_inputs if name in live.inputs}
         return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in inputs.items()}
