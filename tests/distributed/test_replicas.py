@@ -178,3 +178,12 @@ def test_no_module_is_refused() -> None:
         polylane.data_parallel()
     with pytest.raises(PolylaneError, match=r"nn\.Module"):
         polylane.data_parallel(3)  # type: ignore[arg-type]
+
+
+def test_what_it_returns_is_no_module() -> None:
+    """Who uses it as they use a wrapped model is told so, whatever they ask of it first."""
+    replicas = polylane.data_parallel(nn.Linear(2, 2))
+    for use in (lambda: replicas.named_parameters(), lambda: replicas(torch.zeros(1, 2)), lambda: replicas.train()):
+        with pytest.raises(PolylaneError, match=r"returns no module, .* inside of a loop over its batches\(\)"):
+            use()
+    assert not hasattr(replicas, "module")

@@ -27,6 +27,10 @@ from polylane.runtime.transport.choose import choose_transport
 from polylane.runtime.workers.world import World
 
 
+class NoModule(PolylaneError, AttributeError):
+    """A use of what :func:`polylane.data_parallel` returns as if it were the model."""
+
+
 class DataParallel:
     """Models replicated on every worker, each of which trains on its own samples of every batch (as torch's DDP).
 
@@ -78,6 +82,15 @@ class DataParallel:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(OwnHook(self._refuse_unseeded))
         self.world.progress.enter(Phase.SCRIPT)
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoModule(
+            f"polylane.data_parallel returns no module, and has no {name}: call and ask the model that you gave it, which "
+            "is the same object, inside of a loop over its batches()"
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__getattr__("forward")
 
     def batches(
         self,
