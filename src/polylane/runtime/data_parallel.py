@@ -85,8 +85,8 @@ class DataParallel:
 
     def __getattr__(self, name: str) -> Any:
         raise NoModule(
-            f"polylane.data_parallel returns no module, and has no {name}: call and ask the model that you gave it, which "
-            "is the same object, inside of a loop over its batches()"
+            f"polylane.data_parallel returns no module, and has no {name}: call and ask the model that you gave it, "
+            "which is the same object, inside of a loop over its batches()"
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

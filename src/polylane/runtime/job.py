@@ -355,7 +355,7 @@ class Job:
         """Return the bytes that every worker sent in a step, the mean over all steps; collective.
 
         By rank: ``"agreement"`` between replicas (gradients, weights), ``"stages"`` values between stages,
-        ``"operators"`` in split operators, ``"statistics"`` of batches, and norms; ``"theory"`` for the first. No headers.
+        ``"operators"`` in split ones, ``"statistics"`` of batches, and norms; ``"theory"`` for the first. No headers.
         """
         return self._role.gather(self._role.sent_bytes)
 

@@ -1,8 +1,6 @@
 """Training role of a job: a worker that computes a part of the model; its methods are those of the job.
 
-Its parts are made elsewhere: the programs that a step runs (:mod:`polylane.runtime.program_binder`), the tensors that
-this worker holds (:mod:`polylane.runtime.parameters.local_model`), the optimizers
-(:mod:`polylane.runtime.parameters.update`), and gradient sync (:mod:`polylane.runtime.sync.gradient_sync`).
+Its parts: :mod:`~polylane.runtime.program_binder`, :mod:`~polylane.runtime.parameters.local_model` and ``.update``.
 """
 
 from __future__ import annotations
@@ -53,7 +51,7 @@ from polylane.runtime.sync.parameter_server.host import open_server_host
 from polylane.runtime.sync.parameter_server.update_log import ServerUpdate
 from polylane.runtime.traffic_report import count_traffic
 from polylane.runtime.transport import clock
-from polylane.runtime.transport.protocol import PendingTransfer, TransportCounters
+from polylane.runtime.transport.protocol import TransportCounters
 from polylane.runtime.workers import allocator
 from polylane.runtime.workers.world import World
 
@@ -150,8 +148,7 @@ class TrainingRole:
             with progress.during(Phase.COMPILING):
                 self._is_last_step_local = self._rule.is_replica_local(name)
                 lane = self._cache.compiled_for(name, own, True, self._is_last_step_local, draws)
-            # The host may run ahead of the all-reduce of earlier losses, but not without bound.
-            self._limit_in_flight(self._rule.max_steps_in_flight)
+                self._limit_in_flight(self._rule.max_steps_in_flight)
             for each in self._trainers.values():
                 each.set_mode(training=True)
             trainer.zero_grad()
@@ -213,7 +210,7 @@ class TrainingRole:
             together = (
                 replica_ranks(self.plan, self.world.rank) if lane.executor.is_replica_local else range(self.world.size)
             )
-            count = self._start_sum(state, together).wait()[1]
+            count = self._transport.all_reduce(state.sums(self.world.device), together).wait()[1]
             # On an accelerator nobody waits for the count: where it is 0, the gradients are left as they are.
             if self.world.device.type != "cpu":
                 trainer.scale_gradients(torch.where(count == 0, 1.0, state.samples_in_mean / count))
@@ -244,14 +241,11 @@ class TrainingRole:
             self._binding.restoring_python_state(lane.partition),
         ):
             state = self._run("evaluation", lane, own, 0, lambda state: None)
-        total, count = self._start_sum(state, range(self.world.size)).wait().tolist()
+        total, count = self._transport.all_reduce(state.sums(self.world.device), range(self.world.size)).wait().tolist()
         sums = float(total), float(count)
         # Dedicated servers take part in no pass: they receive the result of every collective call from rank 0.
         self._rule.broadcast_result(CollectiveCall.EVALUATE, sums)
         return sums
-
-    def _start_sum(self, state: StepState, ranks: Sequence[int]) -> PendingTransfer:
-        return self._transport.all_reduce(state.sums(self.world.device), ranks)
 
     # ---- data and weights --------------------------------------------------------------------------------------------
 
