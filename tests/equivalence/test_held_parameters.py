@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import covering
+from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from training import Pairs, Trained, adamw, assert_same, sgd, workers
@@ -201,6 +202,19 @@ def by_plan(case: Case, plan: str) -> list[Trained]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return workers(work, model, plan, loss=case.loss, **options)
+
+
+def test_a_group_that_is_added_later_is_refused() -> None:
+    def work(job: Job) -> None:
+        job.step(batch_of(0))
+        job.optimizer.add_param_group({"params": list(job.model.heads.parameters())})
+        job.step(batch_of(1))
+
+    def factory(parameters: Pairs) -> Any:
+        return torch.optim.SGD([p for name, p in parameters if not name.startswith("heads")], lr=0.1)
+
+    with pytest.raises(PolylaneError, match="further parameters after the training was prepared"):
+        workers(work, Net(), "data=1", loss=loss, optimizer=factory, example=batch_of(0))
 
 
 @pytest.mark.parametrize(("name", "plan"), covering.one_in(5, covering.pairs(CASES, PLANS), several=True))

@@ -42,6 +42,7 @@ class RequiredGradients:
         self._names, self._tensors = [name for name, _ in pairs], [tensor for _, tensor in pairs]
         self._first = self._known = [tensor.requires_grad for tensor in self._tensors]
         self._told: list[str] = []  # what the last update changed here
+        self._trainers, self._sizes = trainers, {name: _count_held(each) for name, each in trainers.items()}
         self._result: StepResult | None = None
 
     def changed_names(self) -> list[str]:
@@ -98,7 +99,17 @@ class RequiredGradients:
         self._result = result
 
     def agree(self) -> None:
-        """Follow what the last update has changed on other workers; a collective of all that train."""
+        """Follow what the last update has changed on other workers; a collective of all that train.
+
+        Raises:
+            PolylaneError: an optimizer has got further parameters since the training was prepared.
+        """
+        for name, trainer in self._trainers.items():
+            if _count_held(trainer) > self._sizes[name]:
+                raise PolylaneError(
+                    "the optimizer has got further parameters after the training was prepared (add_param_group?): give "
+                    "it all of them at first, in groups, and freeze with requires_grad_(False) those that are to wait"
+                )
         self.follow()
         result, self._result = self._result, None
         if result is None or not self._apart or not self._waits or self._size == 1 or not result.changes:
@@ -122,3 +133,8 @@ class RequiredGradients:
         self.follow()
         states = zip(self._names, self._first, self._known, strict=True)
         self.follow([name for name, first, now in states if turned.get(name, first) is not now])
+
+
+def _count_held(trainer: ObjectiveUpdate) -> int:
+    """Return how many parameters, or shards of them, an optimizer has on this worker."""
+    return sum(len(group["params"]) for group in trainer.optimizer.param_groups)
