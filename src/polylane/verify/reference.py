@@ -99,10 +99,20 @@ class ReferenceModel:
         # In the warm-up steps of local SGD replicas still share gradients: these steps take whole batches.
         self.whole_loop = ReferenceLoop(training, self.trained_parameters) if replicas > 1 else self.loop
         self.names = {id(p): name for name, p in named}
+        self._required = {name: p.requires_grad for name, p in named}
 
     def follow(self, training: ComparedTraining) -> None:
         """Go on with other batches of the same training, each of which may have a form of its own."""
         self._training = self.loop.training = self.whole_loop.training = training
+
+    def require_gradients(self, turned: Mapping[str, bool]) -> None:
+        """Freeze and unfreeze parameters.
+
+        Args:
+            turned: by name, whether a parameter requires a gradient; others do as they did at the start.
+        """
+        for name, parameter in self.loop.tensors.parameters().items():
+            parameter.requires_grad_(turned.get(name, self._required[name]))
 
     def named_tensors(self) -> dict[str, Tensor]:
         """Return weights and buffers by name, not copied."""

@@ -213,6 +213,7 @@ class StepReplay:
                 held = next((n for n in (PREFIX + name + variant, PREFIX + name) if state.has(n)), None)
                 if held is not None:
                     state.fill(held, whole_region(tensor.shape), tensor)
+        model.require_gradients(plain.get("requires_grad", {}))
         parts = {n: OptimizedPart(p, whole_region(p.shape)) for n, p in model.trained_parameters.items()}
         restore_optimizer(self._objective, model.optimizer, parts, plain, state.fill, variant)
         restore_options(self._objective, model.optimizer, model.scheduler, plain)
