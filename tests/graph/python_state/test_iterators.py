@@ -65,6 +65,20 @@ def test_what_goes_forward_is_seen_and_put_back(make: Callable[[], Iterator[Any]
         assert owner.direct is owner.table["kept"] and owner.still is still
 
 
+def test_an_iterator_in_a_closure_of_a_table() -> None:
+    """A hook of a module counts in its closure: the table of hooks is the module's, the closure is the function's."""
+    passes = itertools.count()
+
+    def hook() -> int:
+        return next(passes)
+
+    owner: Any = SimpleNamespace(hooks={0: hook})
+    restore = snapshot_names([PythonName(owner, "hooks", "hooks", "attribute")], ())
+    for _ in range(2):
+        assert (owner.hooks[0](), owner.hooks[0]()) == (0, 1)
+        restore()
+
+
 def numbered() -> Iterator[int]:
     yield from range(9)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
 import random
 import types
@@ -122,12 +121,17 @@ class _Snapshot:
         elif isinstance(value, types.FunctionType):
             for cell in value.__closure__ or () if is_project_file(value.__code__.co_filename) else ():
                 if is_filled(cell):
-                    self.contents.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
+                    self._reference(cell, "cell_contents", cell.cell_contents)
         elif isinstance(value, nn.Module) or is_of_project_class(value):
             if hasattr(value, "__dict__"):
                 self._contents(value.__dict__)
             for name, own in slots_of(value).items():
-                self.contents.append(functools.partial(object.__setattr__, value, name, own))
+                self._reference(value, name, own)
+
+    def _reference(self, owner: Any, name: str, value: Any) -> None:
+        """Record what a closure's variable or a slot refers to."""
+        again = self.of(value) if is_built_in_iterator(value) else lambda: value
+        self.contents.append(lambda: object.__setattr__(owner, name, again()))
 
     def _contents(self, value: Any) -> None:
         kept: Any = dict(value) if isinstance(value, dict) else list(value)
