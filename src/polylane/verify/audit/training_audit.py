@@ -251,8 +251,8 @@ class TrainingAudit:
         if self._auditor is not None:
             decision = self._decide(step, begins_epoch)
             if decision.audits and not self._start.reads_data:
-                leaves, why = self._take_leaves(batch)
-                decision = replace(decision, audits=not why, note=why) if why else decision
+                leaves, note = self._take_leaves(batch)
+                decision = replace(decision, audits=leaves is not None, note=note)
         decision = self._hear(decision)
         if decision.audits:
             try:
@@ -280,14 +280,17 @@ class TrainingAudit:
         self._schedule.count_stall(time.perf_counter() - started, True)
 
     def _take_leaves(self, batch: Any) -> tuple[Sequence[Any] | None, str]:
-        """Return copies of a whole batch's leaves, for a step may write into them; or why it cannot be had."""
+        """Return copies of a whole batch's leaves, for a step may write into them; or why none can be had.
+
+        Of a step whose batch is here in part there are none: workers read the batches 1, 2, 4, 8, ... whole.
+        """
         if isinstance(batch, Batch):
             structure = self._structure if batch.form is None else batch.form.structure
             leaves, is_whole = batch.leaves, batch.is_whole
         else:
             structure, leaves, is_whole = batch_structure(batch), flatten(batch)[0], True
         if not is_whole:
-            return None, "each worker reads only its own samples, and no process has the whole batch"
+            return None, ""
         if structure != self._structure:
             return None, "a batch has another form than the example"
         return [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in clone_leaves(leaves)], ""
