@@ -29,6 +29,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "numpy": (lambda: {"in": (ROWS, np.zeros(4))}, r"batch\['in'\]\[1\] is a numpy array"),
     "numbers": (lambda: (ROWS, [1, 2, 3, 4]), r"batch\[1\] is a list of numbers"),
     "unequal": (lambda: (ROWS, [ROWS[0, :n] for n in (1, 2, 3, 2)]), r"batch\[1\] is a list of tensors"),
+    "records": (lambda: [{"x": ROWS[:, :n], "y": ROWS[:n]} for n in (1, 2)], "the batch is a list of dicts whose"),
     "own": (Own, "batch is of your own class Own"),
 }
 

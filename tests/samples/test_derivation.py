@@ -79,6 +79,14 @@ def ordered(x: Tensor, what: Callable[[Tensor], Tensor]) -> Tensor:
     return what(x[order])[order.argsort()]
 
 
+def flat(x: Tensor, columns: Tensor, distance: int = 4, off: int = 0) -> Tensor:
+    """Means of some of a sample's four rows, read by flat numbers of all rows."""
+    numbers = torch.arange(len(x))[:, None] * distance + columns
+    numbers = numbers + off if off else numbers
+    rows = x.reshape(-1, 2)[numbers.flatten()].tanh()
+    return x * rows.view(len(x), -1, 2).mean(1).repeat(1, 4)
+
+
 BREAKING: dict[str, Callable[[Tensor], Tensor]] = {
     "sort": lambda x: x.sort(0).values,
     "argsort": lambda x: x[x[:, 0].argsort()],
@@ -116,6 +124,9 @@ BREAKING: dict[str, Callable[[Tensor], Tensor]] = {
     "sorted, sizes of groups": lambda x: (
         x * torch.histc(x.argmax(1).sort().values.float(), 8, 0, 7)[x.argmax(1)][:, None]
     ),
+    "flat numbers at half the distance": lambda x: flat(x, x[:, :2].topk(1).indices, distance=2),
+    "flat numbers less one": lambda x: flat(x, x[:, :4].topk(2).indices, off=-1),
+    "another's column": lambda x: x * x.T[x.argmax(1), torch.arange(len(x)).flip(0)][:, None],
     "added to another row": lambda x: by_expert(x, turned=False, off=1),
     "put to another row": lambda x: torch.zeros_like(x).index_put((x[:, 0].argsort(),), x),
     "written to one sample": lambda x: written(x, lambda out: out[0], lambda x: x[0]),
@@ -131,6 +142,17 @@ KEEPING: dict[str, Callable[[Tensor], Tensor]] = {
     "interleaved": lambda x: x.repeat_interleave(2, 0).unflatten(0, (-1, 2)).sum(1),
     "features turned": lambda x: x.flip(1).roll(2, -1).cumsum(1),
     "its own row": lambda x: x[torch.arange(len(x))[:, None], torch.arange(7, -1, -1)],
+    "flat numbers of its own rows": lambda x: flat(x, x[:, :4].topk(2).indices),
+    "flat numbers, the same columns of all": lambda x: flat(x, torch.arange(3)),
+    "flat numbers by remainders": lambda x: flat(x, (x[:, :3] * 100).long() % 4),
+    "flat numbers from a distance": lambda x: (
+        x + x.reshape(-1, 2)[(torch.arange(0, len(x) * 4, 4)[:, None] + x[:, :4].argsort()).view(-1)].view(len(x), 8)
+    ),
+    "its own column": lambda x: x * x.T[x.argmax(1), torch.arange(len(x))][:, None],
+    "its own column of several": lambda x: (
+        x * x.T.unflatten(0, (2, 4))[:, x[:, :4].argmax(1), torch.arange(len(x))].T.repeat(1, 4)
+    ),
+    "its own last column": lambda x: x + x.T[:, torch.arange(len(x))].T.exp(),
     "sorted, and put back": lambda x: ordered(x, torch.exp),
     "found by expert": lambda x: by_expert(x, turned=False),
     "found by expert, samples last": lambda x: by_expert(x, turned=True),

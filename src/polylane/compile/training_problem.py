@@ -16,6 +16,7 @@ from polylane.compile.optimizer_sequence import join_optimizers
 from polylane.compile.plan_checks import check_plan, explain_coupled_updates, refuse_coupled_search
 from polylane.compile.unusable_modules import refuse_uninitialised, refuse_unusable_modules
 from polylane.compile.user_objects import OptimizerObject, take_loss
+from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count
 from polylane.graph.batch_checks import refuse_undividable
 from polylane.graph.capture.export import Loss, python_kept
@@ -88,6 +89,11 @@ class TrainingProblem:
         return [objective.loss for objective in self.objectives.values()]
 
     @cached_property
+    def _is_indivisible(self) -> list[bool]:
+        """Not empty once some of the example's rows by themselves were found to be no batch."""
+        return []
+
+    @cached_property
     def parameters(self) -> Parameters:
         """All parameters of the model and of its losses, by name, each once."""
         return named_parameters(self.model, self.losses)
@@ -100,6 +106,8 @@ class TrainingProblem:
     def take_batch(self, samples: int) -> Any:
         """Return a copy of the example's first samples, or of all of it where there are fewer or a part is no batch."""
         leaves, rebuild = self.flat_example
+        if self._is_indivisible:
+            return rebuild(clone_leaves(leaves))
         return rebuild(clone_leaves(take_what_runs(self.model, self.objective.loss, rebuild, leaves, samples)))
 
     def capture(self, samples: int | None = None, objective: Objective | None = None) -> Graph:
@@ -116,7 +124,14 @@ class TrainingProblem:
         batch = self.example if samples is None else self.take_batch(samples)
         trainable = trainable_names(self.parameters, self.held[objective.name])
         how: Any = {"trainable": trainable, "in_float64": self.in_float64, "check_device": self.device}
-        graph = capture_with_counts(self.model, objective.loss, batch, **how)
+        try:
+            graph = capture_with_counts(self.model, objective.loss, batch, **how)
+        except PolylaneError:
+            # Some of its rows by themselves may be no batch, as of a graph's nodes: what fails on all of it is told.
+            if samples is None or sample_count(flatten(batch)[0]) == sample_count(self.flat_example[0]):
+                raise
+            graph = capture_with_counts(self.model, objective.loss, self.example, **how)
+            self._is_indivisible.append(True)
         # A few samples may answer otherwise than the batch what the loss asks of it.
         if samples is not None and not are_answered(graph.code.readings, self.flat_example[0]):
             graph = capture_with_counts(self.model, objective.loss, self.example, **how)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polylane.errors import PolylaneError
+from polylane.graph.operators.sample_lists import SampleList, group_samples, ungroup_samples
 
 Rebuild = Callable[[Sequence[Any]], Any]
 
@@ -20,13 +21,22 @@ def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
     """Return the leaves of a batch in order, and a function that puts leaves back into its structure.
 
     Mappings (Hugging Face's BatchEncoding too), sequences, named tuples, dataclasses and records (torch_geometric's
-    Data, see :func:`_is_record`) are nested; all else is a leaf.
+    Data, see :func:`_is_record`) are nested, and lists with an entry for each sample are one leaf
+    (:mod:`polylane.graph.operators.sample_lists`); all else is a leaf.
     """
-    children = _children(batch)
+    leaves, rebuild = flatten_nested(group_samples(batch))
+    if not any(isinstance(leaf, SampleList) for leaf in leaves):
+        return leaves, rebuild
+    return leaves, lambda given: rebuild([ungroup_samples(leaf) for leaf in given])
+
+
+def flatten_nested(value: Any) -> tuple[list[Any], Rebuild]:
+    """Return the leaves of a value that is no batch, such as a function's arguments; see :func:`flatten`."""
+    children = _children(value)
     if children is None:
-        return [batch], lambda leaves: leaves[0]
+        return [value], lambda leaves: leaves[0]
     values, build = children
-    flats = [flatten(value) for value in values]
+    flats = [flatten_nested(inner) for inner in values]
     sizes = [len(leaves) for leaves, _ in flats]
 
     def rebuild(leaves: Sequence[Any]) -> Any:
@@ -41,6 +51,10 @@ def flatten(batch: Any) -> tuple[list[Any], Rebuild]:
 
 def batch_structure(batch: Any) -> Any:
     """Return how a batch is nested, and under which names; equal if a loss cannot tell two structures apart."""
+    return _nesting(group_samples(batch))
+
+
+def _nesting(batch: Any) -> Any:
     children = _children(batch)
     if children is None:
         return None
@@ -48,7 +62,7 @@ def batch_structure(batch: Any) -> Any:
     if _is_record(batch):
         hidden = [(name, repr(value)) for _, name, value in _hidden_fields(batch) if _is_plain(value)]
         names = tuple(batch.to_dict()), tuple(sorted(hidden))
-    return type(batch).__qualname__, names, tuple(batch_structure(value) for value in children[0])
+    return type(batch).__qualname__, names, tuple(_nesting(value) for value in children[0])
 
 
 def leaf_names(structure: Any) -> list[str]:
@@ -271,6 +285,8 @@ def cast_leaves(leaves: Sequence[Any], dtype: torch.dtype) -> list[Any]:
 
 def cast_tensor(leaf: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a floating-point tensor cast to ``dtype``, a complex one to its complex counterpart, others unchanged."""
+    if isinstance(leaf, SampleList):
+        return leaf.cast(lambda tensor: cast_tensor(tensor, dtype))
     if leaf.is_complex():
         return leaf.to(dtype.to_complex())
     return leaf.to(dtype) if leaf.is_floating_point() else leaf

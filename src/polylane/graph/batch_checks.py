@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from polylane.errors import PolylaneError
 from polylane.graph.batch import flatten
+from polylane.graph.operators.sample_lists import group_samples, is_sample_list
 
 _LAYOUTS = {
     "sparse": "give it dense, or its indices and values as tensors of their own",
@@ -29,7 +30,12 @@ def refuse_undividable(batch: Any) -> None:
     first = next((leaf for leaf in leaves if _is_plain(leaf) and leaf.dim()), None)
     if first is not None and not first.shape[0]:
         raise PolylaneError(f"the batch has no samples: its first tensor has the shape {list(first.shape)}")
-    for place, value in _walk("batch", batch):
+    if type(batch) in (list, tuple) and isinstance(batch[0], Mapping) and is_sample_list(batch) and len(rows) > 1:
+        raise PolylaneError(
+            "the batch is a list of dicts whose tensors have other numbers of rows, as if each were a sample: give a "
+            "list of what is the input (the images) and a list of dicts with the rest (the targets)"
+        )
+    for place, value in _walk("batch", group_samples(batch)):
         if isinstance(value, PackedSequence):
             raise PolylaneError(
                 f"{place} is a PackedSequence, in which samples are not along a dimension: give the padded tensor and "

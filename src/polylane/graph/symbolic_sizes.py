@@ -173,7 +173,7 @@ def symbolic_inputs(leaves: Sequence[Any]) -> list[Any]:
         if is_sampled(leaf, samples):
             sizes[0] = DimDynamic.DYNAMIC
         form: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
-        return mode.from_tensor(leaf.detach().to("meta"), symbolic_context=form)
+        return mode.from_tensor(leaf.as_subclass(Tensor).detach().to("meta"), symbolic_context=form)
 
     return [opened(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 

@@ -10,9 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from polylane.graph.operators.sample_lists import SampleList
 from polylane.placement.redistribute import Axis
 from polylane.runtime.span_clock import CollectiveWaits
 from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.transport.serialization import decode, encode
 
 T = TypeVar("T")
 
@@ -90,6 +92,9 @@ class TransportAxis:
     ) -> Callable[[], list[Tensor | None]]:
         own = pieces[self.index]
         assert own is not None
+        if isinstance(own, SampleList):
+            made = self._exchange_lists(pieces, shapes, own)
+            return lambda: made
         dtype = own.dtype
         # Receives first: gloo moves a message only once its receive is posted.
         receives = [
@@ -110,3 +115,22 @@ class TransportAxis:
             return result
 
         return self._timed(finish)
+
+    def _exchange_lists(
+        self, pieces: Sequence[Tensor | None], shapes: Sequence[Sequence[int] | None], own: SampleList
+    ) -> list[Tensor | None]:
+        """Exchange lists of samples: their rows, then the entries as bytes, of which each rank first says how many."""
+        device, sent = own.device, dict[int, Tensor]()
+        for piece in pieces:
+            if isinstance(piece, SampleList) and id(piece) not in sent:
+                sent[id(piece)] = torch.frombuffer(bytearray(encode(piece.entries)), dtype=torch.uint8).to(device)
+        plain = [None if piece is None else piece.as_subclass(Tensor) for piece in pieces]
+        data = [None if piece is None else sent[id(piece)] for piece in pieces]
+        counts = [None if each is None else torch.tensor([each.numel()], device=device) for each in data]
+        rows = self.exchange(plain, shapes)
+        sizes = self.exchange(counts, [None if shape is None else (1,) for shape in shapes])
+        found = self.exchange(data, [None if size is None else (int(size),) for size in sizes])
+        return [
+            None if row is None or each is None else SampleList.of(decode(each.cpu().numpy().tobytes()), own.kind, row)
+            for row, each in zip(rows, found, strict=True)
+        ]

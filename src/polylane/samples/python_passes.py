@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polylane.graph.capture.assign_keys import copy_python_call
+from polylane.graph.operators.sample_lists import SampleList
 from polylane.graph.precision import PROMOTED, Promoted
 from polylane.graph.rounding_noise import MARGIN, TRIES, max_magnitude, nudge_fractions, nudge_values, rounding_floor
 from polylane.graph.sample_slice import SampleSlice
@@ -58,7 +59,11 @@ class PythonPasses:
 
 def promote_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return copies of tensors, in double precision where they have fractions."""
-    return [t.detach().to(PROMOTED.get(t.dtype, t.dtype), copy=True) for t in tensors]
+
+    def promote(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(PROMOTED.get(tensor.dtype, tensor.dtype), copy=True)
+
+    return [t.cast(promote) if isinstance(t, SampleList) else promote(t) for t in tensors]
 
 
 def run_passes(call: PythonCall) -> PythonPasses:

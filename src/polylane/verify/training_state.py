@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.graph.batch import flatten
+from polylane.graph.batch import flatten_nested
 from polylane.graph.rounding_noise import max_difference, max_magnitude
 
 # (name, whole tensor) -> the part that a worker has of this parameter or buffer; None where it has none of it.
@@ -226,5 +226,5 @@ def measure_memory_sizes(*states: TrainingState) -> dict[tuple[str, str], float]
 
 def _value_size(value: Any) -> float:
     """Return the largest number in an entry, which may be nested."""
-    leaves = [leaf for leaf in flatten(value)[0] if isinstance(leaf, (Tensor, int, float))]
+    leaves = [leaf for leaf in flatten_nested(value)[0] if isinstance(leaf, (Tensor, int, float))]
     return max((max_magnitude(leaf) if isinstance(leaf, Tensor) else abs(float(leaf)) for leaf in leaves), default=0.0)

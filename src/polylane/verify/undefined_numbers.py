@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten
+from polylane.graph.batch import flatten_nested
 from polylane.verify.record import ReferenceRun, ReferenceStep
 from polylane.verify.training_state import TrainingState
 
@@ -59,7 +59,7 @@ def _find_in_memories(state: TrainingState) -> Iterator[str]:
 
 
 def _find_nan(values: Mapping[str, Any]) -> Iterator[str]:
-    return (str(name) for name, value in values.items() if any(map(_is_nan, flatten(value)[0])))
+    return (str(name) for name, value in values.items() if any(map(_is_nan, flatten_nested(value)[0])))
 
 
 def _is_nan(leaf: Any) -> bool:

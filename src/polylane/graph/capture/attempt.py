@@ -43,6 +43,7 @@ from polylane.graph.capture.questions.readings import Reading
 from polylane.graph.capture.reassigned_buffers import copy_what_is_read
 from polylane.graph.capture.recomputed_norms import buffers_written_again, repeat_moves
 from polylane.graph.capture.self_check import Difference
+from polylane.graph.operators.sample_lists import SampleList
 from polylane.graph.precision import unwrap_autocast, wrap_autocast
 from polylane.graph.python_state.module_paths import is_inside
 from polylane.graph.python_state.random_generators import generator_states, states_equal
@@ -103,6 +104,8 @@ def _capture_with_functions(
     """
     functions: Sequence[Any] = tuple(dict.fromkeys(effect.function for effect in draws))
     kept = _modules_with_effects([effect for effect in dry.effects.found if effect not in draws])
+    if any(isinstance(leaf, SampleList) for leaf in leaves):
+        kept = {"": "gets lists of samples, whose sizes differ from batch to batch"}
     if "" in kept:
         if abstract:
             raise PolylaneError(f"the model cannot be captured on the meta device: it {kept['']}")

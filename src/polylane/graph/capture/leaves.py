@@ -18,7 +18,7 @@ from torch.nn.utils import stateless
 from torch.overrides import TorchFunctionMode
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import Rebuild, flatten, sample_count
+from polylane.graph.batch import Rebuild, flatten_nested, sample_count
 from polylane.graph.capture.python.leaf_outputs import LeafOutput, infer_output
 from polylane.graph.capture.python.python_operators import emit_call, with_tensors
 from polylane.graph.capture.python.replaced_parameters import parameters_replaced
@@ -29,6 +29,7 @@ from polylane.graph.python_state.compiler import compiler_off
 from polylane.graph.python_state.module_copies import copy_module
 from polylane.graph.python_state.random_generators import generator_states, states_equal
 from polylane.graph.python_state.run_watch import SideEffect
+from polylane.graph.python_state.saved_tensor_hooks import torch_func_allowed
 from polylane.graph.symbolic_sizes import size_function
 
 
@@ -110,9 +111,9 @@ class LeafCall:
         args, kwargs = self.rebuild_arguments(flat)
         wanted = torch.is_grad_enabled()
         needs = wanted or self.takes_gradients
-        with _training_modes(self.training), compiler_off(), torch.set_grad_enabled(needs):
+        with _training_modes(self.training), compiler_off(), torch_func_allowed(), torch.set_grad_enabled(needs):
             result = self._run(own, args, kwargs)
-        leaves, _ = flatten(result)
+        leaves, _ = flatten_nested(result)
         outputs: list[Tensor] = [leaves[position] for position in self.output_positions]
         return outputs if wanted or not self.takes_gradients else [output.detach() for output in outputs]
 
@@ -264,7 +265,7 @@ def observe_calls(modules: dict[str, nn.Module], run: Callable[[], Any], with_gr
             with NormalizationWatch() as normalizing:
                 result = call(*args, **kwargs)
             drawn = not states_equal(before, generator_states())
-            calls[path].append(ObservedCall(*flatten(result), drawn, normalizing.values))
+            calls[path].append(ObservedCall(*flatten_nested(result), drawn, normalizing.values))
             return result
 
         return noted
@@ -322,7 +323,7 @@ def leaves_kept(
 def _leaf_call(
     module: nn.Module, path: str, given: Any, outputs: list[LeafOutput], output_at: list[int], seen: Any, samples: int
 ) -> tuple[LeafCall, list[Tensor]]:
-    flat, rebuild = flatten(given)
+    flat, rebuild = flatten_nested(given)
     tensor_at = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
     size_at = [i for i, value in enumerate(flat) if isinstance(value, torch.SymInt)]
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())

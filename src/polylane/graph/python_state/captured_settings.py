@@ -16,7 +16,7 @@ import operator
 import os
 import types
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -263,12 +263,12 @@ class _WatchList:
         if isinstance(value, nn.Module):
             self._seen.add(id(value))
             self._outside(value, label)
-        elif isinstance(value, dict):
+        elif isinstance(value, dict) and _reads_as_dict(value):
             self._dict(value, lambda name: f"{label}[{name!r}]", depth, value)
-        elif is_array(value) or (isinstance(value, _CONTAINERS) and len(value) <= _MANY):
+        elif is_array(value) or (isinstance(value, (dict, *_CONTAINERS)) and len(children_of(value)) <= _MANY):
             self._seen.add(id(value))
             self._contents.append((value, _fingerprint(value, self._inputs), label))
-            for i, each in enumerate(value if isinstance(value, list | tuple) else ()):
+            for i, each in enumerate(children_of(value) if isinstance(value, list | tuple) else ()):
                 if not _is_plain(each):
                     self._value(each, f"{label}[{i}]", depth + 1)
         elif isinstance(value, _READ) or (is_of_project_class(value) and not hasattr(value, "__dict__")):
@@ -330,6 +330,13 @@ def _file_mark(path: str) -> tuple[int, ...] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def _reads_as_dict(value: dict[Any, Any]) -> bool:
+    """Return whether a dict is read by Python's own methods, so that no code of the user's runs before every step."""
+    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    names = ("__iter__", "__len__", "__getitem__", "get")
+    return all(getattr(type(value), name) is getattr(kind, name) for name in names)
+
+
 def _fingerprint(value: Any, inputs: Collection[int], depth: int = 0) -> Any:
     """Return what changes if the content of a container or an array does; an object inside counts by its identity."""
     if type(value) in PLAIN:
@@ -340,9 +347,8 @@ def _fingerprint(value: Any, inputs: Collection[int], depth: int = 0) -> Any:
         if depth > _DEPTH:
             return id(value)
         if isinstance(value, set | frozenset):
-            return set(value)
-        inner = value.items() if isinstance(value, dict) else value
-        return [_fingerprint(each, inputs, depth + 1) for each in inner]
+            return set(frozenset.__iter__(value) if isinstance(value, frozenset) else set.__iter__(value))
+        return [_fingerprint(each, inputs, depth + 1) for each in children_of(value)]
     if isinstance(value, _READ):
         return [_fingerprint(each, inputs, depth + 1) for each in children_of(value)]
     if is_of_project_class(value) and not hasattr(value, "__dict__"):

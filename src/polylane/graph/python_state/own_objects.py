@@ -137,10 +137,13 @@ def generator_state(value: Any) -> Any:
 
 def children_of(value: Any) -> list[Any]:
     """Return the values directly inside of another one, in a fixed order; none of torch's, numpy's or Python's own."""
+    # By the methods of Python's own classes: those of the user's may raise, or run code of theirs.
     if isinstance(value, dict):
-        return list(itertools.chain.from_iterable(value.items()))
-    if isinstance(value, (list, tuple, deque)):
-        return list(value)
+        return list(itertools.chain.from_iterable(dict.items(value)))
+    kinds: tuple[Any, ...] = (list, tuple, deque)
+    for kind in kinds:
+        if isinstance(value, kind):
+            return list(kind.__iter__(value))
     if isinstance(value, types.MappingProxyType):
         return list(itertools.chain.from_iterable(value.items()))
     if isinstance(value, types.MethodType):

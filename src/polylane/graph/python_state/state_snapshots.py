@@ -134,9 +134,9 @@ class _Snapshot:
         self.contents.append(lambda: object.__setattr__(owner, name, again()))
 
     def _contents(self, value: Any) -> None:
-        kept: Any = dict(value) if isinstance(value, dict) else list(value)
         # The methods of the built-in class itself: one of a library's may refuse what its users must not do.
         kind: Any = next(each for each in _CONTAINERS if isinstance(value, each))
+        kept: Any = dict(kind.items(value)) if isinstance(value, dict) else list(kind.__iter__(value))
         moving = {id(each): self.of(each) for each in children_of(value) if is_built_in_iterator(each)}
 
         def again(inner: Any) -> Any:

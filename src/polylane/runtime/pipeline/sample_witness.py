@@ -20,11 +20,13 @@ from torch import Tensor, fx
 from polylane.errors import OTHERS_FAILED, PolylaneError
 from polylane.graph.capture.export import format_line, reason_of
 from polylane.graph.graph import Node
+from polylane.graph.operators.sample_lists import SampleList
 from polylane.graph.sample_slice import SampleSlice
 from polylane.graph.sparse_gradients import densify
 from polylane.graph.symbolic_sizes import batch_dimension
 from polylane.program.program import Program
 from polylane.runtime.transport.protocol import Transport
+from polylane.runtime.transport.serialization import decode, encode
 from polylane.samples.batch_division import suggest_no_per_sample
 from polylane.samples.python_passes import (
     PythonCall,
@@ -271,7 +273,19 @@ def _gather_rows(own: Sequence[Tensor], like: Tensor, dim: int, gather: Gather) 
         dim: the dimension of the samples.
         gather: gathers a tensor of one dimension from every replica.
     """
+    if isinstance(like, SampleList):
+        lists = torch.cat([part for part in own if isinstance(part, SampleList)]) if own else like[:0]
+        return _gather_lists(lists, like, gather)
     rest = [n for d, n in enumerate(like.shape) if d != dim]
     mine = torch.cat([x.movedim(dim, 0) for x in own]) if own else like.movedim(dim, 0)[:0]
     every = [each.view(-1, *rest) if each.numel() else mine[:0] for each in gather(mine.contiguous().flatten())]
     return torch.cat(every).movedim(0, dim)
+
+
+def _gather_lists(own: Tensor, like: SampleList, gather: Gather) -> Tensor:
+    """Gather the samples of lists, replica by replica."""
+    entries = own.entries if isinstance(own, SampleList) else []
+    data = gather(torch.frombuffer(bytearray(encode(entries)), dtype=torch.uint8).to(own.device))
+    rows = gather(own.as_subclass(Tensor))
+    every = zip(data, rows, strict=True)
+    return torch.cat([SampleList.of(decode(d.cpu().numpy().tobytes()), like.kind, r) for d, r in every])

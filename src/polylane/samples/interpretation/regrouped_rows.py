@@ -14,7 +14,6 @@ its parts:
 
 from __future__ import annotations
 
-import operator
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -24,14 +23,14 @@ from torch import Tensor, fx
 
 from polylane.graph.capture.aliasing import written_arguments
 from polylane.graph.precision import unwrap_settings
-from polylane.placement.operator_view import OperatorNode, base_name, bind_arguments
+from polylane.placement.operator_view import OperatorNode
 from polylane.placement.placement import REPLICATE, Cuts, Replicate, Shard, divide_cuts
 from polylane.placement.rules.registry import rule_of
 from polylane.placement.strategy import OperatorCall, TensorValue
 from polylane.samples.interpretation.additivity import Groups, Inverse, Regrouped, State
 from polylane.samples.interpretation.known_states import Derived, KnownStates
 from polylane.samples.interpretation.replica_calls import COPYING, EXPANDING, REFORMING, has_same_numbers
-from polylane.samples.interpretation.row_numbers import fits_rows
+from polylane.samples.interpretation.row_numbers import bound_of_columns, fits_rows
 from polylane.samples.interpretation.transfer_functions import LIKE_SHAPED, derive_by_rules
 
 # Row i of their result follows from row i of their inputs, if both have equally many rows along dimension 0.
@@ -42,8 +41,6 @@ _BY_ROW = {
     *REFORMING,
     *EXPANDING,
 }
-# They give numbers of columns: (input, number of columns) is told by the dimension that they look along.
-_CHOOSING = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": 0, "argmin": 0, "argsort": 0}
 _ADDING_ROWS = {"index_add", "scatter_add"}
 
 
@@ -96,7 +93,7 @@ def _sorted(known: KnownStates, step: OperatorNode, node: fx.Node) -> Derived:
     numbers = step.output_keys[-1]
     known.size_cuts[numbers] = known.permutations[step.name] = state.cuts
     if len(step.output_keys) > 1 and not step.call.arguments.get("descending"):
-        columns = _columns_chosen(node.all_input_nodes[0])
+        columns = bound_of_columns(node.all_input_nodes[0])
         if columns is not None:
             known.sorted_columns[step.output_keys[0]] = columns
     return [made] * len(step.output_keys)
@@ -236,22 +233,6 @@ def _divided_numbers(known: KnownStates, step: OperatorNode, states: list[State]
 
 
 # ---- products by group ----
-
-
-def _columns_chosen(node: fx.Node) -> int | None:
-    """Return a number that all elements are below, for numbers of columns (never negative); None if unknown."""
-    while base_name(node) in REFORMING | COPYING | {"slice"}:
-        node = node.all_input_nodes[0]
-    place = 0
-    if node.target is operator.getitem:
-        place, node = int(node.args[1]), node.args[0]  # type: ignore[arg-type, assignment]
-    base = base_name(node)
-    if _CHOOSING.get(base) != place:
-        return None
-    arguments = bind_arguments(node)[1]
-    x, dim = arguments["self"], arguments.get("dim")
-    size = None if dim is None else x.meta["val"].shape[dim]
-    return size if isinstance(size, int) else None
 
 
 def _group_sizes(known: KnownStates, step: OperatorNode) -> Derived:

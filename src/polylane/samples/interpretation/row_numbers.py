@@ -9,12 +9,21 @@ are sharded (``placement``; None where no rule gives one).
 
 from __future__ import annotations
 
-import torch
+import operator
 
-from polylane.placement.operator_view import OperatorNode
-from polylane.placement.placement import REPLICATE, Placement, Shard
+import torch
+from torch import Tensor, fx
+
+from polylane.placement.operator_view import OperatorNode, base_name, bind_arguments
+from polylane.placement.placement import REPLICATE, Placement, Replicate, Shard
 from polylane.placement.strategy import OperatorCall, TensorValue
 from polylane.samples.interpretation.known_states import KnownStates
+from polylane.samples.interpretation.replica_calls import COPYING, EXPANDING, REFORMING
+
+# They give numbers of columns, never negative ones: the place of these among their results. All but the last two are
+# below the length of the dimension that they look along.
+_COLUMNS = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": 0, "argmin": 0, "argsort": 0}
+_COLUMNS |= {"arange": 0, "remainder": 0}
 
 # They write or add rows at positions along dimension 0.
 WRITING_ROWS = {"index_add", "index_copy", "index_put", "scatter", "scatter_add"}
@@ -47,17 +56,82 @@ def finds_own_rows(known: KnownStates, step: OperatorNode) -> bool:
 def reads_own_rows(known: KnownStates, step: OperatorNode, placement: Placement | None) -> bool:
     """Return whether an indexing by row numbers reads, for every sample, the sample's own row."""
     x, indices = step.input_keys[0], step.call["indices"]
+    before = next((i for i, each in enumerate(indices) if each is not None), 0)  # dimensions that are not indexed
+    indices = indices[before:]
     if x in known.size_cuts or not all(isinstance(i, TensorValue) for i in indices):
         return False
-    if [step.input_keys[i.index] in known.size_cuts for i in indices] != [True, *[False] * (len(indices) - 1)]:
+    numbered = [i for i, each in enumerate(indices) if step.input_keys[each.index] in known.size_cuts]
+    if len(numbered) != 1:
         return False
-    cuts = known.size_cuts[step.input_keys[indices[0].index]]
-    if known.states[x] != Shard(0, cuts):  # the numbers are of another tensor's rows
+    (at,) = numbered  # the dimension of x that is read by row numbers, as y[times, numbers] does where time comes first
+    cuts = known.size_cuts[step.input_keys[indices[at].index]]
+    if known.states[x] != Shard(before + at, cuts):  # the numbers are of another tensor's rows
         return False
     placed = [(known.states[step.input_keys[i.index]], i.dim) for i in indices]
-    wide = max(dims for _, dims in placed)  # indices are broadcast; their dimensions come first
-    rows = [Shard(p.dim + wide - dims, p.cuts) for p, dims in placed if isinstance(p, Shard)]
-    return isinstance(placed[0][0], Shard) and all(row == placement for row in rows)
+    wide = max(dims for _, dims in placed)  # indices are broadcast; their dimensions come in place of those indexed
+    rows = [Shard(before + p.dim + wide - dims, p.cuts) for p, dims in placed if isinstance(p, Shard)]
+    return isinstance(placed[at][0], Shard) and all(row == placement for row in rows)
+
+
+def numbers_blocks(known: KnownStates, step: OperatorNode, node: fx.Node, placement: Placement | None) -> bool:
+    """Return whether an operator makes row numbers of blocks of rows, each of which has the rows of one sample.
+
+        numbers * k             first rows of blocks of k; it records their distance
+        ... + columns           rows of a value that has k for each sample, if all columns are from 0 to k - 1
+
+    A part of the batch numbers its own rows from 0, so that in either the same rows are named.
+    """
+    call, keys, out = step.call, step.input_keys, step.output_keys[0]
+    numbered = [key for key in keys if key in known.size_cuts]
+    if len(numbered) != 1 or not isinstance(placement, Shard):
+        return False
+    (key,) = numbered
+    rows, own = known.states[key], next(v for v, k in zip(call.inputs, keys, strict=True) if k == key)
+    wide = call.outputs[0].dim
+    if not isinstance(rows, Shard) or Shard(rows.dim + wide - own.dim, rows.cuts) != placement:
+        return False
+    stride, cuts = known.strides.get(key, 1), known.size_cuts[key]
+    if call.base in ("mul", "multiply"):
+        factor = next((v for v in call.arguments.values() if type(v) is int), 0)
+        if len(keys) != 1 or stride != 1 or factor < 1:
+            return False
+        known.size_cuts[out], known.strides[out] = cuts, factor
+        return True
+    if call.base != "add" or call.arguments.get("alpha", 1) != 1 or len(keys) != 2 or stride < 2:
+        return False
+    other = next(n for n in node.all_input_nodes if known.key_of(n) != key)
+    value, state = next((v, known.states[k]) for v, k in zip(call.inputs, keys, strict=True) if k != key)
+    if isinstance(state, Shard) and Shard(state.dim + wide - value.dim, state.cuts) != placement:
+        return False
+    bound = bound_of_columns(other)
+    if bound is None or bound > stride or not isinstance(state, (Shard, Replicate)):
+        return False
+    known.size_cuts[out] = tuple(tuple(stride * position for position in segment) for segment in cuts)
+    return True
+
+
+def bound_of_columns(node: fx.Node) -> int | None:
+    """Return a number that all elements are below, for numbers of columns (never negative); None if unknown."""
+    while base_name(node) in REFORMING | EXPANDING | COPYING | {"slice", "transpose", "permute"}:
+        node = node.all_input_nodes[0]
+    place = 0
+    if node.target is operator.getitem:
+        place, node = int(node.args[1]), node.args[0]  # type: ignore[arg-type, assignment]
+    base = base_name(node)
+    if node.op != "call_function" or base not in _COLUMNS or _COLUMNS[base] != place:
+        return None
+    arguments = bind_arguments(node)[1]
+    if base == "arange":
+        first, end, step = (arguments.get(name, given) for name, given in (("start", 0), ("end", None), ("step", 1)))
+        fixed = isinstance(first, int) and isinstance(end, int) and isinstance(step, int)
+        return max(end, 1) if fixed and first >= 0 and step > 0 else None  # type: ignore[type-var, operator]
+    if base == "remainder":
+        other, val = arguments.get("other"), node.meta.get("val")
+        whole = isinstance(val, Tensor) and not val.is_floating_point()
+        return other if whole and type(other) is int and other > 0 else None
+    x, dim = arguments["self"], arguments.get("dim")
+    size = None if dim is None else x.meta["val"].shape[dim]
+    return size if isinstance(size, int) else None
 
 
 def reads_own_bags(known: KnownStates, step: OperatorNode, placement: Placement | None) -> bool:

@@ -49,12 +49,15 @@ from polylane.samples.interpretation.replica_calls import (
 from polylane.samples.interpretation.row_numbers import (
     WRITING_ROWS,
     finds_own_rows,
+    numbers_blocks,
     reads_own_bags,
     reads_own_rows,
     selects_own_rows,
     writes_own_rows,
 )
 
+# They make numbers of blocks of rows from row numbers.
+_NUMBERING = {"mul", "multiply", "add"}
 # They return the indices at which a mask is true.
 _FINDING = {"nonzero", "nonzero_numpy"}
 # They return elements of their input, rearranged.
@@ -104,8 +107,12 @@ def derive_rows(known: KnownStates, step: OperatorNode, own: OperatorCall, node:
     # Row numbers (arange) differ between part and whole. They may be moved around, and may index their own rows;
     # nothing else.
     numbered = [key in known.size_cuts for key in step.input_keys]
+    if any(numbered) and base in _NUMBERING and numbers_blocks(known, step, node, in_order[0]):
+        return in_order
     if any(known.strides.get(key, 1) != 1 for key in step.input_keys):
-        return None  # the first numbers of bags, which name no rows
+        if base not in MOVING or len(numbered) > 1:
+            return None  # the first numbers of bags, which name no rows
+        known.strides |= dict.fromkeys(step.output_keys, known.strides[step.input_keys[0]])
     if base == "index" and any(numbered):
         return in_order if reads_own_rows(known, step, in_order[0]) else None
     if base in WRITING_ROWS and any(numbered):

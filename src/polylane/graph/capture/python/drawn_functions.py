@@ -25,7 +25,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from polylane.graph.batch import Rebuild, flatten
+from polylane.graph.batch import Rebuild, flatten_nested
 from polylane.graph.capture.python.leaf_outputs import LeafOutput, infer_output
 from polylane.graph.capture.python.python_operators import emit_call, with_tensors
 from polylane.graph.capture.questions.capture_run import CaptureRun
@@ -52,7 +52,7 @@ class ObservedResult:
     @classmethod
     def of(cls, result: Any) -> ObservedResult:
         """Take down what a function has returned."""
-        flat, rebuild = flatten(result)
+        flat, rebuild = flatten_nested(result)
         values = [_as_tensor(value) for value in flat]
         pairs = zip(flat, values, strict=True)
         return cls(values, [_is_array(own) for own, value in pairs if isinstance(value, Tensor)], rebuild)
@@ -105,7 +105,7 @@ class DrawnFunction:
             flat[position] = flat[position](count)
         args, kwargs = self.rebuild_arguments(flat)
         with compiler_off(), torch.no_grad():
-            results = [_as_tensor(value) for value in flatten(self.function(*args, **kwargs))[0]]
+            results = [_as_tensor(value) for value in flatten_nested(self.function(*args, **kwargs))[0]]
         made = [results[position] for position in self.output_positions]
         if count == part.samples:
             return made
@@ -225,7 +225,7 @@ def functions_drawn(
 def _emit(function: FunctionType, given: Any, seen: Sequence[tuple[int, ObservedResult]], tracing: CaptureRun) -> Any:
     """Write a call into the graph, and return what the function would."""
     (few, first), (many, second) = seen
-    flat, rebuild = flatten(given)
+    flat, rebuild = flatten_nested(given)
     tensor_at = [i for i, value in enumerate(flat) if isinstance(value, Tensor)]
     size_at = [i for i, value in enumerate(flat) if isinstance(value, torch.SymInt)]
     arguments = [None if i in tensor_at else size_function(v) if i in size_at else v for i, v in enumerate(flat)]

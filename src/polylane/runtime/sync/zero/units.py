@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -149,15 +150,26 @@ def _build_rank_units(
             names = [name for name in bucket.parameters if name not in seen]
             seen.update(names)
             label = bucket.name if len(programs) == 1 else f"{objective}.{bucket.name}"
-            if cut := tuple(name for name in names if name not in whole):
+            aligned = sorted(names, key=lambda name: -_alignment(parameters[name]))
+            if cut := tuple(name for name in aligned if name not in whole):
                 found.append(ShardUnit(label, cut))
-            if kept := [name for name in names if name in whole]:
+            if kept := [name for name in aligned if name in whole]:
                 sizes = {name: parameters[name].bytes for name in sorted(kept)}
                 # Whole parameters cannot be cut evenly: give each to the rank with the fewest bytes so far.
                 owners = assign_longest_first(sizes, loads.setdefault(bucket.ranks, [0] * ranks))
                 order = sorted(kept, key=owners.__getitem__)
                 found.append(ShardUnit(f"{label}.whole", tuple(order), tuple(owners[name] for name in order)))
     return tuple(found)
+
+
+def _alignment(info: TensorInfo) -> int:
+    """Return the largest power of two by which the number of elements can be divided.
+
+    In descending order of it each parameter begins at a multiple of its own, as views of it as another dtype
+    (``torch.view_as_complex``) need it.
+    """
+    elements = math.prod(info.shape)
+    return elements & -elements if elements else 1 << 62
 
 
 def _regroup_buckets(program: Program, units: Sequence[ShardUnit]) -> Program:
