@@ -134,6 +134,26 @@ def group_added_in_step() -> Training:
 
 
 @innocent
+def group_thawed_in_step() -> Training:
+    """The same as it should be: all of it is held from the start, and a part is frozen at first."""
+
+    class Thawing(Counting):
+        def change(self, parameters: list[nn.Parameter]) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.requires_grad_(True)
+
+    def model() -> nn.Module:
+        made = layers()
+        made[0].requires_grad_(False)
+        return made
+
+    return Training(
+        seeded(model), classify, batches, STATE, ANYWHERE, lambda named: Thawing(tensors(named)), isolated=True
+    )
+
+
+@innocent
 def state_forgotten() -> Training:
     """Momentum starts anew after some steps."""
 
