@@ -2,7 +2,7 @@
 
 # The data set sends this process of rank 1 a signal at its 300th sample.
 RECIPE = """
-import os, signal, torch
+import multiprocessing, os, signal, torch
 from torch import nn
 
 def model():
@@ -23,7 +23,7 @@ class Data:
 
     def __getitem__(self, index):
         self.count += 1
-        if self.count == 300 and os.environ.get("RANK") == "1":
+        if self.count == 300 and "1" in (os.environ.get("RANK"), multiprocessing.current_process().name[-1]):
             os.kill(os.getpid(), getattr(signal, self.fault))
         return torch.full((4,), index / 1e5)
 

@@ -20,7 +20,7 @@ import commands_run
 import processes
 
 RECIPE = """
-import os, sys, time
+import multiprocessing, os, sys, time
 import torch
 
 class Points(torch.utils.data.Dataset):
@@ -34,7 +34,7 @@ class Points(torch.utils.data.Dataset):
         time.sleep(self.pause)
         if self.fault == "print":
             print("a sample", flush=True)
-        if i == 40 and os.environ.get("RANK") is not None:
+        if i == 40 and multiprocessing.parent_process() is not None:
             leave(self.fault)
         x = torch.full((4,), i / 48)
         return x, x[:1]
@@ -47,7 +47,7 @@ def leave(fault):
 
 class Leaving(torch.optim.SGD):
     def step(self, closure=None):
-        if os.environ.get("RANK") == "1":
+        if multiprocessing.current_process().name == "polylane-worker-1":
             sys.exit(0)
         return super().step(closure)
 

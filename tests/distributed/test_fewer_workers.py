@@ -18,7 +18,7 @@ from polylane.errors import WorkerFailed, WorkerHung
 # The worker of a rank dies in the n-th step of an attempt where a file says so; or any one, since a stage that is cut
 # by measured times may have no parameters.
 RECIPE = """
-import os, signal, time
+import multiprocessing, os, signal, time
 import torch
 from torch import nn
 
@@ -28,8 +28,10 @@ class Dying(torch.optim.AdamW):
     def step(self, closure=None):
         super().step(closure)
         time.sleep(Dying.pause)
-        Dying.steps += "RANK" in os.environ  # others are tried before workers start
-        for who in (os.environ.get("RANK"), "any"):
+        who = multiprocessing.current_process().name.removeprefix("polylane-worker-")
+        who = os.environ.get("RANK", who)
+        Dying.steps += who != "MainProcess"  # others are tried before workers start
+        for who in (who, "any"):
             try:
                 os.remove(f"kill-{who}-{Dying.steps}")
             except FileNotFoundError:

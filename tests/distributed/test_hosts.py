@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
+import multiprocessing
 
 import pytest
 import torch
@@ -33,7 +33,8 @@ TRAINED = [
 def hosts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Four ranks that take themselves to be on these hosts."""
     chosen = [int(number) for number in request.param.split()]
-    monkeypatch.setattr(rendezvous, "host_identity", lambda: (str(chosen[int(os.environ["RANK"])]),))
+    rank = lambda: int(multiprocessing.current_process().name[-1])  # noqa: E731
+    monkeypatch.setattr(rendezvous, "host_identity", lambda: (str(chosen[rank()]),))
     return chosen
 
 

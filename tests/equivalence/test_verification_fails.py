@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 from dataclasses import replace
 from typing import Any
 
@@ -189,7 +189,7 @@ def _part_with(monkeypatch: pytest.MonkeyPatch, **changes: object) -> None:
 
 
 def test_dropout_keyed_by_rank(training: tuple[CompiledTraining, Partition], monkeypatch: pytest.MonkeyPatch) -> None:
-    _part_with(monkeypatch, seed=lambda seed: seed + int(os.environ["RANK"]))
+    _part_with(monkeypatch, seed=lambda seed: seed + int(multiprocessing.current_process().name[-1]))
     for plan in ("data=2,microbatches=2", "pipeline=3,microbatches=2"):
         assert culprit_of(training, plan).startswith("dropout/dropout")
 

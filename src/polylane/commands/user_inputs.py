@@ -216,7 +216,7 @@ def open_problem(recipe: Recipe, request: RecipeRequest) -> tuple[TrainingProble
 
     rehearse_optimizer(recipe, model)
     dataset = open_data(recipe, "train")
-    example = example_batch(recipe, dataset, request.batch)
+    example, dataset = _read_example(recipe, dataset, request.batch)
     refuse_unusable_settings()
     return problem_of(recipe, model, example, request.batch), dataset
 
@@ -246,7 +246,7 @@ def open_data(recipe: Recipe, split: str) -> Any:
     Raises:
         PolylaneError: data(split) raised, or its result is not a dataset.
     """
-    from polylane.runtime.data.loader import refuse_data_loader
+    from polylane.runtime.data.loader import is_mapped, refuse_data_loader
 
     with blamed_on(recipe, f"data({split!r})"):
         dataset = recipe.data(split)
@@ -264,11 +264,6 @@ def open_data(recipe: Recipe, split: str) -> Any:
     return dataset
 
 
-def is_mapped(dataset: Any) -> bool:
-    """Return whether a dataset is map-style or a list: its samples have numbers."""
-    return hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-
-
 def example_batch(recipe: Recipe, dataset: Any, size: int) -> Any:
     """Return a batch of the first samples of the training data, for the form and the size of later batches.
 
@@ -278,8 +273,30 @@ def example_batch(recipe: Recipe, dataset: Any, size: int) -> Any:
     return collate_samples(recipe, _first_samples(recipe, dataset, size, range))
 
 
+def _read_example(recipe: Recipe, dataset: Any, size: int) -> tuple[Any, Any]:
+    """Return an example batch, and the training data as they are when nothing has been read of them.
+
+    Raises:
+        PolylaneError: as of :func:`example_batch`, and of :func:`open_data`.
+    """
+    from polylane.runtime.data.read_trial import keep_state, try_reads
+
+    is_used_up = isinstance(dataset, Iterator)
+    restore = keep_state([dataset], recipe.collate)
+    example = example_batch(recipe, dataset, size)
+    if not is_used_up and type(dataset) in (list, tuple) and recipe.collate is None:
+        return example, dataset
+    read = functools.partial(_first_samples, recipe, dataset, size, range)
+    if is_used_up or try_reads(read, None, [dataset], recipe.collate).keeps_state:
+        restore()
+        dataset = open_data(recipe, "train")
+    return example, dataset
+
+
 def _first_samples(recipe: Recipe, dataset: Any, count: int, order: Callable[[int], Sequence[int]]) -> list[Any]:
     """Return up to ``count`` samples; of a map-style dataset in the order that its length gives."""
+    from polylane.runtime.data.loader import is_mapped
+
     with blamed_on(recipe, "data('train')"):
         if is_mapped(dataset):
             return [dataset[i] for i in order(len(dataset))[:count]]
@@ -319,13 +336,14 @@ def whole_batches(recipe: Recipe, size: int, count: int, seed: int) -> list[Any]
     Raises:
         PolylaneError: there are no samples, or they do not make a batch.
     """
-    from polylane.runtime.data.loader import sample_order
+    from polylane.runtime.data.loader import begin_epoch, sample_order
 
     dataset = open_data(recipe, "train")
     found: list[Any] = []
     for epoch in range(count):  # enough, since an epoch has at least one batch
         if len(found) == count:
             break
+        begin_epoch(dataset, epoch)
         order = functools.partial(sample_order, epoch=epoch, seed=seed)
         samples = _first_samples(recipe, dataset, size * (count - len(found)), order)
         # Without samples collate_samples raises its own message.

@@ -32,6 +32,7 @@ from polylane.graph.batch import (
     take_samples,
     to_device,
 )
+from polylane.graph.batch_checks import refuse_unequal_rows
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,8 @@ class Batch:
         form: how its leaves make up a batch; None: as those of the example batch do.
         is_collated: whether a function of the user's own collated this worker's samples, and may have padded them.
         loaded_samples: samples of the dataset that the whole batch was made of; 0: it comes from no dataset.
+        read_order: a number for the samples that the whole batch was to be made of; 0: it comes from no dataset.
+        read_samples: leaves of some of these samples, where every worker has read all of them; empty: ``leaves`` tell.
     """
 
     samples: int
@@ -137,6 +140,8 @@ class Batch:
     form: BatchForm | None = None
     is_collated: bool = False
     loaded_samples: int = 0
+    read_order: int = 0
+    read_samples: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         self.shortest = self.shortest or self.samples
@@ -177,6 +182,9 @@ class Batch:
         Args:
             sampled: for each leaf of the example batch, whether it is split with the samples.
             device: the device of the worker that computes on it.
+
+        Raises:
+            PolylaneError: tensors that have samples differ in the number of these.
         """
         # The example decides only where it fits: as many leaves, and a tensor wherever the example splits one. A batch
         # of another form falls back on the sizes of its own leaves.
@@ -185,6 +193,7 @@ class Batch:
             t for t, is_split in zip(tensors, sampled, strict=True) if is_split
         )
         own = sampled if known else self.sampled
+        refuse_unequal_rows(self.leaves, own, None if self.form is None else self.form.structure)
         moved = to_device(self.leaves, device)
         return Batch(self.samples, moved, self.offsets, own, self.shortest, self.form, self.is_collated)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from polylane.errors import PolylaneError
-from polylane.graph.batch import flatten
+from polylane.graph.batch import flatten, leaf_names
 from polylane.graph.operators.sample_lists import group_samples, is_sample_list
 
 _LAYOUTS = {
@@ -53,6 +53,40 @@ def refuse_undividable(batch: Any) -> None:
                 f"{place} is of your own class {type(value).__name__}, into which nobody looks: give a dict, a tuple "
                 "or a dataclass"
             )
+
+
+def refuse_unequal_rows(leaves: Sequence[Any], sampled: Sequence[bool], structure: Any) -> None:
+    """Refuse a batch whose tensors with samples differ in their number of rows, which only its example shows to be one.
+
+    Args:
+        leaves: flat leaves of a batch.
+        sampled: for each leaf whether it has one row for each sample, as it had in the example batch.
+        structure: how the batch is nested, see :func:`polylane.graph.batch.batch_structure`; None: not known.
+
+    Raises:
+        PolylaneError: it names the first two tensors that differ, with their shapes, and what to do.
+    """
+    rows = [leaf.shape[0] for leaf, is_split in zip(leaves, sampled, strict=True) if is_split]
+    if rows.count(rows[0]) == len(rows):
+        return
+    names = [] if structure is None else leaf_names(structure)
+    if len(names) != len(leaves):
+        names = [f"leaf {i} of the batch" for i in range(len(leaves))]
+    named = zip(names, leaves, sampled, strict=True)
+    shapes = [(name, list(leaf.shape)) for name, leaf, is_split in named if is_split]
+    (first, shape), (other, another) = shapes[0], next(each for each in shapes if each[1][0] != rows[0])
+    width = shape[1] if len(shape) > 1 else None
+    if width is not None and all(len(each) > 1 and each[1] == width for _, each in shapes):
+        remedy = f"here it looks like time, and dimension 1 ({width}) like the samples: transpose both"
+    else:
+        remedy = (
+            f"give each as many rows as there are samples; if {other} belongs to the batch as a whole, take an example "
+            f"batch with another number of samples than it has rows"
+        )
+    raise PolylaneError(
+        f"{first} has the shape {shape} and {other} {another}, where they had one number of rows in the example batch: "
+        f"dimension 0 must be the samples; {remedy}"
+    )
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -1,15 +1,34 @@
-"""Batch checks: refuses batches that workers have otherwise than each other, or that are too short to train on."""
+"""Batch checks: refuses batches that workers have otherwise than each other, or that are too short to train on.
+
+With other libraries each worker loads a batch of its own; here workers would take samples of different batches. So each
+worker's digest of what it has read travels with the loss of the step, in a slot of its rank, and all see all of them:
+
+    of what          compared between
+    the read order   all workers: which samples were to be read, and how what was read is nested and sized
+    the contents     all workers that have read the whole batch; else those that have read the same share of it
+"""
 
 from __future__ import annotations
 
+import zlib
+from collections import deque
+from collections.abc import Hashable, Sequence
+
+import torch
 from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.graph.batch import batch_signature
-from polylane.runtime.parameters import broadcast as weights
+from polylane.program.program import Program
+from polylane.runtime.data.read_digest import digest_leaves
+from polylane.runtime.pipeline.step_result import StepResult
 from polylane.runtime.transport.protocol import Transport
+
+SLOT = 2  # numbers of a worker: digests of the read order and of the contents, each below 2^53; 0: there is none
+_MASK = (1 << 51) - 1
+UNCHECKED_STEPS = 256  # steps of an accelerator after which it is waited for, to see what all workers have read
 
 
 class BatchChecks:
@@ -18,26 +37,125 @@ class BatchChecks:
     Args:
         prepared: the compiled training, equal on every worker.
         transport: connects all training workers.
-
-    Attributes:
-        has_compared: whether a batch was compared with those of the other workers, or there are none.
+        programs: programs of all workers, by rank.
+        device: device of the step's result.
     """
 
-    def __init__(self, prepared: CompiledTraining, transport: Transport) -> None:
-        self._prepared, self._transport, self.has_compared = prepared, transport, transport.size == 1
+    def __init__(
+        self, prepared: CompiledTraining, transport: Transport, programs: Sequence[Program], device: torch.device
+    ) -> None:
+        self._prepared, self._transport, self._device = prepared, transport, device
+        self._kept = deque[StepResult]()
+        self._has_compared, self._turn, self._compared_steps = transport.size == 1, 0, 0
+        self._all_steps, self._all_read = torch.zeros(SLOT, dtype=torch.int64, device=device), False
+        # Who reads the same share of a batch.
+        self._shares: list[Hashable] = [(p.replica, len(p.replicas), p.takes_turns) for p in programs]
+        self._has_peers = self._shares.count(self._shares[transport.rank]) > 1
 
-    def refuse_different(self, batch: Batch) -> None:
-        """Refuse a whole batch that is not the same on every worker; collective, once, at the first such batch.
+    def digest(self, batch: Batch, what: str) -> Tensor:
+        """Return the digests of all workers, with zeros for the others; collective at the first batch.
 
-        With other libraries each worker loads a batch of its own; here workers would take samples of different batches.
+        Args:
+            batch: a batch as this worker was given it, or has read it.
+            what: names the batch in errors.
+
+        Raises:
+            PolylaneError: at the first batch, where workers have read different ones.
         """
-        self.has_compared = True
-        own = [weights.digest_tensor(leaf) for leaf in batch.leaves if isinstance(leaf, Tensor)]
-        if any(other != own for other in self._transport.all_gather_object(own)):
+        size, rank = self._transport.size, self._transport.rank
+        slots = torch.zeros(SLOT * size, dtype=torch.float64, device=self._device)
+        if size == 1:
+            return slots
+        self._turn += 1
+        is_whole = batch.offsets is None or bool(batch.read_samples)
+        order = (batch.read_order, None if is_whole else batch_signature(batch.leaves, batch.sampled))
+        slots[SLOT * rank] = 2 * (zlib.crc32(repr(order).encode()) & _MASK) + 1
+        if is_whole or self._has_peers:
+            found = digest_leaves(batch.read_samples or batch.leaves, self._turn, self._device)
+            slots[SLOT * rank + 1] = 2 * (found & _MASK) + int(is_whole)
+        if self._prepared.plan.sync.has_servers:  # replicas that do not wait for each other compare in the end
+            kept = slots[SLOT * rank : SLOT * rank + SLOT].long()
+            kept[1] *= int(is_whole)  # others have other samples
+            self._all_steps, self._all_read = 31 * self._all_steps + kept, bool(batch.read_order)
+        if not self._has_compared:
+            # Before the first pass: batches of different sizes would end in messages that do not fit.
+            self._has_compared = True
+            every = self._transport.all_gather_object(slots[SLOT * rank : SLOT * rank + SLOT].tolist())
+            self.compare([number for slot in every for number in slot], what, bool(batch.read_order))
+        return slots
+
+    def compare(self, numbers: Sequence[float], what: str, was_read: bool) -> None:
+        """Refuse a batch of which workers have read different things; all of them know the same, and raise the same.
+
+        Args:
+            numbers: digests of all workers, by rank.
+            what: names the batch in errors.
+            was_read: whether workers have read it from a dataset; else a script has given it to each.
+
+        Raises:
+            PolylaneError: it names the ranks that differ, and what to do.
+        """
+        orders, contents = numbers[::SLOT], numbers[1::SLOT]
+        if len(set(orders)) == len(set(contents)) == 1:
+            return
+        # Whoever has read the whole batch is compared with all others that have.
+        shares = [None if int(number) % 2 else share for number, share in zip(contents, self._shares, strict=True)]
+        kinds = [share is None for share in shares]
+        if others := _find_others(kinds, orders):
             raise PolylaneError(
-                "workers gave step() different batches: give each of them the same whole batch, of which it takes its "
-                "own samples, or let job.batches(dataset, batch_size) load only those"
+                f"{what}: {_name_ranks(others)} read other samples than rank {others[0][0]}, or made a batch of other "
+                "sizes of them: every worker must call batches() with the same dataset, of one length, and the same "
+                "arguments; samples of different sizes are padded to one size in the dataset, or by a collate(samples) "
+                "that does not look at the others"
             )
+        others = _find_others(shares, contents)
+        if others and was_read:
+            raise PolylaneError(
+                f"{what}: the dataset gave {_name_ranks(others)} other samples than rank {others[0][0]}: each worker "
+                "must be given what one process would be; take out what makes it depend on the worker (a share of the "
+                "samples by RANK or torch.distributed.get_rank(), other files on another host, random numbers of its "
+                "own): batches are divided for you"
+            )
+        if others:
+            raise PolylaneError(
+                f"{what}: {_name_ranks(others)} gave another batch than rank {others[0][0]}: workers must give the "
+                "same whole batch, of which each takes its own samples; orders of a DataLoader part where one rank "
+                "alone draws random numbers: give it generator=torch.Generator().manual_seed(0), or let "
+                "job.batches(dataset, batch_size) read"
+            )
+
+    def keep(self, result: StepResult) -> None:
+        """Keep the result of a step of an accelerator, for which no step waits; a loss that is read shows it, too."""
+        if self._device.type != "cpu":
+            self._kept.append(result)
+            if len(self._kept) > UNCHECKED_STEPS:
+                self._check_results()
+
+    def check_kept(self) -> None:
+        """Compare what workers have read in all steps that were made so far; collective.
+
+        Raises:
+            PolylaneError: on every worker, if that is not the same.
+        """
+        self._check_results()
+        if self._prepared.plan.sync.has_servers:
+            self._compare_all_steps()
+
+    def _check_results(self) -> None:
+        while self._kept:
+            self._kept.popleft().check_read()
+
+    def _compare_all_steps(self) -> None:
+        """Compare sums of the digests of all steps, where replicas do not know of each other's; collective."""
+        if self._turn == self._compared_steps:  # no further ones since
+            return
+        self._compared_steps = self._turn
+        every = self._transport.all_gather_object([self._turn, *self._all_steps.tolist()])
+        if any(steps != every[0][0] for steps, *_ in every):  # a script has stopped early on some
+            return
+        numbers = [number for _, *both in every for number in both]
+        # Sums of all steps may be of any parity: here each stands for whole batches.
+        self.compare([2 * (number & _MASK) + 1 for number in numbers], f"the first {self._turn} steps", self._all_read)
 
     def refuse_unequal_sizes(self, batch: Batch) -> None:
         """Refuse samples that workers padded differently, where these must agree on sizes; collective there.
@@ -64,3 +182,23 @@ class BatchChecks:
         what = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
         remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
         fewest.check(batch.shortest, what, remedy)
+
+
+def _find_others(groups: Sequence[Hashable], numbers: Sequence[float]) -> tuple[list[int], ...]:
+    """Return the ranks of the first group whose numbers are not all equal: the ranks like its first, the others.
+
+    Ranks without a number are in no group; where all groups agree, nothing is returned.
+    """
+    for group in dict.fromkeys(groups):
+        pairs = enumerate(zip(groups, numbers, strict=True))
+        members = [(rank, number) for rank, (of, number) in pairs if of == group and number]
+        if members and any(number != members[0][1] for _, number in members):
+            alike = [rank for rank, number in members if number == members[0][1]]
+            return alike, [rank for rank, number in members if number != members[0][1]]
+    return ()
+
+
+def _name_ranks(found: tuple[list[int], ...]) -> str:
+    others = found[1]
+    shown = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} others" if len(others) > 8 else "")
+    return f"rank {shown}" if len(others) == 1 else f"ranks {shown}"

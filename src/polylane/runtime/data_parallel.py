@@ -18,6 +18,7 @@ from polylane.graph.operators.python_context import running_as_slice
 from polylane.graph.python_state.gradient_hooks import GradientHooks, OwnHook, hooked_names
 from polylane.graph.sample_slice import SampleSlice
 from polylane.runtime.data import loader as data
+from polylane.runtime.data.read_trial import ReadTrials
 from polylane.runtime.parameters import broadcast as weights
 from polylane.runtime.progress.script_calls import collective
 from polylane.runtime.progress.script_watch import ScriptOnHang, watch_script
@@ -62,7 +63,7 @@ class DataParallel:
         self._parameters = list(dict.fromkeys(p for model in models for p in model.parameters()))
         for model in models:
             model.to(self.world.device)
-        self._part = SampleSlice(1, batch=1)
+        self._part, self._trials = SampleSlice(1, batch=1), ReadTrials(self.world.rank == 0)
         self._earlier_gradients: dict[int, Tensor | None] = {}
         self._seeded, self._completing, self._passes = False, False, 0
         self._named = {str(i): parameter for i, parameter in enumerate(self._parameters)}
@@ -118,7 +119,7 @@ class DataParallel:
         for epoch in range(epochs):
             batches = data.load_batches(
                 dataset, batch_size, shares=self._local_shares, epoch=epoch, seed=self._seed, shuffle=shuffle,
-                drop_last=drop_last, collate=collate, workers=workers,
+                drop_last=drop_last, collate=collate, workers=workers, trials=self._trials,
             )  # fmt: skip
             for batch in self.world.progress.loading(batches):
                 (share,) = self._local_shares(batch.samples)
@@ -135,7 +136,7 @@ class DataParallel:
                 # While the user's loop body runs, random operators and batch normalization know which samples of the
                 # whole batch these are.
                 with running_as_slice(self._part, "loop"), _ScaledBackward(self):
-                    yield batch.form.rebuild(to_device(batch.leaves, self.world.device))
+                    yield batch.form.rebuild(to_device(batch.leaves_of(share), self.world.device))
                 step += 1
 
     def _local_shares(self, batch: int) -> tuple[SampleShare, ...]:

@@ -184,6 +184,7 @@ class Job:
         how = dict[str, Any](shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers, state=stream)
         for epoch in range(max(first_epoch, start.epoch), first_epoch + epochs):
             seen = start.samples if epoch == start.epoch else 0
+            how["resumed"] = bool(start.step) and epoch == max(first_epoch, start.epoch)
             for batch in self.world.progress.loading(self._role.epoch(dataset, batch_size, epoch, skip=seen, **how)):
                 seen += batch.loaded_samples
                 self._offered = batch, Position(0, epoch, seen), stream

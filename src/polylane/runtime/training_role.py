@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.checkpoint.training_state import WorkerTrainingState
 from polylane.runtime.compile_cache import CompileCache
 from polylane.runtime.data import loader as data
+from polylane.runtime.data.read_trial import ReadTrials
 from polylane.runtime.parameters.full_tensors import FullTensors
 from polylane.runtime.parameters.local_model import LocalModel, plan_shard_units
 from polylane.runtime.parameters.required_gradients import RequiredGradients
@@ -86,7 +88,7 @@ class TrainingRole:
         local = lower_ahead(prepared, replica_local=True) if self.plan.sync.is_replica_local else {}
         self._connections = open_connections(prepared, world, [*self._programs.values(), *local.values()], connect)
         self._transport = self._connections.transport
-        self._checks = BatchChecks(prepared, self._transport)
+        self._checks = BatchChecks(prepared, self._transport, next(iter(self._programs.values())), world.device)
         self._ahead = clock.measure_clock_offset(self._transport) if world.size > 1 else 0.0
         self._holding = LocalModel(prepared, world, self._connections, units, seed, same_weights)
         self._full_tensors = FullTensors(self._holding)
@@ -103,6 +105,7 @@ class TrainingRole:
         self._state = WorkerTrainingState(self._holding, self._trainers, self._rule, self._required)
         # Results whose all-reduce may be under way, and the spans of the last steps.
         self._in_flight, self._spans = deque[StepResult](), deque[tuple[TimedSpan, ...]](maxlen=STEPS_KEPT)
+        self._trials = ReadTrials(world.rank == 0)
         self._traffic = count_traffic(self._connections, self._rule, self._holding, self._programs)
 
     def _choose_sync(self, everyone: World, clip_norm: float | None) -> GradientSync:
@@ -135,8 +138,8 @@ class TrainingRole:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def step(self, batch: Any, name: str, anomalies: AnomalyDetector | None) -> StepResult:
-        trainer = self._trainers[name]
-        own = self._own(batch)
+        trainer, what = self._trainers[name], f"step {self._step + 1}"
+        own, digests, was_read = self._own(batch, what)
         if own.shortest < self._prepared.min_samples.samples:
             self._checks.refuse_short(own)
         if own.is_collated:
@@ -156,20 +159,19 @@ class TrainingRole:
                 self._holding.buffers.receive_updates(lane.buffers)
             lane.executor.anomalies = anomalies
             with self._traffic.count_step(name, lane.passes):
-                state = self._run(
-                    f"step {self._step + 1}", lane, own, self._step, lambda state: self._apply_update(name, lane, state)
-                )
+                state = self._run(what, lane, own, self._step, lambda state: self._apply_update(name, lane, state))
             if lane.buffers:
                 self._holding.buffers.mark_updated(lane.buffers)
             state.changes = self._required.follow_update()
-            result = gather_result(
-                self._step, lane.programs, state, self._ahead, self._transport, self.world.device, self._rule.loss_ranks
-            )
+            compare = partial(self._checks.compare, what=what, was_read=was_read)
+            where = self._ahead, self._transport, self.world.device, self._rule.loss_ranks
+            result = gather_result(self._step, lane.programs, state, *where, digests, compare)
             self._stale.record_step(self._rule.weights_differ)
         self._required.record_result(result)
         if trainer.needs_loss:
             trainer.step_on(result.loss)
         self._in_flight.append(result)
+        self._checks.keep(result)
         self._spans.append(tuple(state.spans))
         self._step += 1
         return result
@@ -194,14 +196,19 @@ class TrainingRole:
         while len(self._in_flight) >= most:
             self._in_flight.popleft().wait_complete()
 
-    def _own(self, batch: Any) -> Batch:
-        """Return a batch as this worker has it, on its device."""
+    def _complete_steps(self) -> None:
+        """Complete the steps under way, and refuse them if not all workers have read the same; collective."""
+        self._pause_training()
+        self._limit_in_flight(1)
+        self._checks.check_kept()
+
+    def _own(self, batch: Any, what: str) -> tuple[Batch, Tensor, bool]:
+        """Return a batch on this worker's device, digests of it, and whether it was read here; ``what`` names it."""
         own: Batch = batch if isinstance(batch, Batch) else Batch.whole(batch)
-        if not isinstance(batch, Batch) and not self._checks.has_compared:
-            self._checks.refuse_different(own)
         if own.samples == 0:
             raise PolylaneError("the batch has no samples")
-        return own.to_device(self._cache.sampled, self.world.device)
+        digests = self._checks.digest(own, what)
+        return own.to_device(self._cache.sampled, self.world.device), digests, own.read_order != 0
 
     def _apply_update(self, name: str, lane: BoundProgram, state: StepState) -> None:
         trainer = self._trainers[name]
@@ -228,7 +235,7 @@ class TrainingRole:
     @allow_own_calls()
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
         self._pause_training()
-        own = self._own(batch)
+        own, digests, was_read = self._own(batch, "evaluation")
         if own.is_collated:
             self._checks.refuse_unequal_sizes(own)
         with self.world.progress.during(Phase.COMPILING):
@@ -241,7 +248,9 @@ class TrainingRole:
             self._binding.restoring_python_state(lane.partition),
         ):
             state = self._run("evaluation", lane, own, 0, lambda state: None)
-        total, count = self._transport.all_reduce(state.sums(self.world.device), range(self.world.size)).wait().tolist()
+        vector = torch.cat([state.sums(self.world.device), digests])
+        total, count, *read = self._transport.all_reduce(vector, range(self.world.size)).wait().tolist()
+        self._checks.compare(read, "evaluation", was_read)
         sums = float(total), float(count)
         # Dedicated servers take part in no pass: they receive the result of every collective call from rank 0.
         self._rule.broadcast_result(CollectiveCall.EVALUATE, sums)
@@ -253,7 +262,7 @@ class TrainingRole:
         """Yield the batches of one epoch, with this worker's samples; see :meth:`polylane.runtime.job.Job.batches`."""
         # A tensor of the whole batch may name its samples by position: nobody collates one from a part of them.
         whole = self._prepared.reads_whole_batches or self._cache.has_common_tensors
-        how |= {"shares": self.shares, "whole": whole}
+        how |= {"shares": self.shares, "whole": whole, "trials": self._trials, "compared": self.world.size > 1}
         return data.load_batches(dataset, batch_size, epoch=epoch, seed=self._seed, drop_last=drop_last, **how)
 
     def shares(self, samples: int) -> tuple[SampleShare, ...]:
@@ -293,7 +302,7 @@ class TrainingRole:
 
     @allow_own_calls()
     def state_dict(self) -> dict[str, Tensor]:
-        self._pause_training()
+        self._complete_steps()
         with self._rule.averaged_weights():
             state = self._full_tensors.state_dict()
             self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
@@ -314,7 +323,7 @@ class TrainingRole:
 
     @allow_own_calls()
     def save(self, path: Path) -> None:
-        self._pause_training()
+        self._complete_steps()
         try:
             with self.world.progress.during(Phase.SAVING), self._rule.averaged_weights():
                 self._full_tensors.save(path)
@@ -326,7 +335,7 @@ class TrainingRole:
 
     @allow_own_calls()
     def collect_state(self) -> WorkerState:
-        self._pause_training()
+        self._complete_steps()
         self._required.agree()
         with self.world.progress.during(Phase.SAVING):
             return self._state.collect()
@@ -391,9 +400,8 @@ class TrainingRole:
     @allow_own_calls()
     def close(self) -> None:
         """Wait for all messages of this worker, end its connections, and leave the other workers."""
-        self.empty_pipeline()
+        self._complete_steps()
         self._stale.close()
-        self._limit_in_flight(1)
         self._rule.close()
         self._connections.close()
         self.world.leave()

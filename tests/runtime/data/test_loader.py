@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from polylane.compile.sample_shares import Batch, SampleShare, compute_shares
 from polylane.errors import PolylaneError
-from polylane.runtime.data.loader import load_batches, sample_order
+from polylane.runtime.data.loader import begin_epoch, load_batches, sample_order
 from polylane.runtime.workers.fork import (  # loading processes leave a resource tracker behind: not in this process
     fork_workers,
 )
@@ -38,6 +38,9 @@ class Counting(torch.utils.data.Dataset[int]):
 class Stream(IterableDataset[int]):
     def __init__(self, samples: int) -> None:
         self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
 
     def __iter__(self) -> Iterator[int]:
         yield from range(self.samples)
@@ -262,3 +265,43 @@ def test_a_loader_is_no_dataset() -> None:
         next(load_batches(DataLoader(Counting(8), batch_size=4), 4, shares=own(1, 1, 0)))
     samples = DataLoader(Counting(8), batch_size=None)  # which makes none
     assert [batch.samples for batch in load_batches(samples, 4, shares=own(1, 1, 0))] == [4, 4]
+
+
+class Curriculum(Counting):
+    """Sample i is the number i in the first epoch, and 100 more in each further one."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> int:
+        return super().__getitem__(index) + 100 * self.epoch
+
+
+class CurriculumStream(Stream):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return (i + 100 * self.epoch for i in range(self.samples))
+
+
+@pytest.mark.parametrize(
+    "make", [Curriculum, CurriculumStream, lambda n: torch.utils.data.Subset(Curriculum(n), range(n))]
+)
+def test_a_dataset_is_told_the_epoch(make: Any) -> None:
+    dataset = make(6)
+    for epoch in (0, 2):
+        (batch,) = load_batches(dataset, 6, shares=own(1, 1, 0), epoch=epoch, shuffle=False)
+        assert batch.leaves[0].tolist() == [100 * epoch + i for i in range(6)]
+
+
+def test_wrapped_datasets_and_samplers_are_told_the_epoch() -> None:
+    first, second = Curriculum(2), Curriculum(3)
+    begin_epoch(torch.utils.data.ConcatDataset([first, second]), 4)
+    sampler = torch.utils.data.DistributedSampler(Counting(4), 2, 0)
+    begin_epoch(DataLoader(second, batch_size=None, sampler=sampler), 5)
+    assert (first.epoch, second.epoch, sampler.epoch) == (4, 5, 5)

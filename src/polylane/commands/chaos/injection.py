@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 from polylane.checkpoint.commit import MANIFEST
 from polylane.checkpoint.manifest import read_manifest
 from polylane.checkpoint.store import CheckpointStore
-from polylane.commands import user_inputs as inputs
 from polylane.commands.chaos.control_groups import forbid_processes, freeze_process
 from polylane.commands.chaos.faults import DAMAGES, DEATHS, LIMITS, LOADS, Fault, FaultKind, FaultLog
 from polylane.commands.chaos.isolation import list_children
@@ -37,6 +36,7 @@ from polylane.commands.running.recipe_training import RecipeTraining
 from polylane.commands.running.step_log import Tell, TrainingOutcome
 from polylane.commands.running.training_loop import train
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.runtime.data.loader import is_mapped
 from polylane.runtime.job import Job
 from polylane.runtime.workers.stop_request import StopRequest
 from polylane.verify.audit.training_audit import AuditStart
@@ -350,7 +350,7 @@ class _RaisingData:
 
 
 def _open_faulty(dataset: Any, injector: Injector) -> Any:
-    return _FaultySamples(dataset, injector) if inputs.is_mapped(dataset) else _FaultyStream(dataset, injector)
+    return _FaultySamples(dataset, injector) if is_mapped(dataset) else _FaultyStream(dataset, injector)
 
 
 class _FaultySamples:

@@ -45,7 +45,7 @@ class RecipeTraining:
     @cached_property
     def batch_sizes(self) -> list[int]:
         """The number of samples of each batch of an epoch; empty for an iterable dataset, whose length is not known."""
-        if not inputs.is_mapped(self.train):
+        if not data.is_mapped(self.train):
             return []
         return data.batch_sizes(len(self.train), self.request.batch, self.request.drop_last)
 
@@ -98,7 +98,7 @@ class _WholeBatches:
             PolylaneError: there is none there.
         """
         # A stream goes on from the batch that was read last: what is passed over is read all the same.
-        if epoch != self._epoch or samples < self._samples or inputs.is_mapped(self._training.train):
+        if epoch != self._epoch or samples < self._samples or data.is_mapped(self._training.train):
             self._open(epoch, samples)
         for batch in self._batches:
             begin, self._samples = self._samples, self._samples + batch.loaded_samples
@@ -114,7 +114,7 @@ class _WholeBatches:
         dataset = training.train
         if isinstance(dataset, Iterator) and self._epoch >= 0:  # it was read for another epoch
             dataset = inputs.open_data(training.recipe, "train")
-        skip = samples if inputs.is_mapped(dataset) else 0
+        skip = samples if data.is_mapped(dataset) else 0
         how: dict[str, Any] = {"drop_last": request.drop_last or training.ends_before_last, "skip": skip}
         self._epoch, self._samples = epoch, skip
         self._batches = data.load_batches(
@@ -140,8 +140,6 @@ def load_materials(request: TrainRequest) -> RecipeTraining:
     problem, dataset = inputs.open_problem(recipe, request)
     if request.resume_from is not None:
         check_same_model(request.resume_from, _shapes(problem))
-    if isinstance(dataset, Iterator):  # the example used some of it up
-        dataset = inputs.open_data(recipe, "train")
     return RecipeTraining(request, recipe, problem, dataset, inputs.open_data(recipe, "test"))
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from polylane.compile.sample_shares import Batch, BatchForm, SampleShare, share_offsets
 from polylane.errors import PolylaneError, format_plural
 from polylane.graph.batch import flatten, sample_count
+from polylane.runtime.data.read_trial import ReadTrials
 from polylane.runtime.data.sample_errors import RAISED, explain_batch, misfit_error, sample_error
 from polylane.runtime.data.seeded_draws import SeededDataset, SeededStream
 from polylane.runtime.data.stream_state import StreamState
@@ -37,6 +39,9 @@ def load_batches(
     whole: bool = False,
     skip: int = 0,
     state: StreamState | None = None,
+    trials: ReadTrials | None = None,
+    compared: bool = False,
+    resumed: bool = False,
 ) -> Iterator[Batch]:
     """Yield one epoch over a dataset: every sample once; the last batch may be shorter.
 
@@ -54,31 +59,69 @@ def load_batches(
         whole: load all samples of every batch on this worker, which takes its own from them.
         skip: number of first samples of the epoch's order that are passed over; iterable datasets read them.
         state: follows an iterable dataset, and puts it where it was where a checkpoint knows that.
+        trials: show whether a map-style dataset may be read in parts; None: it may.
+        compared: whether what workers have read is compared; then now and then each reads a whole batch.
+        resumed: whether a training goes on from a checkpoint with this epoch.
 
     Raises:
         PolylaneError: the dataset is neither map-style nor iterable, is a DataLoader, has no samples, or has too few
             for a single batch with ``drop_last``.
     """
     refuse_data_loader(dataset, "batches(dataset, ...)")
+    begin_epoch(dataset, epoch)
     shares = share_of_all if whole else shares
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
-        sizes = batch_sizes(len(dataset), batch_size, drop_last)
-        if skip:
-            left, before = len(dataset) - skip, skip // batch_size
-            if left <= 0 or (drop_last and left < batch_size):
-                return
-            sizes = batch_sizes(left, batch_size, drop_last)
-        else:
-            before = 0
-        indices = sample_order(len(dataset), epoch, seed) if shuffle else list(range(len(dataset)))
-        yield from _load_mapped(dataset, indices[skip:], sizes, shares, (seed, epoch), collate, workers, before)
+    if is_mapped(dataset):
+        order = sample_order(len(dataset), epoch, seed) if shuffle else [*range(len(dataset))]
+        if not (batches := _divide_order(order, batch_size, drop_last, skip)):
+            return
+        if trials is not None:
+            shares = _find_shares(trials, dataset, batches[0], shares, (seed, epoch), collate, resumed)
+        total = epoch * (len(batches) + (before := skip // batch_size)) + before
+        own = _find_own(batches, shares, total if compared else None)
+        yield from _load_mapped(dataset, batches, own, shares, (seed, epoch), collate, workers, before)
     elif isinstance(dataset, Iterable):
         stream = SeededStream(seed, epoch)
         yield from _load_streamed(dataset, batch_size, drop_last, shares, stream, collate, epoch, skip, state)
     else:
-        raise PolylaneError(
-            f"data must be a dataset, map-style or iterable, or a list of samples, not a {type(dataset).__name__}"
-        )
+        kind = type(dataset).__name__
+        raise PolylaneError(f"data must be a dataset, map-style or iterable, or a list of samples, not a {kind}")
+
+
+def _divide_order(order: list[int], size: int, drop_last: bool, skip: int) -> list[list[int]]:
+    """Return the indices of each batch of an epoch; none where all of it was passed over.
+
+    Raises:
+        PolylaneError: as of :func:`batch_sizes`.
+    """
+    left = len(order) - skip
+    if skip and (left <= 0 or (drop_last and left < size)):
+        return []
+    ends = itertools.accumulate(batch_sizes(left, size, drop_last), initial=skip)
+    return [order[start:stop] for start, stop in itertools.pairwise(ends)]
+
+
+def is_mapped(dataset: Any) -> bool:
+    """Return whether a dataset is map-style or a list: its samples have numbers.
+
+    torch's IterableDataset inherits a ``__getitem__`` that only raises; many have a length as well.
+    """
+    has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    return has_items and not isinstance(dataset, IterableDataset)
+
+
+def begin_epoch(dataset: Any, epoch: int) -> None:
+    """Call ``set_epoch`` of a dataset, and of what it wraps (``dataset``, ``datasets``, ``sampler``), as loops do."""
+    todo, seen = [dataset], set[int]()
+    while todo:
+        if id(inner := todo.pop()) in seen:
+            continue
+        seen.add(id(inner))
+        if callable(method := getattr(inner, "set_epoch", None)):
+            method(epoch)
+        else:  # what has the method hands it on itself
+            wrapped = getattr(inner, "datasets", ())
+            todo += [getattr(inner, name) for name in ("dataset", "sampler") if hasattr(inner, name)]
+            todo += wrapped if isinstance(wrapped, list | tuple) else []
 
 
 def share_of_all(samples: int) -> tuple[SampleShare, ...]:
@@ -137,7 +180,7 @@ def batch_sizes(samples: int, size: int, drop_last: bool = False) -> list[int]:
 
 def count_batch_sizes(dataset: Any, size: int, drop_last: bool = False, skip: int = 0) -> Iterator[int]:
     """Yield the number of samples of each batch of an epoch; an iterable dataset is read through once for that."""
-    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+    if is_mapped(dataset):
         if not skip:
             yield from batch_sizes(len(dataset), size, drop_last)
         elif (left := len(dataset) - skip) > 0 and not (drop_last and left < size):
@@ -155,10 +198,55 @@ def _no_batches_error(samples: int, size: int) -> PolylaneError:
     )
 
 
+def _positions(shares: Sequence[SampleShare]) -> list[int]:
+    """Return the positions in the whole batch of the samples of some shares, in order."""
+    return [i for share in shares for i in range(share.start, share.stop)]
+
+
+def _find_shares(
+    trials: ReadTrials,
+    dataset: Any,
+    batch: Sequence[int],
+    shares: Shares,
+    draws: tuple[int, int],
+    collate: Collate | None,
+    resumed: bool,
+) -> Shares:
+    """Return the samples of a batch that this worker reads: its own, or all where these would not be the same.
+
+    A trial on the first batch shows that; ``batch`` are its indices, ``draws`` seed and epoch.
+
+    Raises:
+        PolylaneError: a training goes on from a checkpoint, with a dataset that keeps state.
+    """
+    own = _positions(shares(len(batch)))
+    if not resumed and own == list(range(len(batch))):
+        return shares
+    reads = trials.find(dataset, SeededDataset(dataset, *draws).__getitems__, batch, own, collate)
+    if resumed:
+        reads.refuse_to_resume()
+    return share_of_all if reads.reason else shares
+
+
+def _find_own(batches: Sequence[list[int]], shares: Shares, first: int | None) -> list[list[int]]:
+    """Return the indices of each batch whose samples this worker reads.
+
+    Batches 1, 2, 4, 8, ... of a training are read whole by all workers, where they compare what they have read.
+
+    Args:
+        batches: the indices of each batch of an epoch.
+        shares: maps the size of a batch to the samples that this worker computes on.
+        first: number of the first of these batches among all of the training, from 0; None: nothing is compared.
+    """
+    whole = [first is not None and (first + i + 1) & (first + i) == 0 for i in range(len(batches))]
+    parts = ([batch[i] for i in _positions(shares(len(batch)))] for batch in batches)
+    return [batch if is_whole else part for batch, part, is_whole in zip(batches, parts, whole, strict=True)]
+
+
 def _load_mapped(
     dataset: Any,
-    indices: Sequence[int],
-    sizes: Sequence[int],
+    whole: Sequence[list[int]],
+    own: Sequence[list[int]],
     shares: Shares,
     draws: tuple[int, int],
     collate: Collate | None,
@@ -167,9 +255,6 @@ def _load_mapped(
 ) -> Iterator[Batch]:
     # The global order is a function of the seed, so every worker finds its own indices without communication. Only
     # these reach the batch sampler: samples of other workers are never loaded here.
-    ends = itertools.accumulate(sizes, initial=0)
-    whole = [indices[start:stop] for start, stop in itertools.pairwise(ends)]
-    own = [[batch[i] for share in shares(len(batch)) for i in range(share.start, share.stop)] for batch in whole]
     seeded, collate_own = SeededDataset(dataset, *draws), collate or default_collate
     loader = DataLoader(
         seeded,
@@ -178,18 +263,19 @@ def _load_mapped(
         num_workers=workers,
         generator=torch.Generator(),  # DataLoader draws a base seed: not from the user's default generator
     )
-    loaded = iter(loader)
+    batches = iter(loader)
     for number, batch in enumerate(whole):
         where = f"batch {before + number + 1} of epoch {draws[1] + 1}"
         try:
             with end_forked_children():
-                local = next(loaded)
+                local = next(batches)
         except RAISED as error:
             raise explain_batch(
                 where, lambda index: seeded.__getitems__([index])[0], own[number], collate_own, error
             ) from error
         offsets = None if own[number] == batch else share_offsets(shares(len(batch)))
-        yield _make_batch(where, local, len(batch), len(own[number]), offsets, min(sizes), collate is not None)
+        loaded = _make_batch(where, local, len(batch), len(own[number]), offsets, len(whole[-1]), collate is not None)
+        yield replace(loaded, read_order=hash((draws[1], before + number, *batch)) or 1)
 
 
 def _load_streamed(
@@ -226,7 +312,7 @@ def _load_streamed(
             break
         first = False
         own = shares(len(samples))
-        mine = [i for share in own for i in range(share.start, share.stop)]
+        mine = _positions(own)
         try:
             local = collate_own([samples[i] for i in mine])
         except PolylaneError:
@@ -235,7 +321,11 @@ def _load_streamed(
             raise misfit_error(where, [read + i for i in mine], [samples[i] for i in mine], error) from error
         read += len(samples)
         offsets = None if mine == list(range(len(samples))) else share_offsets(own)
-        yield _make_batch(where, local, len(samples), len(mine), offsets, 0, collate is not None)
+        loaded = _make_batch(where, local, len(samples), len(mine), offsets, 0, collate is not None)
+        # Each worker has read all samples: a few of them are compared, the first and the last among them.
+        few = {0, number % len(samples), len(samples) - 1}
+        leaves = [leaf for i in sorted(few) for leaf in flatten(samples[i])[0]]
+        yield replace(loaded, read_order=hash((epoch, number, len(samples))) or 1, read_samples=leaves)
     if first:
         raise _no_batches_error(len(samples), size) if samples else PolylaneError("the dataset has no samples")
 

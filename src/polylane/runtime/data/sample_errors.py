@@ -69,7 +69,7 @@ def misfit_error(where: str, indices: Sequence[int], samples: Sequence[Any], err
         error: what collating them raised.
     """
     for index, sample in zip(indices[1:], samples[1:], strict=True):
-        difference = _find_difference(samples[0], sample, "")
+        difference = find_difference(samples[0], sample, "")
         if difference is not None:
             place, first, other = difference
             return PolylaneError(
@@ -86,7 +86,7 @@ def _describe(error: BaseException) -> str:
     return f"{describe_error(error)}{where}"
 
 
-def _find_difference(one: Any, other: Any, place: str) -> tuple[str, str, str] | None:
+def find_difference(one: Any, other: Any, place: str) -> tuple[str, str, str] | None:
     """Return where two samples differ in form, and how each is there; None if they do not."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in [*one, *(key for key in other if key not in one)]:
@@ -99,7 +99,7 @@ def _find_difference(one: Any, other: Any, place: str) -> tuple[str, str, str] |
     else:
         first, second = _form(one), _form(other)
         return None if first == second else (place, first, second)
-    return next((found for name, a, b in pairs if (found := _find_difference(a, b, name)) is not None), None)
+    return next((found for name, a, b in pairs if (found := find_difference(a, b, name)) is not None), None)
 
 
 def _form(value: Any) -> str:

@@ -63,7 +63,7 @@ class StreamState:
 
         Args:
             dataset: the iterable dataset, of which nothing is read yet.
-            generators: its random generators.
+            generators: its random generators, which are put where they were as well.
             epoch: number of the epoch, from 0.
             skip: samples of the epoch that were trained on already.
         """

@@ -1,12 +1,13 @@
 """Step result: loss and spans of all workers, all-reduced as one vector while the next step runs.
 
-The vector is [total, count, changes, then NUMBERS for each action of each worker's program, by rank]. A worker fills in
-its own actions and leaves zeros elsewhere, so that the sum is a gather; an action that it skipped stays zero.
+The vector is [total, count, changes, digests of what each worker read, by rank, then NUMBERS for each action of each
+worker's program, by rank]. A worker fills in its own numbers and leaves zeros elsewhere, so that the sum is a gather;
+an action that it skipped stays zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from polylane.runtime.transport.protocol import PendingTransfer, Transport
 from polylane.runtime.transport.serialization import serializable
 from polylane.schedule.action import Action, ActionKind
 
-HEAD = 3  # numbers of a step before those of its spans
+HEAD = 3  # numbers of a step before its digests
 NUMBERS = 4  # float64 numbers of a span in the vector: start, end, waited, bytes
 
 # Beyond this many workers the spans of a step are no longer gathered with its loss.
@@ -140,6 +141,9 @@ class StepResult:
     # Programs of all workers, by rank, in the order of the vector; and this worker's spans, where none are gathered.
     _programs: Sequence[Program] = ()
     _local_spans: Sequence[TimedSpan] = ()
+    # How many of the numbers are digests, and the comparison of them, which raises; None: there is none, or no more.
+    _digests: int = 0
+    _compare: Callable[[Sequence[float]], None] | None = None
 
     @property
     def loss(self) -> float:
@@ -151,6 +155,7 @@ class StepResult:
     def sums(self) -> tuple[float, float]:
         """The loss as (total, count), for means over several batches: sum of the totals over sum of the counts."""
         self.wait_complete()
+        self.check_read()
         total, count = self._vector[:2].tolist()
         return total, count
 
@@ -168,7 +173,7 @@ class StepResult:
         """
         self.wait_complete()
         spans: list[Span] = []
-        numbers = self._vector[HEAD:].tolist()
+        numbers = self._vector[HEAD + self._digests :].tolist()
         if not numbers:
             title = "measured (this worker)"
             return Timeline(
@@ -188,6 +193,18 @@ class StepResult:
         if self._pending is not None:
             self._vector = self._pending.wait()
             self._pending = None
+            if self._vector.device.type == "cpu":  # an accelerator would have to be waited for
+                self.check_read()
+
+    def check_read(self) -> None:
+        """Compare what workers have read for this step, once it is complete; waits for an accelerator.
+
+        Raises:
+            PolylaneError: on every worker, if they have read different batches.
+        """
+        if self._compare is not None:
+            compare, self._compare = self._compare, None
+            compare(self._vector[HEAD : HEAD + self._digests].tolist())
 
 
 def gather_result(
@@ -198,6 +215,8 @@ def gather_result(
     transport: Transport,
     device: torch.device,
     ranks: Sequence[int] | None,
+    digests: Tensor,
+    compare: Callable[[Sequence[float]], None],
 ) -> StepResult:
     """Start the all-reduce of a step's loss and spans.
 
@@ -210,6 +229,8 @@ def gather_result(
         device: device of the vector, as the transport's backend needs it.
         ranks: ranks whose loss and spans are summed, this worker's among them; the lanes of others stay empty. None:
             all.
+        digests: of what this worker has read, by rank, with zeros for the others.
+        compare: called with the digests of all these workers; it raises where they have read different batches.
     """
     ranks = range(transport.size) if ranks is None else ranks
     # Spans of an accelerator are known when it has ended them, for which no step waits.
@@ -222,11 +243,12 @@ def gather_result(
         for span in (timed.resolve() for timed in state.spans):
             at = NUMBERS * place[span.action]
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
-    vector = torch.cat(
-        [state.sums(device), torch.tensor([state.changes, *numbers], dtype=torch.float64, device=device)]
-    )
+    changes, times = (torch.tensor(each, dtype=torch.float64, device=device) for each in ([state.changes], numbers))
+    vector = torch.cat([state.sums(device), changes, digests, times])
     pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
-    return StepResult(step, state.tables.samples, vector, pending, programs, state.spans)
+    return StepResult(
+        step, state.tables.samples, vector, pending, programs, state.spans, len(digests), compare if pending else None
+    )
 
 
 def align_clocks(steps: Sequence[Sequence[TimedSpan]], ahead: float) -> list[Span]:

@@ -47,7 +47,7 @@ from polylane.runtime.workers.out_of_memory import count_system_kills
 from polylane.runtime.workers.parent_tie import INTERRUPTS, tie_to_parent
 from polylane.runtime.workers.stop_request import StopRequest
 from polylane.runtime.workers.worker_pipe import FAILURE, MESSAGE, RESULT, Listener, WorkerPipe
-from polylane.runtime.workers.world import TIMEOUT, World, affine_cores
+from polylane.runtime.workers.world import TIMEOUT, World, affine_cores, hide_ranks
 
 T = TypeVar("T")
 Watch = Callable[[], None]
@@ -59,9 +59,6 @@ KILL_SECONDS = 2.0  # wait after SIGKILL, which the system does not carry out wh
 POLL_SECONDS = 0.2  # interval of checks for workers that died without closing their pipe
 REAP_SECONDS = 0.001  # interval of checks for the exit code of a worker that has closed its pipe
 PIPE_BYTES = 1 << 20  # capacity of a report pipe, so that workers seldom wait for a busy parent
-
-# Environment of another job's rendezvous, of which this process may be a worker: removed in children.
-_OTHERS_MEETING = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
 @dataclass(frozen=True)
@@ -105,8 +102,8 @@ def fork_workers(
 ) -> list[T]:
     """Run ``worker(context)`` in ``workers`` forked processes of this host; return their results by rank.
 
-    Each worker has RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE in its environment, as from torchrun, and the
-    states of this process's random number generators. The workers meet without any port of this host
+    Each worker has the states of this process's random number generators, and no RANK or WORLD_SIZE in its environment:
+    code of the user's in it cannot tell it from the only process. The workers meet without any port of this host
     (:mod:`.file_store`); a process group, which listens on ports, is made when it is needed. Ctrl-C is handled by this
     process alone: it ends the workers, then raises KeyboardInterrupt.
 
@@ -339,14 +336,7 @@ class _ChildProcess:
             os.close(descriptor)
         tie_to_parent(parent, self.stop)
         threading.Thread(target=self._watch_parent, name="polylane-lifeline", daemon=True).start()
-        os.environ.update(
-            RANK=str(self.rank),
-            LOCAL_RANK=str(self.rank),
-            WORLD_SIZE=str(self.workers),
-            LOCAL_WORLD_SIZE=str(self.workers),
-        )
-        for name in _OTHERS_MEETING:
-            os.environ.pop(name, None)
+        hide_ranks()
         torch.set_num_threads(self.threads)
         if run_worker(worker, self.rank, self.workers, self.place, self.reports, self.stop) is not None:
             sys.exit(1)

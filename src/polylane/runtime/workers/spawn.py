@@ -45,6 +45,7 @@ from polylane.runtime.workers.out_of_memory import count_system_kills
 from polylane.runtime.workers.parent_tie import tie_to_parent
 from polylane.runtime.workers.stop_request import StopRequest
 from polylane.runtime.workers.worker_pipe import Listener, WorkerPipe
+from polylane.runtime.workers.world import hide_ranks
 
 T = TypeVar("T")
 
@@ -260,13 +261,14 @@ def _run_process(
     stop = StopRequest.in_file(place.folder / STOP_FILE, waits_for_save)
     tie_to_parent(parent, stop, under_agent=True)
     torch.set_num_threads(threads)
-    rank = int(os.environ["RANK"])
+    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    hide_ranks()
     office = socket.socket(socket.AF_UNIX)
     office.connect(address)
     reports = connection.Connection(office.detach())
     reports.send_bytes(place.secret)
     reports.send_bytes(str(rank).encode())
-    failure = run_worker(worker, rank, int(os.environ["WORLD_SIZE"]), place, reports, stop)
+    failure = run_worker(worker, rank, workers, place, reports, stop)
     if failure is not None:
         if failure.is_echo:
             # The agent ends all workers as soon as one exits: the one that caused the echo must report first.

@@ -30,6 +30,12 @@ LOOPBACK = "lo" if sys.platform == "linux" else "lo0"  # name of the interface t
 # Environment variable with a secret that workers on several hosts share: a process without it is refused on connecting.
 SECRET = "POLYLANE_SECRET"
 
+# Environment by which torchrun's workers know their ranks and meet: a dataset may take a share of its samples by it.
+_OF_TORCHRUN = (
+    *(f"{of}{number}" for of in ("", "LOCAL_", "GROUP_", "ROLE_") for number in ("RANK", "WORLD_SIZE")),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+
 _started: World | None = None  # this process's world, if another process of this host started it as a worker
 
 
@@ -217,6 +223,12 @@ class World:
                 self.board.mark_left()
             _started = None
             _destroy_group()
+
+
+def hide_ranks() -> None:
+    """Remove from this process's environment what tells the user's code that it is one of several workers."""
+    for name in _OF_TORCHRUN:
+        os.environ.pop(name, None)
 
 
 def _destroy_group() -> None:

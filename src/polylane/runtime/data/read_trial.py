@@ -1,0 +1,258 @@
+"""Read trial: may a worker read its own samples alone, or does what a dataset gives depend on what else is read?
+
+A dataset may count what was read of it, look at the whole batch in ``__getitems__``, or a collate may mix samples. Its
+first batch is read in a forked process, from which nothing comes back but the answer: there it is read whole, whole
+again, and in part. Samples that are not the same, or state of the user's Python that still changes, show that all
+workers must read whole batches, in the order in which one process would.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import select
+import signal
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polylane.errors import PolylaneError
+from polylane.graph.batch import flatten
+from polylane.graph.python_state.state import PythonName, find_python_names
+from polylane.graph.python_state.state_snapshots import StateDigests, snapshot_names
+from polylane.runtime.data.sample_errors import find_difference
+
+# A batch takes milliseconds to read, or seconds; what takes longer hangs in the fork (a lock that a thread held there),
+# or is too slow to be read three times. Then whole batches are read, which is right for any dataset.
+TRIAL_SECONDS = 60
+
+_LARGE = 1 << 20  # bytes of an array that is not digested: samples that it changes are compared themselves
+
+
+# Positions in a batch, and a function that reads their samples alone.
+InPart = tuple[Sequence[int], Callable[[], list[Any]]]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """How a dataset may be read.
+
+    Attributes:
+        reason: why whole batches must be read, as a part of a sentence; empty: each worker may read its own samples.
+        keeps_state: whether what is read depends on what was read before.
+    """
+
+    reason: str = ""
+    keeps_state: bool = False
+
+    def refuse_to_resume(self) -> None:
+        """Refuse to go on from a checkpoint, which does not have what the dataset was when it was written.
+
+        Raises:
+            PolylaneError: the dataset keeps state.
+        """
+        if self.keeps_state:
+            raise PolylaneError(
+                f"the training cannot go on from a checkpoint, which has no state of the dataset: {self.reason}; let "
+                "its samples depend on their index and on set_epoch(epoch) alone"
+            )
+
+
+class ReadTrials:
+    """The trials of one worker, each made once for a dataset.
+
+    Args:
+        tells: whether this worker says why whole batches are read; one of all does.
+    """
+
+    def __init__(self, tells: bool = True) -> None:
+        self._tells, self._known = tells, list[tuple[Any, Any, Reads]]()
+
+    def find(
+        self,
+        dataset: Any,
+        read: Callable[[Sequence[int]], list[Any]],
+        batch: Sequence[int],
+        own: Sequence[int],
+        collate: Any,
+    ) -> Reads:
+        """Return how a dataset may be read, by a trial on its first batch.
+
+        Args:
+            dataset: the user's map-style dataset, by which the trial is remembered.
+            read: returns the samples of some indices.
+            batch: indices of the batch.
+            own: positions in the batch of the samples that this worker would read.
+            collate: the user's function from samples to a batch; None: torch's.
+        """
+        for known, of, found in self._known:
+            if known is dataset and of is collate:
+                return found
+        if type(dataset) in (list, tuple) and collate is None:
+            return Reads()
+        in_part = own, lambda: read([batch[i] for i in own])
+        found = try_reads(lambda: read(batch), in_part, [dataset], collate)
+        self._known = [*self._known[-3:], (dataset, collate, found)]
+        if found.reason and self._tells and len(own) < len(batch):
+            warnings.warn(f"every worker reads whole batches, for {found.reason}", stacklevel=4)
+        return found
+
+
+def try_reads(read: Callable[[], list[Any]], in_part: InPart | None, datasets: Sequence[Any], collate: Any) -> Reads:
+    """Read a batch whole twice, then some of its samples, in a forked process; return what that shows.
+
+    Args:
+        read: returns the samples of a batch.
+        in_part: positions in the batch, and a function that returns their samples and reads no others; None: that is
+            not asked for.
+        datasets: what is read, whose Python state is watched.
+        collate: the user's function from samples to a batch; None: torch's.
+    """
+    offsets, (reports, report) = _file_offsets(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child starts none
+        child = os.fork()
+    if child == 0:
+        _run_child(lambda: _compare_reads(read, in_part, datasets, collate), report)
+    os.close(report)
+    answer = b""
+    if select.select([reports], [], [], TRIAL_SECONDS)[0]:
+        answer = os.read(reports, 4096)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(reports)
+    # Open files are shared with the child: their positions are those of one process.
+    for descriptor, offset in offsets.items():
+        with suppress(OSError):
+            os.lseek(descriptor, offset, os.SEEK_SET)
+    if not answer:
+        return Reads("its first batch could not be read in another process, to see that samples may be read alone")
+    kind, _, reason = answer.decode(errors="replace").partition(" ")
+    return Reads(reason, kind == "state")
+
+
+def _file_offsets() -> dict[int, int]:
+    """Return where this process is in each of its open files; none where that cannot be seen."""
+    found = dict[int, int]()
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):  # a pipe, a socket
+                found[int(name)] = os.lseek(int(name), 0, os.SEEK_CUR)
+    return found
+
+
+def _run_child(compare: Callable[[], str], report: int) -> None:
+    """Run a comparison in the forked process, report its answer, and end; what the dataset prints is not seen."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.alarm(TRIAL_SECONDS)  # also where the parent has died
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(nothing, stream)
+        torch.set_num_threads(1)  # the pool of threads is the parent's
+        os.write(report, compare().encode(errors="replace")[:4096])
+    finally:
+        os._exit(0)  # whatever was raised: no answer is one
+
+
+def _compare_reads(read: Callable[[], list[Any]], in_part: InPart | None, datasets: Sequence[Any], collate: Any) -> str:
+    """Return "alone", or "state" or "batch" with the reason why samples may not be read alone."""
+    whole = read()
+    made = None if collate is None else collate(whole)
+    kept_batch = None if collate is None else _clone(made)
+    # What changes at the first read only (a file that is opened, a cache) is none of the dataset's state.
+    before = _state_of(datasets, collate)
+    kept = [_clone(sample) for sample in whole]
+    again = read()
+    made_again = None if collate is None else collate(again)
+    after = _state_of(datasets, collate)
+    if changed := [label for key, (label, digest) in before.items() if after.get(key, (label, digest))[1] != digest]:
+        return f"state reading the dataset changes {changed[0]}"
+    if not _are_alike(kept, again):
+        return "state the dataset gives other samples when they are read again"
+    if not _are_alike([kept_batch], [made_again]):
+        return "state collate makes another batch of the same samples"
+    if in_part is None:
+        return "alone"
+    if collate is not None and any(find_difference(whole[0], sample, "") for sample in whole[1:]):
+        return "batch samples differ in size, and collate makes one batch of all of them"
+    own, part = in_part[0], in_part[1]()
+    if not _are_alike([kept[i] for i in own], part):
+        return "batch the dataset gives other samples where fewer are read with them"
+    if collate is not None and not _are_rows(made, collate(part), own, len(whole)):
+        return "batch collate gives samples otherwise where fewer are collated with them"
+    return "alone"
+
+
+def keep_state(datasets: Sequence[Any], collate: Any) -> Callable[[], None]:
+    """Record the state of the user's Python that reading may change; return a function that restores it.
+
+    Args:
+        datasets: what is going to be read.
+        collate: the user's function from samples to a batch; None: torch's.
+    """
+    names, large = _names_of(datasets, collate)
+    return snapshot_names(names, large)
+
+
+def _state_of(datasets: Sequence[Any], collate: Any) -> dict[tuple[int, str], tuple[str, Any]]:
+    """Return labels and digests of what the user's Python can reach from reading, by owner and name."""
+    names, large = _names_of(datasets, collate)
+    digests = StateDigests(large)
+    return {name.key: (name.label, digests.of(name.get())) for name in names}
+
+
+def _names_of(datasets: Sequence[Any], collate: Any) -> tuple[list[PythonName], set[int]]:
+    """Return the names that reading can reach, and the ids of large arrays among their values."""
+    # Commands wrap the user's function, to blame it for what it raises.
+    roots, todo = [collate and inspect.unwrap(collate)], list(datasets)
+    while todo:  # of a library's class that wraps it too
+        dataset = todo.pop()
+        roots += [getattr(dataset, name, None) for name in ("__getitem__", "__getitems__", "__iter__")]
+        roots.append(dataset)
+        inner = getattr(dataset, "datasets", ())
+        todo += [dataset.dataset] if hasattr(dataset, "dataset") else []
+        todo += inner if isinstance(inner, list | tuple) else []
+        roots += [getattr(dataset, name, None) for name in ("transform", "target_transform", "transforms")]
+    names = find_python_names([], [root for root in roots if root is not None])
+    values = [name.get() for name in names]
+    return names, {id(v) for v in values if isinstance(getattr(v, "nbytes", None), int) and v.nbytes > _LARGE}
+
+
+def _clone(sample: Any) -> Any:
+    """Return a sample with tensors of its own: the dataset may write into those that it has given."""
+    leaves, rebuild = flatten(sample)
+    return rebuild([leaf.clone() if isinstance(leaf, Tensor) else _copy_array(leaf) for leaf in leaves])
+
+
+def _copy_array(leaf: Any) -> Any:
+    return leaf.copy() if type(leaf).__name__ == "ndarray" else leaf
+
+
+def _are_alike(samples: Sequence[Any], others: Sequence[Any]) -> bool:
+    flats = [[leaf for sample in each for leaf in flatten(sample)[0]] for each in (samples, others)]
+    return len(flats[0]) == len(flats[1]) and all(map(_is_equal, *flats))
+
+
+def _are_rows(whole: Any, part: Any, own: Sequence[int], samples: int) -> bool:
+    """Return whether a batch of some samples has their rows of the batch of all of them, and nothing else."""
+    flats = flatten(whole)[0], flatten(part)[0]
+    return len(flats[0]) == len(flats[1]) and all(
+        isinstance(one, Tensor) and one.shape[:1] == (samples,) and _is_equal(one[list(own)], other)
+        for one, other in zip(*flats, strict=True)
+    )
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and bool(torch.equal(one, other) or torch.allclose(one, other, 0.0, 0.0, equal_nan=True))
+    if type(one).__name__ == "ndarray":
+        return type(one) is type(other) and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    return one is other or (type(one) is type(other) and bool(one == other or (one != one and other != other)))

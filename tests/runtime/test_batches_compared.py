@@ -1,0 +1,217 @@
+"""All workers read the same, or one sentence says who does not, before anything of it is saved."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate
+
+import covering
+import polylane
+from polylane.commands.learning_rates import LearningRateOptions
+from polylane.commands.requests import TrainRequest
+from polylane.commands.running.recipe_training import load_materials
+from polylane.errors import PolylaneError
+from polylane.runtime.data.loader import begin_epoch, sample_order
+from polylane.runtime.job import Job
+from training import assert_same, batch_of, classify, mlp, plainly, sgd, workers
+
+SAMPLES = list(zip(*batch_of(24), strict=True))
+
+
+def is_second() -> bool:
+    return multiprocessing.current_process().name == "polylane-worker-1"
+
+
+def refusal(work: Any, plan: str) -> str:
+    """What all workers raise alike."""
+
+    def run(job: Job) -> str:
+        with pytest.raises(PolylaneError) as caught:
+            work(job)
+        return str(caught.value)
+
+    first, *others = workers(run, mlp(6, 8, 4), plan)
+    assert all(other == first for other in others)
+    return first
+
+
+# Batches that a script gives
+
+
+@pytest.mark.parametrize(
+    "plan", covering.one_in(2, ["data=2", "pipeline=2,microbatches=2", "data=2,every=2", "tensor=2"], first=1)
+)
+def test_orders_that_part_later(plan: str) -> None:
+    def work(job: Job) -> None:
+        for step in range(5):
+            inputs, labels = batch_of(8, seed=step)
+            if step == 2 and is_second():
+                labels = labels.roll(1)  # one tensor of two
+            job.step((inputs, labels))
+
+    said = refusal(work, plan)
+    assert said.startswith("step 3: rank 1 gave another batch than rank 0: workers must give the same whole batch")
+
+
+def test_nothing_is_saved_of_them(tmp_path: Path) -> None:
+    def work(job: Job) -> None:
+        job.step(batch_of(8))
+        job.step(batch_of(8, seed=int(is_second())))
+        job.save_checkpoint(tmp_path)
+
+    assert "not begun: rank 0: step 2: rank 1 gave another batch than rank 0" in refusal(work, "data=2")
+    assert not list(tmp_path.glob("*/manifest*"))
+
+
+def test_replicas_that_do_not_wait_compare_in_the_end() -> None:
+    def work(job: Job) -> None:
+        for step in range(3):
+            job.step(batch_of(8, seed=step + 10 * (step == 1 and is_second())))
+        job.state_dict()
+
+    said = refusal(work, "data=2,servers=1,staleness=1")
+    assert said.startswith("the first 3 steps: rank 1 gave another batch than rank 0")
+
+
+def test_evaluation() -> None:
+    def work(job: Job) -> None:
+        job.step(batch_of(8))
+        job.evaluate(batch_of(8, seed=int(is_second())))
+
+    assert refusal(work, "data=2").startswith("evaluation: rank 1 gave another batch than rank 0")
+
+
+# Datasets
+
+
+class Shares(IterableDataset[Any]):
+    """Takes a share by its rank, as loops with torch's DataLoader want it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(SAMPLES[int(is_second()) :: 2])
+
+
+class OtherFile:
+    """Of one worker's file the last samples are others."""
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __getitem__(self, i: int) -> Any:
+        x, y = SAMPLES[i]
+        return x + (i >= 20 and is_second()), y
+
+
+class Longer(OtherFile):
+    def __len__(self) -> int:
+        return len(SAMPLES) - int(is_second())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Shares, "step 1: the dataset gave rank 1 other samples than rank 0: each worker must be given what one"),
+        (OtherFile, ": the dataset gave rank 1 other samples than rank 0: each worker must be given what one"),
+        (Longer, "step 1: rank 1 read other samples than rank 0, or made a batch of other sizes"),
+    ],
+)
+def test_datasets_that_depend_on_the_worker(make: Any, said: str) -> None:
+    def work(job: Job) -> None:
+        for batch in job.batches(make(), 6, epochs=4):
+            job.step(batch)
+
+    assert said in refusal(work, "data=2")
+
+
+class Harder:
+    """Samples get harder with every one that was read, and from epoch to epoch."""
+
+    read, epoch = 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(SAMPLES)
+
+    def __getitem__(self, i: int) -> Any:
+        self.read += 1
+        return SAMPLES[i][0] * (1 + self.read / 10 + self.epoch), SAMPLES[i][1]
+
+
+class Curriculum(Harder):
+    def __getitem__(self, i: int) -> Any:
+        return SAMPLES[i][0] * (1 + self.epoch), SAMPLES[i][1]
+
+
+class Centred(Curriculum):
+    def __getitems__(self, indices: list[int]) -> Any:
+        inputs, labels = default_collate([self[i] for i in indices])
+        return list(zip(inputs - inputs.mean(0), labels, strict=True))
+
+
+def centre(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    inputs, labels = default_collate(samples)
+    return inputs - inputs.mean(0), labels
+
+
+def plain_batches(dataset: Any, size: int, epochs: int, collate: Any) -> Iterator[Any]:
+    """The batches of a plain loop over torch's DataLoader, in a job's order."""
+    for epoch in range(epochs):
+        begin_epoch(dataset, epoch)
+        order = sample_order(len(dataset), epoch, 0)
+        sampler = [order[at : at + size] for at in range(0, len(order), size)]
+        yield from torch.utils.data.DataLoader(dataset, batch_sampler=sampler, collate_fn=collate)
+
+
+@pytest.mark.parametrize(
+    ("make", "collate"), [(Harder, None), (Curriculum, None), (Centred, None), (Curriculum, centre)]
+)
+def test_the_numbers_of_a_plain_loop(make: Any, collate: Any) -> None:
+    def work(job: Job) -> Any:
+        dataset = make()
+        return [job.step(batch).loss for batch in job.batches(dataset, 9, epochs=2, collate=collate)], job.state_dict()
+
+    reference = plainly(mlp(6, 8, 4), list(plain_batches(make(), 9, 2, collate or default_collate)))
+    for losses, state in workers(work, mlp(6, 8, 4), "data=2"):
+        assert_same(type(reference)(losses, state), reference)
+    with polylane.parallelize(mlp(6, 8, 4), classify, sgd, example=batch_of(9), plan="data=1") as alone:
+        assert_same(type(reference)(*work(alone)), reference)
+
+
+RECIPE = """
+import torch
+from torch import nn
+
+class Set:
+    read = 0
+    def __len__(self): return 12
+    def __getitem__(self, i):
+        self.read += 1
+        return torch.ones(3)
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self): self.left = iter(range(12))
+    def __len__(self): return 12
+    def __iter__(self): return (torch.full((3,), float(i)) for i in self.left)
+
+def data(split, stream=False): return (Stream() if stream else Set()) if split == "train" else None
+def model(): return nn.Linear(3, 1)
+def loss(model, batch): return model(batch).mean()
+def optimizer(parameters): return torch.optim.SGD(parameters, 0.1)
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_training_begins_with_data_of_which_nothing_was_read(stream: bool, tmp_path: Path) -> None:
+    (recipe := tmp_path / "set.py").write_text(RECIPE)
+    request = TrainRequest(recipe=str(recipe), batch=4, settings=(f"stream={stream}",), rates=LearningRateOptions(4))
+    train = load_materials(request).train
+    assert list(train.left) == list(range(12)) if stream else train.read == 0
