@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,24 @@ class BatchChecks:
         self._shares: list[Hashable] = [(p.replica, len(p.replicas), p.takes_turns) for p in programs]
         self._has_peers = self._shares.count(self._shares[transport.rank]) > 1
 
-    def digest(self, batch: Batch, what: str) -> Tensor:
+    def take(self, batch: Any, what: str, sampled: Sequence[bool]) -> tuple[Batch, Tensor, bool]:
+        """Return a batch on this worker's device, digests of it, and whether it was read from a dataset here.
+
+        Args:
+            batch: a batch as a script gives it, or one that was loaded.
+            what: names it in errors.
+            sampled: for each leaf of the example batch, whether it is split with the samples.
+
+        Raises:
+            PolylaneError: it has no samples, or its tensors differ in their number.
+        """
+        own: Batch = batch if isinstance(batch, Batch) else Batch.whole(batch)
+        if own.samples == 0:
+            raise PolylaneError("the batch has no samples")
+        digests = self._digest(own, what)
+        return own.to_device(sampled, self._device), digests, own.read_order != 0
+
+    def _digest(self, batch: Batch, what: str) -> Tensor:
         """Return the digests of all workers, with zeros for the others; collective at the first batch.
 
         Args:

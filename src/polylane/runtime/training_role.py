@@ -20,7 +20,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.optimizer_sequence import as_given
 from polylane.compile.sample_shares import PADDING, Batch, SampleShare, compute_shares
 from polylane.diagnosis.page_layout import Phase
-from polylane.errors import ActionFailed, PolylaneError
+from polylane.errors import ActionFailed
 from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.python_state.gradient_hooks import GradientHooks
 from polylane.graph.sparse_gradients import densify
@@ -139,7 +139,7 @@ class TrainingRole:
 
     def step(self, batch: Any, name: str, anomalies: AnomalyDetector | None) -> StepResult:
         trainer, what = self._trainers[name], f"step {self._step + 1}"
-        own, digests, was_read = self._own(batch, what)
+        own, digests, was_read = self._checks.take(batch, what, self._cache.sampled)
         if own.shortest < self._prepared.min_samples.samples:
             self._checks.refuse_short(own)
         if own.is_collated:
@@ -202,14 +202,6 @@ class TrainingRole:
         self._limit_in_flight(1)
         self._checks.check_kept()
 
-    def _own(self, batch: Any, what: str) -> tuple[Batch, Tensor, bool]:
-        """Return a batch on this worker's device, digests of it, and whether it was read here; ``what`` names it."""
-        own: Batch = batch if isinstance(batch, Batch) else Batch.whole(batch)
-        if own.samples == 0:
-            raise PolylaneError("the batch has no samples")
-        digests = self._checks.digest(own, what)
-        return own.to_device(self._cache.sampled, self.world.device), digests, own.read_order != 0
-
     def _apply_update(self, name: str, lane: BoundProgram, state: StepState) -> None:
         trainer = self._trainers[name]
         if not lane.executor.program.partition.graph.loss_is_mean:
@@ -235,7 +227,7 @@ class TrainingRole:
     @allow_own_calls()
     def evaluate_sums(self, batch: Any, name: str) -> tuple[float, float]:
         self._pause_training()
-        own, digests, was_read = self._own(batch, "evaluation")
+        own, digests, was_read = self._checks.take(batch, "evaluation", self._cache.sampled)
         if own.is_collated:
             self._checks.refuse_unequal_sizes(own)
         with self.world.progress.during(Phase.COMPILING):
