@@ -182,9 +182,8 @@ class Job:
             raise PolylaneError(f"a batch of {batch_size} cannot be divided into {self.plan.microbatches} microbatches")
         start, stream = start or Position(), self._stream.for_other_batches()
         how = dict[str, Any](shuffle=shuffle, drop_last=drop_last, collate=collate, workers=workers, state=stream)
-        for epoch in range(max(first_epoch, start.epoch), first_epoch + epochs):
-            seen = start.samples if epoch == start.epoch else 0
-            how["resumed"] = bool(start.step) and epoch == max(first_epoch, start.epoch)
+        for epoch in range(first := max(first_epoch, start.epoch), first_epoch + epochs):
+            seen, how["resumed"] = start.samples if epoch == start.epoch else 0, bool(start.step) and epoch == first
             for batch in self.world.progress.loading(self._role.epoch(dataset, batch_size, epoch, skip=seen, **how)):
                 seen += batch.loaded_samples
                 self._offered = batch, Position(0, epoch, seen), stream
