@@ -594,7 +594,7 @@ def test_inspect_explains_how_operators_are_split(here: Path) -> None:
 
 def test_inspect_holds_to_a_plans_placements(here: Path) -> None:
     request = RecipeRequest(recipe="tiny.py", batch=64)
-    problem, _ = inputs.open_problem(inputs.open_recipe(request), request)
+    problem = inputs.open_problem(inputs.open_recipe(request), request).problem
     made = compile_training(replace(problem, batch_size=None), "tensor=2").plan
     pins = {"layers.1.0.weight": {"tensor": "replicate"}}
     written = made.model_copy(update={"stages": (made.stages[0].model_copy(update={"placements": pins}),)})

@@ -135,7 +135,7 @@ def test_a_worker_that_torchrun_started_abandons_what_failed(
     job: Any = mock.Mock()
     monkeypatch.setattr(running_worker, "train", train)
     with pytest.raises(error):
-        running_worker._train_or_abandon(job, mock.Mock(), mock.Mock(), lambda message: None)
+        running_worker._train_or_abandon(job, mock.Mock(), mock.Mock(), lambda message: None, mock.Mock())
     assert job.abandon.called == abandons
 
 

@@ -265,7 +265,8 @@ def _audited(model: nn.Module, objective: Any, batches: Sequence[Any], plan: Any
     from polylane.errors import AuditFailed
     from polylane.runtime.job import Job
     from polylane.runtime.workers.fork import WorkerContext, fork_workers
-    from polylane.verify.audit.training_audit import AuditReport, start_auditor
+    from polylane.verify.audit.audit_report import AuditReport
+    from polylane.verify.audit.training_audit import start_auditor
     from polylane.verify.verify import batch_in_float64
 
     batches = [batch_in_float64(batch) for batch in batches]

@@ -20,8 +20,9 @@ from polylane.graph.python_state.side_effects import SideEffects
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from polylane.verify.audit import AuditMode
+from polylane.verify.audit.audit_report import AuditReport
 from polylane.verify.audit.schedule import AuditSchedule
-from polylane.verify.audit.training_audit import AuditReport, start_auditor
+from polylane.verify.audit.training_audit import start_auditor
 
 SAMPLES, STEPS = 6, 4
 Pairs = Iterable[tuple[str, nn.Parameter]]

@@ -46,7 +46,7 @@ def run(request: InspectRequest) -> None:
     from polylane.runtime.workers.fork import limit_to_one_thread
 
     limit_to_one_thread()
-    problem, _ = inputs.open_problem(recipe, request)
+    problem = inputs.open_problem(recipe, request).problem
     found: dict[str, Any] = {"recipe": request.recipe}
     if plan is None:
         graph = problem.capture()

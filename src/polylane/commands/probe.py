@@ -204,7 +204,7 @@ def _profile(request: RecipeRequest, device: Any) -> tuple[Graph, Profile]:
     from polylane.graph.batch import to_device
 
     recipe = inputs.open_recipe(request)
-    problem, _ = inputs.open_problem(recipe, request)
+    problem = inputs.open_problem(recipe, request).problem
     leaves, rebuild = problem.flat_example
     problem = replace(problem, model=problem.model.to(device), example=rebuild(to_device(leaves, device)))
     graph = problem.capture(EXAMPLE)

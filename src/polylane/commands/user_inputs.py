@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from polylane import recipe as recipes
 from polylane.commands.requests import RecipeRequest, WorkersRequest
@@ -86,7 +86,7 @@ def find_plan(request: RecipeRequest, workers: int | None = None, fixed: FixedKe
     from polylane.runtime.workers.fork import limit_to_one_thread
 
     limit_to_one_thread()
-    problem, _ = open_problem(recipe, request)
+    problem = open_problem(recipe, request).problem
     # Plan for the example's samples, which are fewer than --batch where the dataset is smaller.
     problem, most = replace(problem, batch_size=None), workers or os.cpu_count() or 1
     return announce_best(choose(problem, range(1, most + 1), local_cluster(most), True, fixed))
@@ -205,8 +205,22 @@ def rehearse_optimizer(recipe: Recipe, model: nn.Module) -> None:
     build_scheduler(recipe.scheduler, optimizer)
 
 
-def open_problem(recipe: Recipe, request: RecipeRequest) -> tuple[TrainingProblem, Any]:
-    """Return the recipe's training, with a model that has weights and a first batch, and its training data.
+class OpenedProblem(NamedTuple):
+    """A recipe's training, and its data.
+
+    Attributes:
+        problem: the training, with a model that has weights and a first batch.
+        data: the training data, of which nothing is read.
+        keeps_state: whether what is read of the data depends on what was read before.
+    """
+
+    problem: TrainingProblem
+    data: Any
+    keeps_state: bool
+
+
+def open_problem(recipe: Recipe, request: RecipeRequest) -> OpenedProblem:
+    """Return the recipe's training, and its training data.
 
     Raises:
         PolylaneError: one of the recipe's functions raised, or did not return what it should.
@@ -216,9 +230,9 @@ def open_problem(recipe: Recipe, request: RecipeRequest) -> tuple[TrainingProble
 
     rehearse_optimizer(recipe, model)
     dataset = open_data(recipe, "train")
-    example, dataset = _read_example(recipe, dataset, request.batch)
+    example, dataset, keeps_state = _read_example(recipe, dataset, request.batch)
     refuse_unusable_settings()
-    return problem_of(recipe, model, example, request.batch), dataset
+    return OpenedProblem(problem_of(recipe, model, example, request.batch), dataset, keeps_state)
 
 
 def problem_of(recipe: Recipe, model: nn.Module, example: Any, batch: int) -> TrainingProblem:
@@ -273,8 +287,8 @@ def example_batch(recipe: Recipe, dataset: Any, size: int) -> Any:
     return collate_samples(recipe, _first_samples(recipe, dataset, size, range))
 
 
-def _read_example(recipe: Recipe, dataset: Any, size: int) -> tuple[Any, Any]:
-    """Return an example batch, and the training data as they are when nothing has been read of them.
+def _read_example(recipe: Recipe, dataset: Any, size: int) -> tuple[Any, Any, bool]:
+    """Return an example batch, the training data of which nothing has been read, and whether these keep state.
 
     Raises:
         PolylaneError: as of :func:`example_batch`, and of :func:`open_data`.
@@ -285,12 +299,13 @@ def _read_example(recipe: Recipe, dataset: Any, size: int) -> tuple[Any, Any]:
     restore = keep_state([dataset], recipe.collate)
     example = example_batch(recipe, dataset, size)
     if not is_used_up and type(dataset) in (list, tuple) and recipe.collate is None:
-        return example, dataset
+        return example, dataset, False
     read = functools.partial(_first_samples, recipe, dataset, size, range)
-    if is_used_up or try_reads(read, None, [dataset], recipe.collate).keeps_state:
+    keeps_state = not is_used_up and try_reads(read, None, [dataset], recipe.collate).keeps_state
+    if is_used_up or keeps_state:
         restore()
         dataset = open_data(recipe, "train")
-    return example, dataset
+    return example, dataset, keeps_state
 
 
 def _first_samples(recipe: Recipe, dataset: Any, count: int, order: Callable[[int], Sequence[int]]) -> list[Any]:

@@ -34,6 +34,7 @@ class RecipeTraining:
         problem: the model, its loss and optimizer, and the first batch.
         train: the training data, map-style or iterable.
         test: the test data, map-style or iterable; None where there is nothing to test on.
+        keeps_state: whether what is read of the training data depends on what was read before.
     """
 
     request: TrainRequest
@@ -41,6 +42,7 @@ class RecipeTraining:
     problem: TrainingProblem
     train: Any
     test: Any
+    keeps_state: bool = False
 
     @cached_property
     def batch_sizes(self) -> list[int]:
@@ -75,7 +77,9 @@ class RecipeTraining:
     def start_auditor(self, prepared: CompiledTraining, world: World) -> AuditStart:
         """Start what makes some steps a second time; every worker calls it, before it makes its job."""
         clip_norm, seed, example = self.request.clip_norm, self.request.seed, self.problem.example
-        how: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "read_batch": _WholeBatches(self).read}
+        # Of data that keep state a process that reads some batches alone would get others: it gets the workers'.
+        read = None if self.keeps_state else _WholeBatches(self).read
+        how: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "read_batch": read}
         return start_auditor(self.request.audit, prepared, world, example=example, **how)
 
 
@@ -137,10 +141,10 @@ def load_materials(request: TrainRequest) -> RecipeTraining:
             model.
     """
     recipe = request.rates.apply_to(inputs.open_recipe(request))
-    problem, dataset = inputs.open_problem(recipe, request)
+    problem, dataset, keeps_state = inputs.open_problem(recipe, request)
     if request.resume_from is not None:
         check_same_model(request.resume_from, _shapes(problem))
-    return RecipeTraining(request, recipe, problem, dataset, inputs.open_data(recipe, "test"))
+    return RecipeTraining(request, recipe, problem, dataset, inputs.open_data(recipe, "test"), keeps_state)
 
 
 def _shapes(problem: TrainingProblem) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from polylane.observe.timeline import Timeline
 from polylane.runtime.job import Job
 from polylane.runtime.pipeline.step_result import StepResult
 from polylane.runtime.transport.serialization import serializable
-from polylane.verify.audit.training_audit import AuditReport
+from polylane.verify.audit.audit_report import AuditReport
 
 Tell = Callable[[dict[str, Any]], None]
 

@@ -25,7 +25,7 @@ import torch
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
-from polylane.errors import AuditFailed, PolylaneError, format_plural
+from polylane.errors import AuditFailed, PolylaneError
 from polylane.graph.batch import batch_structure, clone_leaves, flatten
 from polylane.plan.plan import Plan
 from polylane.runtime.checkpoint.save import Position
@@ -36,6 +36,7 @@ from polylane.runtime.pipeline.step_result import StepResult
 from polylane.runtime.transport.serialization import serializable
 from polylane.runtime.workers.world import World, affine_cores
 from polylane.verify.audit import AuditMode
+from polylane.verify.audit.audit_report import AuditReport
 from polylane.verify.audit.auditor import AuditedTraining, Auditor, ReadBatch, StepOrder
 from polylane.verify.audit.schedule import AuditSchedule
 from polylane.verify.audit.step_replay import StepVerdict, choose_tolerance
@@ -64,41 +65,6 @@ class _Decision:
     is_judged: bool = False
     difference: str = ""
     note: str = ""
-
-
-@serializable
-@dataclass(frozen=True)
-class AuditReport:
-    """What the audits of a run have found.
-
-    Attributes:
-        steps: numbers of the audited steps, from 1.
-        worst: the largest relative difference of all.
-        differences: a sentence for each step that differs.
-        of_own_code: whether the user's own code was run in all of them, and not its captured graph.
-        note: why no step was audited, or none from some step on; "" for no reason.
-        stall_seconds: time that audits have cost the training.
-    """
-
-    steps: tuple[int, ...] = ()
-    worst: float = 0.0
-    differences: tuple[str, ...] = ()
-    of_own_code: bool = True
-    note: str = ""
-    stall_seconds: float = 0.0
-
-    def __str__(self) -> str:
-        if not self.steps:
-            return f"not audited: {self.note}" if self.note else "not audited"
-        done = f"audited at {format_plural(len(self.steps), 'step')}"
-        if self.differences:
-            text = f"{done}: {len(self.differences)} differed from one device"
-        elif self.worst:
-            text = f"{done}: the same numbers as one device (largest difference {self.worst:.0e}, rounding)"
-        else:
-            text = f"{done}: the same numbers as one device, bit for bit"
-        text += "" if self.of_own_code else ", of the captured graph, for the user's own code cannot make them"
-        return f"{text}; not audited further: {self.note}" if self.note else text
 
 
 def start_auditor(
