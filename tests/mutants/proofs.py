@@ -274,7 +274,7 @@ def _audited(model: nn.Module, objective: Any, batches: Sequence[Any], plan: Any
 
     def run(context: WorkerContext) -> AuditReport | None:
         how: dict[str, Any] = {"example": batches[0], "clip_norm": clip}
-        audits = start_auditor("stop", prepared, context.world, **how)
+        audits = start_auditor("stop", prepared, context.world, begins_as_built=True, **how)
         job = Job(prepared, context.world, **how)
         audit = audits.attach(job)
         for batch in batches:

@@ -65,6 +65,7 @@ def train(
     mode: AuditMode = "stop",
     data: Sequence[Any] = (),
     spoil: Callable[[Job, int], None] | None = None,
+    begin: Callable[[Job], None] | None = None,
     **how: Any,
 ) -> AuditReport:
     """Train by a plan, with each worker spoiled after the auditor has got what the user wrote; rank 0's report."""
@@ -74,9 +75,11 @@ def train(
 
     def run(context: WorkerContext) -> AuditReport | None:
         job_options: dict[str, Any] = {"example": data[0], "seed": 5, **how}
-        audits = start_auditor(mode, prepared, context.world, **job_options)
+        audits = start_auditor(mode, prepared, context.world, begins_as_built=True, **job_options)
         job = Job(prepared, context.world, **job_options)
         audit = audits.attach(job)
+        if begin is not None:
+            begin(job)
         for number, batch in enumerate(data):
             if spoil is not None:
                 spoil(job, number)
@@ -170,6 +173,15 @@ def other_options(job: Job, step: int) -> None:
 def test_a_wrong_step_stops_the_training(plan: str, spoil: Callable[[Job, int], None]) -> None:
     with pytest.raises(PolylaneError, match=r"does not compute what one device computes: step 2.*--audit warn goes on"):
         train(plan, spoil=spoil)
+
+
+def test_other_weights_than_those_that_were_built_are_found() -> None:
+    def begin(job: Job) -> None:
+        with torch.no_grad():
+            job.model[0].weight.mul_(1.5)  # type: ignore[index,operator,union-attr]
+
+    with pytest.raises(PolylaneError, match=r"before step 1 0\.weight is not what it was in the model that was built"):
+        train("data=2", begin=begin)
 
 
 def test_a_difference_may_be_a_warning() -> None:

@@ -79,7 +79,7 @@ class RecipeTraining:
         clip_norm, seed, example = self.request.clip_norm, self.request.seed, self.problem.example
         # Of data that keep state a process that reads some batches alone would get others: it gets the workers'.
         read = None if self.keeps_state else _WholeBatches(self).read
-        how: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "read_batch": read}
+        how: dict[str, Any] = {"clip_norm": clip_norm, "seed": seed, "read_batch": read, "begins_as_built": True}
         return start_auditor(self.request.audit, prepared, world, example=example, **how)
 
 

@@ -80,6 +80,7 @@ class AuditedTraining:
         seed: of all random numbers.
         tolerance: largest relative difference that counts as rounding without a measurement.
         read_batch: reads batches from the user's data set; None: they come with the orders.
+        begins_as_built: whether step 1 begins with the weights that the model was built with.
     """
 
     prepared: CompiledTraining
@@ -88,6 +89,7 @@ class AuditedTraining:
     seed: int
     tolerance: float
     read_batch: ReadBatch | None = None
+    begins_as_built: bool = False
 
 
 class Auditor:
@@ -225,7 +227,10 @@ def _replay(
     before, after = (
         BoardReader(board, state) for board, state in zip(boards, (order.before, order.after), strict=True)
     )
-    return replays[order.objective].replay(order.step, batch, order.loss, before, after)
+    replay = replays[order.objective]
+    if order.step == 0 and training.begins_as_built and (name := replay.find_other_start(before)):
+        return StepVerdict(1, 1.0, f"before step 1 {name} is not what it was in the model that was built")
+    return replay.replay(order.step, batch, order.loss, before, after)
 
 
 def _last_line(error: Exception) -> str:

@@ -133,6 +133,12 @@ class StepReplay:
         else:
             self._replicas = [ReferenceModel(self._training)]
 
+    def find_other_start(self, before: BoardReader) -> str | None:
+        """Return the first weight or buffer that is another before the first step than the model was built with."""
+        built, model = self._replicas[0].copy_state().tensors, self._replicas[0]
+        self._load(model, before, self._variant(0))
+        return next((n for n, tensor in model.named_tensors().items() if not _are_same(tensor, built[n])), None)
+
     def replay(self, step: int, batch: Any, loss: float, before: BoardReader, after: BoardReader) -> StepVerdict:
         """Make a step again, and compare it.
 
@@ -253,6 +259,11 @@ def _measure(model: ReferenceModel, replica: int, last: TrainingState, one: _Pas
     for name, key, distance in memory_differences(last, model.optimizer, model.trained_parameters, _keep_whole):
         found.record_distance(0, (ComparedKind.MEMORY, name, key), distance)
     return found
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same values; NaN is the same as NaN."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def _keep_whole(name: str, whole: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ def start_auditor(
     clip_norm: float | None = None,
     seed: int = 0,
     read_batch: ReadBatch | None = None,
+    begins_as_built: bool = False,
 ) -> AuditStart:
     """Start the auditor on rank 0, before the job takes the model apart; every worker calls it.
 
@@ -87,6 +88,7 @@ def start_auditor(
         clip_norm: bound on the 2-norm of all gradients, or None.
         seed: of all random numbers.
         read_batch: reads batches from the user's data set; None: the step's own batches are taken.
+        begins_as_built: whether step 1 begins with the weights that the model has now; a script may load others.
     """
     note = "" if mode != "off" else "off"
     note = note or _why_not(prepared.plan)
@@ -95,7 +97,7 @@ def start_auditor(
     if note := _why_not_here(prepared):
         return AuditStart(mode, note, example)
     tolerance = choose_tolerance(prepared, world.device)
-    training = AuditedTraining(prepared, example, clip_norm, seed, tolerance, read_batch)
+    training = AuditedTraining(prepared, example, clip_norm, seed, tolerance, read_batch, begins_as_built)
     try:
         boards = open_nameless_file("audit"), open_nameless_file("audit")
         return AuditStart(mode, "", example, Auditor(training, boards), boards, read_batch is not None)
