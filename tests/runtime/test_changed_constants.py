@@ -29,8 +29,14 @@ def annealed() -> float:
     return ANNEALED["factor"]
 
 
+# As configurations are nested: sections in files in runs.
+OPTIONS = Scale([{"train": ({"schedule": Scale([[1.0]])},)}])  # type: ignore[arg-type]
 CHOSEN = {"plain": None, "factors": (abs, [annealed])}
 TEACHER = nn.Linear(3, 1, bias=False, dtype=torch.float64)
+
+
+def nested_factor() -> list[float]:
+    return OPTIONS.factor[0]["train"][0]["schedule"].factor[0]  # type: ignore[index, no-any-return]
 
 
 def replace_data() -> None:
@@ -51,6 +57,7 @@ class Model(nn.Module):
         y = y * self.objects[0].factor * self.scale.factor * (2.0 if "b" in self.names else 1.0)
         y = y * (3.0 if bool(self.mask.all()) else 1.0) * (5.0 if bool(TABLE["mask"].all()) else 1.0)
         y = y * float(TABLE["array"][0]) * CHOSEN["factors"][1][0]()  # type: ignore[index, operator]
+        y = y * OPTIONS.factor[0]["train"][0]["schedule"].factor[0][0]  # type: ignore[index]
         return torch.cat([y, TEACHER(y).detach()], dim=-1)
 
 
@@ -82,6 +89,7 @@ CHANGES: list[Callable[[Any], Any]] = [
     lambda model: ANNEALED.__setitem__("factor", 1.1),
     lambda model: TEACHER.weight.detach().mul_(2.0),
     lambda model: replace_data(),
+    lambda model: nested_factor().__setitem__(0, 1.2),
 ]
 
 
@@ -97,6 +105,7 @@ def test_every_step_has_what_is_there_now() -> None:
     def losses(own: nn.Module, step: Callable[[], float]) -> list[float]:
         TABLE["mask"].fill_(True)
         TABLE["array"].fill(1.0)
+        nested_factor()[0] = 1.0
         TEACHER.weight.data, ANNEALED["factor"] = torch.ones(1, 3, dtype=torch.float64), 1.0
         found = [step()]
         for change in CHANGES:

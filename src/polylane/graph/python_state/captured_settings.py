@@ -39,7 +39,7 @@ from polylane.graph.python_state.own_objects import (
 from polylane.graph.python_state.side_effects import SideEffects, modules_of_losses
 from polylane.graph.python_state.state import TORCHS, PythonName, find_python_names
 
-_DEPTH = 3  # nesting of objects and containers that is followed
+_DEPTH = 8  # nesting of objects and containers that is followed, as deep as configurations are
 _MANY = 4_000  # limit on the number of watched objects
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _READ = (contextvars.ContextVar, weakref.ReferenceType, types.MappingProxyType)  # whose content is read in every step
