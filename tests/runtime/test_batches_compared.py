@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,41 @@ def test_orders_that_part_later(plan: str) -> None:
 
     said = refusal(work, plan)
     assert said.startswith("step 3: rank 1 gave another batch than rank 0: workers must give the same whole batch")
+
+
+def lower_rates(job: Job) -> None:
+    for group in job.optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def end_momentum(job: Job) -> None:
+    job.optimizer.param_groups[0]["momentum"] = 0.0
+
+
+def evaluate_a_layer(job: Job) -> None:
+    job.model[1].eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lower_rates, "other options of the optimizer"),
+        (end_momentum, "other options of the optimizer"),
+        (evaluate_a_layer, "another model or loss"),
+    ],
+)
+def test_what_a_script_changes_on_one_rank(change: Any, words: str) -> None:
+    """On all ranks it is an ordinary change."""
+
+    def work(job: Job, alone: bool = True) -> None:
+        for step in range(4):
+            if step == 2 and (is_second() or not alone):
+                change(job)
+            job.step(batch_of(8, seed=step))
+
+    said = refusal(work, "data=2")
+    assert said.startswith(f"step 3: rank 1 trained with {words}") and said.endswith("not within `if rank == 0`")
+    workers(partial(work, alone=False), mlp(6, 8, 4), "data=2")
 
 
 def test_nothing_is_saved_of_them(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ worker's digest of what it has read travels with the loss of the step, in a slot
     of what          compared between
     the read order   all workers: which samples were to be read, and how what was read is nested and sized
     the contents     all workers that have read the whole batch; else those that have read the same share of it
+    the options      all workers: rates, momenta and decays of the optimizer, which a script may have changed
+    the settings     all workers: how often something has changed that the graph was captured with
 """
 
 from __future__ import annotations
@@ -27,7 +29,14 @@ from polylane.runtime.data.read_digest import digest_leaves
 from polylane.runtime.pipeline.step_result import StepResult
 from polylane.runtime.transport.protocol import Transport
 
-SLOT = 2  # numbers of a worker: digests of the read order and of the contents, each below 2^53; 0: there is none
+# Numbers of a worker, each below 2^53: digests of the read order, of the contents and of the options, and the version
+# of the settings; 0: there is none.
+SLOT, _READ = 4, 2
+_OPTIONS = ("lr", "momentum", "betas", "weight_decay")  # those that schedules change
+_OF_SCRIPT = (
+    "with other options of the optimizer (learning rate, momentum, betas, weight decay)",
+    "with another model or loss (an attribute, a mode, a global, a file that these read has changed, or has not)",
+)
 _MASK = (1 << 51) - 1
 UNCHECKED_STEPS = 256  # steps of an accelerator after which it is waited for, to see what all workers have read
 
@@ -48,7 +57,7 @@ class BatchChecks:
         self._prepared, self._transport, self._device = prepared, transport, device
         self._kept = deque[StepResult]()
         self._has_compared, self._turn, self._compared_steps = transport.size == 1, 0, 0
-        self._all_steps, self._all_read = torch.zeros(SLOT, dtype=torch.int64, device=device), False
+        self._all_steps, self._all_read = torch.zeros(_READ, dtype=torch.int64, device=device), False
         # Who reads the same share of a batch.
         self._shares: list[Hashable] = [(p.replica, len(p.replicas), p.takes_turns) for p in programs]
         self._has_peers = self._shares.count(self._shares[transport.rank]) > 1
@@ -92,7 +101,7 @@ class BatchChecks:
             found = digest_leaves(batch.read_samples or batch.leaves, self._turn, self._device)
             slots[SLOT * rank + 1] = 2 * (found & _MASK) + int(is_whole)
         if self._prepared.plan.sync.has_servers:  # replicas that do not wait for each other compare in the end
-            kept = slots[SLOT * rank : SLOT * rank + SLOT].long()
+            kept = slots[SLOT * rank : SLOT * rank + _READ].long()
             kept[1] *= int(is_whole)  # others have other samples
             self._all_steps, self._all_read = 31 * self._all_steps + kept, bool(batch.read_order)
         if not self._has_compared:
@@ -102,8 +111,21 @@ class BatchChecks:
             self.compare([number for slot in every for number in slot], what, bool(batch.read_order))
         return slots
 
+    def add_script(self, slots: Tensor, groups: Sequence[dict[str, Any]], version: int) -> None:
+        """Add to the digests of a step what a script may have changed on this worker alone.
+
+        Args:
+            slots: what :meth:`digest` has returned.
+            groups: parameter groups of the step's optimizer.
+            version: number of the settings with which the step's graph was captured.
+        """
+        if self._transport.size > 1:
+            at = SLOT * self._transport.rank
+            slots[at + 2] = _digest_options(groups)
+            slots[at + 3] = version + 1
+
     def compare(self, numbers: Sequence[float], what: str, was_read: bool) -> None:
-        """Refuse a batch of which workers have read different things; all of them know the same, and raise the same.
+        """Refuse a step that workers make of different things; all of them know the same, and raise the same.
 
         Args:
             numbers: digests of all workers, by rank.
@@ -113,7 +135,13 @@ class BatchChecks:
         Raises:
             PolylaneError: it names the ranks that differ, and what to do.
         """
-        orders, contents = numbers[::SLOT], numbers[1::SLOT]
+        orders, contents, *of_script = (numbers[at::SLOT] for at in range(SLOT))
+        for found, words in zip(of_script, _OF_SCRIPT, strict=True):
+            if others := _find_others([False] * len(found), found):
+                raise PolylaneError(
+                    f"{what}: {_name_ranks(others)} trained {words} than rank {others[0][0]}: what a script changes "
+                    "between steps it must change on every worker, and not within `if rank == 0`"
+                )
         if len(set(orders)) == len(set(contents)) == 1:
             return
         # Whoever has read the whole batch is compared with all others that have.
@@ -171,9 +199,9 @@ class BatchChecks:
         every = self._transport.all_gather_object([self._turn, *self._all_steps.tolist()])
         if any(steps != every[0][0] for steps, *_ in every):  # a script has stopped early on some
             return
-        numbers = [number for _, *both in every for number in both]
         # Sums of all steps may be of any parity: here each stands for whole batches.
-        self.compare([2 * (number & _MASK) + 1 for number in numbers], f"the first {self._turn} steps", self._all_read)
+        sums = [2 * (number & _MASK) + 1 for _, *both in every for number in (*both, *[0] * (SLOT - _READ))]
+        self.compare(sums, f"the first {self._turn} steps", self._all_read)
 
     def refuse_unequal_sizes(self, batch: Batch) -> None:
         """Refuse samples that workers padded differently, where these must agree on sizes; collective there.
@@ -200,6 +228,13 @@ class BatchChecks:
         what = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
         remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
         fewest.check(batch.shortest, what, remedy)
+
+
+def _digest_options(groups: Sequence[dict[str, Any]]) -> int:
+    """Return a digest of options that are plain numbers, the same in every process: of what is None it would not be."""
+    values = [group.get(name) for group in groups for name in _OPTIONS]
+    flat = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
+    return hash(tuple(each if isinstance(each, int | float) else 0.0 for each in flat)) & _MASK
 
 
 def _find_others(groups: Sequence[Hashable], numbers: Sequence[float]) -> tuple[list[int], ...]:

@@ -90,7 +90,7 @@ class CompileCache:
         self._versions: dict[tuple[str, bool], SettingsVersions] = {}
         # By form, the key of the graph with open sizes that admits it, and the sizes.
         self._placed: dict[CacheKey, tuple[CacheKey, tuple[int, ...]]] = {}
-        self._opened = 0  # graphs with open sizes so far, which number their keys
+        self._opened = self.settings_version = 0  # graphs with open sizes, which number their keys; of the last look-up
         # By form, the keys of further graphs for it, which hold for batches of other answers.
         self._answering: dict[CacheKey, list[CacheKey]] = {}
         # What was compiled ahead has settings number 0. An objective whose evaluation was not compiled ahead has no
@@ -134,7 +134,7 @@ class CompileCache:
         """
         self._draws = draws
         # Settings first: they are read from the model as it is now, and may evict graphs of old versions.
-        number = self._versions[objective, training].current(self._forget)
+        number = self.settings_version = self._versions[objective, training].current(self._forget)
         form = self._form(objective, training, batch, number)
         key, sizes = self._place(form, batch) or self._capture(form, batch)
         fitted = self._entries[key].fitted.get((batch.samples, sizes, replica_local))
