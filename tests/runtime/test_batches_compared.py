@@ -74,12 +74,18 @@ def evaluate_a_layer(job: Job) -> None:
     job.model[1].eval()
 
 
+def halve_weights(job: Job) -> None:
+    with torch.no_grad():
+        job.model[2].weight.mul_(0.5)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lower_rates, "other options of the optimizer"),
         (end_momentum, "other options of the optimizer"),
         (evaluate_a_layer, "another model or loss"),
+        (halve_weights, "other weights"),
     ],
 )
 def test_what_a_script_changes_on_one_rank(change: Any, words: str) -> None:
@@ -92,7 +98,7 @@ def test_what_a_script_changes_on_one_rank(change: Any, words: str) -> None:
             job.step(batch_of(8, seed=step))
 
     said = refusal(work, "data=2")
-    assert said.startswith(f"step 3: rank 1 trained with {words}") and said.endswith("not within `if rank == 0`")
+    assert said.startswith(f"step 3: rank 1 trained with {words} ") and said.endswith("not within `if rank == 0`")
     workers(partial(work, alone=False), mlp(6, 8, 4), "data=2")
 
 

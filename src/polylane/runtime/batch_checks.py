@@ -8,6 +8,7 @@ worker's digest of what it has read travels with the loss of the step, in a slot
     the contents     all workers that have read the whole batch; else those that have read the same share of it
     the options      all workers: rates, momenta and decays of the optimizer, which a script may have changed
     the settings     all workers: how often something has changed that the graph was captured with
+    written weights  workers of the same stage: whether a script has written into parameters since the step before
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import batch_signature
 from polylane.program.program import Program
 from polylane.runtime.data.read_digest import digest_leaves
+from polylane.runtime.parameters.update import ObjectiveUpdate
 from polylane.runtime.pipeline.step_result import StepResult
 from polylane.runtime.transport.protocol import Transport
 
-# Numbers of a worker, each below 2^53: digests of the read order, of the contents and of the options, and the version
-# of the settings; 0: there is none.
-SLOT, _READ = 4, 2
+# Numbers of a worker, each below 2^53: digests of the read order, of the contents and of the options, the version of
+# the settings, and whether weights were written; 0: there is none.
+SLOT, _READ = 5, 2
 _OPTIONS = ("lr", "momentum", "betas", "weight_decay")  # those that schedules change
 _OF_SCRIPT = (
     "with other options of the optimizer (learning rate, momentum, betas, weight decay)",
     "with another model or loss (an attribute, a mode, a global, a file that these read has changed, or has not)",
+    "with other weights (a script has written into parameters there, or there alone not)",
 )
 _MASK = (1 << 51) - 1
 UNCHECKED_STEPS = 256  # steps of an accelerator after which it is waited for, to see what all workers have read
@@ -60,6 +63,9 @@ class BatchChecks:
         self._all_steps, self._all_read = torch.zeros(_READ, dtype=torch.int64, device=device), False
         # Who reads the same share of a batch.
         self._shares: list[Hashable] = [(p.replica, len(p.replicas), p.takes_turns) for p in programs]
+        self._stages: list[Hashable] = [p.stages for p in programs]
+        self._trainer: ObjectiveUpdate | None = None  # of the latest step
+        self._writes = dict[int, int]()  # into the parameters of a trainer, by its id, by the end of its latest step
         self._has_peers = self._shares.count(self._shares[transport.rank]) > 1
 
     def take(self, batch: Any, what: str, sampled: Sequence[bool]) -> tuple[Batch, Tensor, bool]:
@@ -111,18 +117,20 @@ class BatchChecks:
             self.compare([number for slot in every for number in slot], what, bool(batch.read_order))
         return slots
 
-    def add_script(self, slots: Tensor, groups: Sequence[dict[str, Any]], version: int) -> None:
+    def add_script(self, slots: Tensor, trainer: ObjectiveUpdate, version: int) -> None:
         """Add to the digests of a step what a script may have changed on this worker alone.
 
         Args:
             slots: what :meth:`digest` has returned.
-            groups: parameter groups of the step's optimizer.
+            trainer: the step's optimizer, and the parameters that this worker updates.
             version: number of the settings with which the step's graph was captured.
         """
         if self._transport.size > 1:
-            at = SLOT * self._transport.rank
-            slots[at + 2] = _digest_options(groups)
+            at, self._trainer = SLOT * self._transport.rank, trainer
+            slots[at + 2] = _digest_options(trainer.optimizer.param_groups)
             slots[at + 3] = version + 1
+            known = self._writes.get(id(trainer))
+            slots[at + 4] = 1 + int(known is not None and known != _count_writes(trainer))
 
     def compare(self, numbers: Sequence[float], what: str, was_read: bool) -> None:
         """Refuse a step that workers make of different things; all of them know the same, and raise the same.
@@ -136,8 +144,9 @@ class BatchChecks:
             PolylaneError: it names the ranks that differ, and what to do.
         """
         orders, contents, *of_script = (numbers[at::SLOT] for at in range(SLOT))
-        for found, words in zip(of_script, _OF_SCRIPT, strict=True):
-            if others := _find_others([False] * len(found), found):
+        everyone: list[Hashable] = [False] * len(orders)
+        for found, words, peers in zip(of_script, _OF_SCRIPT, (everyone, everyone, self._stages), strict=True):
+            if others := _find_others(peers, found):
                 raise PolylaneError(
                     f"{what}: {_name_ranks(others)} trained {words} than rank {others[0][0]}: what a script changes "
                     "between steps it must change on every worker, and not within `if rank == 0`"
@@ -171,7 +180,12 @@ class BatchChecks:
             )
 
     def keep(self, result: StepResult) -> None:
-        """Keep the result of a step of an accelerator, for which no step waits; a loss that is read shows it, too."""
+        """Keep the result of a step of an accelerator, for which no step waits; a loss that is read shows it, too.
+
+        What is written into parameters from now on is written by a script.
+        """
+        if self._trainer is not None:
+            self._writes[id(self._trainer)] = _count_writes(self._trainer)
         if self._device.type != "cpu":
             self._kept.append(result)
             if len(self._kept) > UNCHECKED_STEPS:
@@ -228,6 +242,10 @@ class BatchChecks:
         what = "this batch" if batch.samples == batch.shortest else "the last batch of an epoch"
         remedy = "leave it out, with drop_last=True of batches(), or take another batch size"
         fewest.check(batch.shortest, what, remedy)
+
+
+def _count_writes(trainer: ObjectiveUpdate) -> int:
+    return sum(parameter._version for parameter in trainer.local_parameters.values())
 
 
 def _digest_options(groups: Sequence[dict[str, Any]]) -> int:

@@ -152,7 +152,7 @@ class TrainingRole:
                 self._is_last_step_local = self._rule.is_replica_local(name)
                 lane = self._cache.compiled_for(name, own, True, self._is_last_step_local, draws)
                 self._limit_in_flight(self._rule.max_steps_in_flight)
-                self._checks.add_script(digests, trainer.optimizer.param_groups, self._cache.settings_version)
+                self._checks.add_script(digests, trainer, self._cache.settings_version)
             for each in self._trainers.values():
                 each.set_mode(training=True)
             trainer.zero_grad()
