@@ -64,7 +64,7 @@ LAST_OF_RANK_1 = "reported"  # rank 0 has all that it needs then: it may make th
 # worker, or itself. The first file that it syncs is that of the tensors, the second the manifest.
 WRITER_POINTS: dict[str, tuple[str, str, int]] = {
     "file to be opened": ("shard_file.write_shard_file", "before", 1),
-    "in mid-file": ("shard_file._write_all", "after", 1),
+    "in mid-file": ("shard_file.write_all", "after", 1),
     "file to be synced": ("shard_file.os.fsync", "before", 1),
     "file synced": ("shard_file.os.fsync", "after", 1),
     "manifest written": ("commit.os.fsync", "before", 2),
