@@ -60,7 +60,21 @@ def optimizer(parameters):
 
 def train(folder: Path, name: str, line: str) -> list[dict[str, object]]:
     """The lines of a run's metrics, without its times."""
-    words = ["train", "streams.py", "--plan", "data=1", "--batch", "8", "--epochs", "3", "--run", name, *line.split(), "--audit", "off"]
+    words = [
+        "train",
+        "streams.py",
+        "--plan",
+        "data=1",
+        "--batch",
+        "8",
+        "--epochs",
+        "3",
+        "--run",
+        name,
+        *line.split(),
+        "--audit",
+        "off",
+    ]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     done: subprocess.CompletedProcess[str] = commands_run.run(
         [sys.executable, "-m", "polylane", *words], cwd=folder, env=environment

@@ -78,12 +78,12 @@ def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, object]]:
-    """The lines of a run without its times."""
+    """The lines of a run without its times; which steps are audited depends on these."""
     try:
         lines = (folder / "run" / name / "metrics.jsonl").read_text().splitlines()
     except FileNotFoundError:
         return []
-    every = [json.loads(line) for line in lines]
+    every = [each for line in lines if "audit" not in (each := json.loads(line))]
     return [{k: v for k, v in each.items() if "second" not in k} for each in every]
 
 

@@ -118,7 +118,10 @@ def test_a_question_of_a_later_batch_to_samples_that_are_elsewhere_is_refused_in
 
     def train(job: Job) -> str:
         try:
-            for batch in job.batches([(torch.zeros(8, dtype=torch.float64), torch.tensor(0))] * 4, 4):
+            # The third batch is the first that workers read in parts.
+            sizes = [6] * 8 + [8] * 4
+            data = [(torch.zeros(size, dtype=torch.float64), torch.tensor(0)) for size in sizes]
+            for batch in job.batches(data, 4, shuffle=False):
                 job.step(batch)
         except PolylaneError as error:
             return str(error)
