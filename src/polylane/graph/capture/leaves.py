@@ -117,6 +117,11 @@ class LeafCall:
         outputs: list[Tensor] = [leaves[position] for position in self.output_positions]
         return outputs if wanted or not self.takes_gradients else [output.detach() for output in outputs]
 
+    @property
+    def own_tensors(self) -> int:
+        """Number of the module's own tensors, which come first among those of a call."""
+        return len(self.parameters) + len(self.buffers)
+
     @contextmanager
     def tensors_in_place(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Context manager: the module has the tensors of a call in the places of its own.

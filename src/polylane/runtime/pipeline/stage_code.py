@@ -117,8 +117,10 @@ class WatchedCall:
         if record is not None:
             self.watch.records.append(record)  # type: ignore[union-attr]
             record_gradients(record, result)
-        # Tensors that a leaf passed on are not the module's own: these are put in place for its backward pass, too.
-        place = nullcontext if self.leaf is None else partial(self.leaf.tensors_in_place, tensors)
+        # Tensors that a leaf passed on are not the module's own: these are put in place for its backward pass, too. The
+        # call's other tensors are activations, which nobody keeps for that.
+        leaf = self.leaf
+        place = nullcontext if leaf is None else partial(leaf.tensors_in_place, tensors[: leaf.own_tensors])
         self.watch.watch_backward(self.node, result, (args, kwargs), place)
         return result
 
