@@ -71,7 +71,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[str, str, int]:
 
 
 def metrics(folder: Path, name: str) -> list[dict[str, Any]]:
-    every = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    every = [each for line in lines if "audit" not in (each := json.loads(line))]
     return [{k: v for k, v in each.items() if "second" not in k} for each in every]
 
 

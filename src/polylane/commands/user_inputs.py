@@ -169,16 +169,11 @@ def build_model(recipe: Recipe, seed: int) -> nn.Module:
     """
     import torch
 
-    from polylane.compile.unusable_modules import (
-        refuse_uninitialised,
-        refuse_unusable_modules,
-        refuse_unusable_settings,
-    )
+    from polylane.compile.unusable_modules import refuse_uninitialised, refuse_unusable_modules
     from polylane.graph.python_state.compiler import without_compiler
 
     torch.manual_seed(seed)
     model = recipe.model()
-    refuse_unusable_settings()
     if not isinstance(model, torch.nn.Module):
         raise RecipeError(f"model() must return a torch.nn.Module, not a {type(model).__name__}")
     refuse_uninitialised(model)
@@ -228,6 +223,7 @@ def open_problem(recipe: Recipe, request: RecipeRequest) -> OpenedProblem:
     model = build_model(recipe, request.seed)
     from polylane.compile.unusable_modules import refuse_unusable_settings
 
+    refuse_unusable_settings()  # not where a model is built for a prediction, on the meta device
     rehearse_optimizer(recipe, model)
     dataset = open_data(recipe, "train")
     example, dataset, keeps_state = _read_example(recipe, dataset, request.batch)

@@ -62,7 +62,7 @@ def lines_until(metrics: Path, step: int) -> str:
     for line in lines:
         try:
             content = json.loads(line)
-            content = content["audit"] if "audit" in content else content
+            content = content["audit"] if "audit" in content else content  # noqa: SIM401 - it may be no mapping
             # The test after an epoch's last step is made again: the checkpoint is from before it.
             if content["step"] <= step - ("train_loss" in content):
                 kept.append(line + "\n")

@@ -132,7 +132,7 @@ class StateBoard:
         """Agree on who writes which rectangle, and where; a collective."""
         told = self._gather([tuple(each) for each in rectangles])
         held = [[WritableRectangle(*each) for each in ranks] for ranks in told]
-        end, chunks = _ALIGN, dict[WritableRectangle, int]()
+        error, end, chunks = "", _ALIGN, dict[WritableRectangle, int]()
         self._places = []
         for rank, chosen in enumerate(assign_rectangles(held)):
             self._places.append([])
@@ -150,12 +150,16 @@ class StateBoard:
                 before = self._tensors.get(each.name)
                 places = (*(() if before is None else before.chunks), (start, each.offsets, each.lengths))
                 self._tensors[each.name] = BoardTensor(each.dtype, each.shape, each.is_complex, places)
-            if end > os.fstat(self._memory).st_size:
-                os.ftruncate(self._memory, end)
+            try:
+                if end > os.fstat(self._memory).st_size:
+                    os.ftruncate(self._memory, end)
+            except OSError as refused:  # a limit on the size of files holds for memory as well
+                error = f"{end >> 20:,} MiB of shared memory cannot be had ({refused.strerror})"
         self._size = end
         if self._mapped is not None:
             self._mapped = None  # views of it may be alive: freed with them
-        self._gather(None)  # the memory has its size now
+        if error := self._gather(error)[0]:  # else the memory has its size now
+            raise PolylaneError(error)
 
     def _write(self, shards: Sequence[ShardToWrite]) -> list[Tensor] | None:
         """Write this worker's rectangles; return them where this worker cannot open the memory."""
