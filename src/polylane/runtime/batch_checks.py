@@ -127,7 +127,9 @@ class BatchChecks:
         """
         if self._transport.size > 1:
             at, self._trainer = SLOT * self._transport.rank, trainer
-            slots[at + 2] = _digest_options(trainer.optimizer.param_groups)
+            # Stages of an asynchronous pipeline are at different updates, and so at different rates of a schedule.
+            if not self._prepared.plan.is_asynchronous:
+                slots[at + 2] = _digest_options(trainer.optimizer.param_groups)
             slots[at + 3] = version + 1
             known = self._writes.get(id(trainer))
             slots[at + 4] = 1 + int(known is not None and known != _count_writes(trainer))
