@@ -11,6 +11,7 @@ only where a difference is larger than rounding usually is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -171,6 +172,11 @@ class StepReplay:
             self._average.record_step(0, step)
         count = sum(each.count for each in passes)
         own_loss = sum(each.total for each in passes) / count if count else float("nan")
+        # What is no number on one device either is no difference: NaN differs from itself.
+        if not (
+            math.isfinite(own_loss) and all(map(_is_finite, (g for one in passes for g in one.gradients.values())))
+        ):
+            return StepVerdict(step + 1, of_own_code=models[0].loop.is_eager)
         records, distances = list[ReferenceStep](), list[Distances]()
         for number, (model, each) in enumerate(zip(models, passes, strict=True)):
             set_optimizer_mode(model.optimizer, False)
@@ -259,6 +265,10 @@ def _measure(model: ReferenceModel, replica: int, last: TrainingState, one: _Pas
     for name, key, distance in memory_differences(last, model.optimizer, model.trained_parameters, _keep_whole):
         found.record_distance(0, (ComparedKind.MEMORY, name, key), distance)
     return found
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor.coalesce().values() if tensor.is_sparse else tensor).all())
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:
