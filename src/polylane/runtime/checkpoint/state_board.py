@@ -102,6 +102,7 @@ class StateBoard:
             PolylaneError: on all workers, if one of them cannot say its state.
         """
         state, refusal = WorkerState(), ""
+        self._gather(None)  # all are here: a server that is a process of its own has made the updates of all steps
         try:
             state = collect()
         except PolylaneError as refused:
