@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from polylane.errors import PolylaneError
 from polylane.graph.python_state.own_objects import (
     PLAIN,
     is_filled,
@@ -22,7 +23,8 @@ from polylane.graph.python_state.own_objects import (
     names_in_code,
 )
 
-_MOST = 1_000  # values that are looked into: this is done in every call of a module that stays whole
+# Most values that are looked into, of the user's alone: this is done in every call of a module that stays whole.
+_MOST = 100_000
 _TABLES = ("_parameters", "_buffers", "_modules")
 
 
@@ -33,6 +35,9 @@ def references_replaced(module: nn.Module, replacements: Mapping[int, Tensor]) -
     Args:
         module: the module in whose submodules' attributes, and in itself, is looked.
         replacements: by the id of a tensor, the one that takes its place.
+
+    Raises:
+        PolylaneError: the attributes lead to more values than are looked into.
     """
     undo: list[Callable[[], None]] = []
     seen = set[int]()
@@ -41,6 +46,13 @@ def references_replaced(module: nn.Module, replacements: Mapping[int, Tensor]) -
             for name, value in list(vars(inner).items()):
                 if name not in _TABLES and not isinstance(value, nn.Module) and type(value) not in PLAIN:
                     _replace_item(vars(inner), name, replacements, undo, seen)
+                    # What is past a limit could be a parameter: its gradient would get lost without a word.
+                    if len(seen) > _MOST:
+                        raise PolylaneError(
+                            f"{type(inner).__name__}.{name} refers to more than {_MOST:,} lists, dictionaries and "
+                            "objects, the most that are searched for parameters; keep such data outside of the model, "
+                            "or in a tensor"
+                        )
         yield
     finally:
         for put_back in reversed(undo):
@@ -69,7 +81,7 @@ def _replace(value: Any, replacements: Mapping[int, Tensor], undo: list[Callable
         _replace(value.keywords, replacements, undo, seen)
         called = _replace(value.func, replacements, undo, seen)
         return value if made is value.args and called is value.func else partial(called, *made, **value.keywords)
-    if id(value) in seen or len(seen) > _MOST or type(value) in PLAIN or isinstance(value, (nn.Module, type)):
+    if type(value) in PLAIN or id(value) in seen or len(seen) > _MOST or not _has_values(value):
         return value
     seen.add(id(value))
     if type(value) in (list, dict):
@@ -77,17 +89,28 @@ def _replace(value: Any, replacements: Mapping[int, Tensor], undo: list[Callable
             _replace_item(value, key, replacements, undo, seen)
     elif isinstance(value, MethodType):
         _replace(value.__self__, replacements, undo, seen)
-    elif isinstance(value, FunctionType) and is_project_file(value.__code__.co_filename):
+    elif isinstance(value, FunctionType):
         for cell in value.__closure__ or ():
             if is_filled(cell):
                 _replace_cell(cell, replacements, undo, seen)
         for name in names_in_code(value.__code__) & value.__globals__.keys():
             if not isinstance(value.__globals__[name], ModuleType):
                 _replace_item(value.__globals__, name, replacements, undo, seen)
-    elif is_of_project_class(value) and isinstance(getattr(value, "__dict__", None), dict):
+    else:
         for name in list(vars(value)):
             _replace_item(vars(value), name, replacements, undo, seen)
     return value
+
+
+def _has_values(value: Any) -> bool:
+    """Return whether a value is looked into: a module's empty tables of hooks, a dozen each, are not."""
+    if type(value) in (list, dict):
+        return bool(value)
+    if isinstance(value, FunctionType):
+        return is_project_file(value.__code__.co_filename)
+    if isinstance(value, MethodType):
+        return True
+    return is_of_project_class(value) and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _replace_cell(
