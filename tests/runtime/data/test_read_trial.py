@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,36 @@ def longest(samples: list[Any]) -> Any:
 )
 def test_collate(collate: Any, samples: Any, whole: bool) -> None:
     assert part_of(samples, collate).is_whole is whole
+
+
+def test_a_trial_leaves_files_where_others_have_them_meanwhile(tmp_path: Path) -> None:
+    """A log that another thread writes, and files that threads read, go on from where they were when it ends."""
+    (tmp_path / "numbers").write_bytes(bytes(range(200)))
+    modes = {"log": os.O_WRONLY | os.O_CREAT, "numbers": os.O_RDONLY, "table": os.O_RDWR | os.O_CREAT}
+    files = {name: os.open(tmp_path / name, mode) for name, mode in modes.items()}
+    (begun, begin), (ended, end), signals = os.pipe(), os.pipe(), [b"."]
+
+    def read() -> list[Any]:
+        if signals:  # the first time, in another process: the thread here reads and writes now
+            os.write(begin, signals.pop())
+            os.read(ended, 1)
+        os.lseek(files["numbers"], 0, os.SEEK_SET)
+        return [torch.tensor(list(os.read(files["numbers"], 3)))]
+
+    def work_meanwhile() -> None:
+        os.read(begun, 1)
+        os.write(files["log"], b"a line\n")
+        os.write(files["table"], b"a row\n")
+        os.read(files["numbers"], 10)
+        os.write(end, b".")
+
+    thread = threading.Thread(target=work_meanwhile)
+    thread.start()
+    assert not try_reads(read, None, [Plain()], None).reason
+    thread.join()
+    assert [os.lseek(file, 0, os.SEEK_CUR) for file in files.values()] == [7, 10, 6]
+    for descriptor in (*files.values(), begun, begin, ended, end):
+        os.close(descriptor)
 
 
 def test_what_cannot_be_tried_is_read_whole() -> None:

@@ -8,13 +8,14 @@ workers must read whole batches, in the order in which one process would.
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import os
 import select
 import signal
+import stat
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +114,7 @@ def try_reads(read: Callable[[], list[Any]], in_part: InPart | None, datasets: S
         datasets: what is read, whose Python state is watched.
         collate: the user's function from samples to a batch; None: torch's.
     """
-    offsets, (reports, report) = _file_offsets(), os.pipe()
+    reports, report = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child starts none
         child = os.fork()
@@ -126,24 +127,31 @@ def try_reads(read: Callable[[], list[Any]], in_part: InPart | None, datasets: S
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     os.close(reports)
-    # Open files are shared with the child: their positions are those of one process.
-    for descriptor, offset in offsets.items():
-        with suppress(OSError):
-            os.lseek(descriptor, offset, os.SEEK_SET)
     if not answer:
         return Reads("its first batch could not be read in another process, to see that samples may be read alone")
     kind, _, reason = answer.decode(errors="replace").partition(" ")
     return Reads(reason, kind == "state")
 
 
-def _file_offsets() -> dict[int, int]:
-    """Return where this process is in each of its open files; none where that cannot be seen."""
-    found = dict[int, int]()
-    with suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):  # a pipe, a socket
-                found[int(name)] = os.lseek(int(name), 0, os.SEEK_CUR)
-    return found
+def _reopen_files() -> None:
+    """Open all files that this process may read anew, where they are: their positions are its parent's, too.
+
+    Raises:
+        OSError: a file cannot be opened a second time.
+    """
+    names = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ()
+    for descriptor in map(int, names):
+        try:
+            flags, status = fcntl.fcntl(descriptor, fcntl.F_GETFL), os.fstat(descriptor)
+        except OSError:  # that of the list of names itself
+            continue
+        # A pipe has no position; to a file that is only written the parent may be writing at this moment.
+        if not stat.S_ISREG(status.st_mode) or flags & os.O_ACCMODE == os.O_WRONLY:
+            continue
+        opened = os.open(f"/proc/self/fd/{descriptor}", flags & (os.O_ACCMODE | os.O_APPEND))
+        os.lseek(opened, os.lseek(descriptor, 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(opened, descriptor, os.get_inheritable(descriptor))
+        os.close(opened)
 
 
 def _run_child(compare: Callable[[], str], report: int) -> None:
@@ -155,6 +163,7 @@ def _run_child(compare: Callable[[], str], report: int) -> None:
         nothing = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(nothing, stream)
+        _reopen_files()
         torch.set_num_threads(1)  # the pool of threads is the parent's
         os.write(report, compare().encode(errors="replace")[:4096])
     finally:
