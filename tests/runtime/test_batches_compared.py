@@ -79,6 +79,19 @@ def halve_weights(job: Job) -> None:
         job.model[2].weight.mul_(0.5)
 
 
+def clear_bias(job: Job) -> None:
+    with torch.no_grad():
+        job.model[2].bias.zero_()  # so small that one worker has all of it
+
+
+def draw_bias(job: Job) -> None:
+    torch.nn.init.constant_(job.model[2].bias, 0.25)
+
+
+def assign_bias(job: Job) -> None:
+    job.model[2].bias.data = torch.ones(4, dtype=torch.float64)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -100,6 +113,27 @@ def test_what_a_script_changes_on_one_rank(change: Any, words: str) -> None:
     said = refusal(work, "data=2")
     assert said.startswith(f"step 3: rank 1 trained with {words} ") and said.endswith("not within `if rank == 0`")
     workers(partial(work, alone=False), mlp(6, 8, 4), "data=2")
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_writes_into_weights_of_which_a_worker_has_a_part(shard: str) -> None:
+    """What one rank alone writes is seen, and what all write is not, whatever each holds of it."""
+    writes = [halve_weights, clear_bias, draw_bias, assign_bias]
+
+    def work(job: Job) -> list[str]:
+        said = list[str]()
+        for step in range(1, 2 * len(writes) + 1):
+            if step % 2 or is_second():
+                writes[(step - 1) // 2](job)
+            try:
+                assert job.step(batch_of(8)).loss > 0
+            except PolylaneError as error:
+                said.append(str(error).split(" (")[0])
+        return said
+
+    seen = [2, 4, 6] + [8] * (shard == "parameters")  # of `.data = ` no counter tells, but a guard
+    for said in workers(work, mlp(6, 8, 4), f"data=2,shard={shard}"):
+        assert said == [f"step {step}: rank 1 trained with other weights" for step in seen]
 
 
 def test_nothing_is_saved_of_them(tmp_path: Path) -> None:

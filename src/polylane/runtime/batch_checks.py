@@ -8,7 +8,8 @@ worker's digest of what it has read travels with the loss of the step, in a slot
     the contents     all workers that have read the whole batch; else those that have read the same share of it
     the options      all workers: rates, momenta and decays of the optimizer, which a script may have changed
     the settings     all workers: how often something has changed that the graph was captured with
-    written weights  workers of the same stage: whether a script has written into parameters since the step before
+    written weights  workers of the same stage: whether a script has written into the model's parameters since the step
+                     before, as their version counters say, which writes through ``.data`` do not move
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class BatchChecks:
         """Add to the digests of a step what a script may have changed on this worker alone.
 
         Args:
-            slots: what :meth:`digest` has returned.
+            slots: the digests that :meth:`take` has returned.
             trainer: the step's optimizer, and the parameters that this worker updates.
             version: number of the settings with which the step's graph was captured.
         """
@@ -247,7 +248,11 @@ class BatchChecks:
 
 
 def _count_writes(trainer: ObjectiveUpdate) -> int:
-    return sum(parameter._version for parameter in trainer.local_parameters.values())
+    """Return how often the model's own tensors have been written in place; writes through ``.data`` are not counted.
+
+    Parts that the optimizer steps on do not count: a worker that has no part of a parameter could not write one.
+    """
+    return sum(parameter._version for parameter in trainer.full_parameters.values())
 
 
 def _digest_options(groups: Sequence[dict[str, Any]]) -> int:

@@ -232,6 +232,8 @@ def _write(
     else:
         raise guard.refuse(what)
     guard.record_write(is_fresh)
+    # Also where this worker holds nothing of it: all workers that make a write count one.
+    torch.autograd.graph.increment_version(tensor)
     return tensor
 
 
