@@ -192,16 +192,21 @@ def _refuse_exchanges(name: str, plan: Plan) -> None:
     Raises:
         PolylaneError: the plan has parameter servers, averages weights, or has several batches under way.
     """
-    for word, applies in (
+    for word in _find_loose_keys(plan):
+        raise PolylaneError(
+            f"{plan.title}: {name}.train() and eval() exchange the weights that are trained for those that are "
+            f"evaluated, and {word} hands weights on between steps: leave that out of the plan"
+        )
+
+
+def _find_loose_keys(plan: Plan) -> list[str]:
+    """Return the keys of a plan by which not all workers have made the same updates after a step."""
+    keys = (
         (f"servers={plan.sync.server_count}", plan.sync.has_servers),
         (f"every={plan.sync.every}", plan.sync.every > 1),
         (f"schedule={plan.schedule}", plan.is_asynchronous),
-    ):
-        if applies:
-            raise PolylaneError(
-                f"{plan.title}: {name}.train() and eval() exchange the weights that are trained for those that are "
-                f"evaluated, and {word} hands weights on between steps: leave that out of the plan"
-            )
+    )
+    return [key for key, applies in keys if applies]
 
 
 def explain_coupled_updates(parameters: Parameters, objective: Objective, sparse: Collection[str]) -> str:
@@ -277,16 +282,11 @@ def _check_scheduler(objective: Objective, parameters: Parameters, plan: Plan) -
     scheduler = build_scheduler(objective.scheduler, objective.optimizer(list(parameters)))
     if not needs_metric(scheduler):
         return
-    for word, applies in (
-        (f"servers={plan.sync.server_count}", plan.sync.has_servers),
-        (f"every={plan.sync.every}", plan.sync.every > 1),
-        (f"schedule={plan.schedule}", plan.is_asynchronous),
-    ):
-        if applies:
-            raise PolylaneError(
-                f"{plan.title}: {word} does not give a {type(scheduler).__name__} the loss of every step, with which "
-                "it is stepped: leave that out of the plan, or take a scheduler that needs none"
-            )
+    for word in _find_loose_keys(plan):
+        raise PolylaneError(
+            f"{plan.title}: {word} does not give a {type(scheduler).__name__} the loss of every step, with which "
+            "it is stepped: leave that out of the plan, or take a scheduler that needs none"
+        )
 
 
 def _refuse_coupled(

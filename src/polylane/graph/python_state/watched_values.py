@@ -1,0 +1,326 @@
+"""Watched values: names that a capture's run has read, with their values then, and what of them is another now."""
+
+from __future__ import annotations
+
+import contextvars
+import operator
+import os
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.errors import PolylaneError
+from polylane.graph.python_state.module_paths import is_inside
+from polylane.graph.python_state.own_objects import (
+    MISSING,
+    PLAIN,
+    children_of,
+    is_array,
+    is_of_project_class,
+    is_project_file,
+    names_in_code,
+    slots_of,
+)
+from polylane.graph.python_state.side_effects import SideEffects
+from polylane.graph.python_state.state import TORCHS, PythonName
+
+_DEPTH = 8  # nesting of objects and containers that is followed, as deep as configurations are
+_MANY = 4_000  # limit on the number of watched objects
+_CONTAINERS = (list, tuple, set, frozenset, deque)
+_READ = (contextvars.ContextVar, weakref.ReferenceType, types.MappingProxyType)  # whose content is read in every step
+_ENVIRONMENT = "the environment's "
+_TABLES = frozenset(nn.Module().__dict__)  # of hooks and the like, which are never replaced
+# With these a function may read any attribute by a computed name: then all names are watched.
+_DYNAMIC = frozenset(("getattr", "__dict__", "vars", "__getattr__", "__getattribute__"))
+
+
+@dataclass(frozen=True)
+class _WatchedNames:
+    """Names of one dict and their values, read in one call."""
+
+    owner: Any
+    names: tuple[str, ...]
+    read: Callable[[Any], Any]
+    values: Any
+    label: Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class _WatchedTensor:
+    """A tensor that is no buffer: watched for replacement, of its memory too, and for writes by its version counter."""
+
+    owner: Any
+    name: str
+    tensor: Tensor
+    version: int | None  # None: its values are no setting
+    pointer: int | None
+    label: str
+
+
+class WatchList:
+    """Collects the watched names, and compares them.
+
+    Args:
+        effects: what the capture's run was seen to read and write.
+        leaves: paths of modules that read their own attributes on every run; "": all modules.
+        inputs: identities of the tensors that the graph reads at every step, whose values are no setting.
+    """
+
+    def __init__(self, effects: SideEffects, leaves: Collection[str], inputs: Collection[int]) -> None:
+        said: set[str] = set()
+        own: set[str] = set()
+        for code in effects.functions_run:
+            said |= names_in_code(code)
+            own |= set(code.co_names) if is_project_file(code.co_filename) else set()
+        # None: any name counts; otherwise only names that occur in functions that ran.
+        self._said = None if own & _DYNAMIC else said
+        self._touched = {place.key for place in effects.written_names}
+        self._leaves, self._inputs = leaves, inputs
+        self._rows: list[_WatchedNames] = []
+        self._kept: list[_WatchedTensor] = []
+        self._sizes: list[tuple[Any, int, Callable[[str], str], Any, frozenset[Any]]] = []
+        self._objects: list[tuple[Any, str, Any, str]] = []
+        self._contents: list[tuple[Any, Any, str]] = []
+        self._cells: list[tuple[PythonName, Any]] = []
+        self._environment = {key: os.environ.get(key) for key in effects.environment_keys}
+        self._files = {path: _file_mark(path) for path in effects.files}
+        self._seen: set[int] = set()
+
+    # ---- what is watched
+
+    def module(self, path: str, module: nn.Module) -> None:
+        """Watch attributes of a module."""
+        if any(is_inside(path, leaf) for leaf in self._leaves):
+            return
+        prefix = f"{path}." if path else "model."
+        self._dict(module.__dict__, lambda name: f"{prefix}{name}", 0, module, TORCHS)
+
+    def watch_name(self, place: PythonName) -> None:
+        """Watch a global, a closure variable, or an attribute of an object."""
+        # What the run itself writes is state, which effects handle, not a setting.
+        if place.key in self._touched or "" in self._leaves:
+            return
+        value = place.get()
+        # A cell has no dict: its content is compared by itself.
+        if isinstance(place.owner, types.CellType):
+            self._cells.append((place, value))
+            if type(value) not in PLAIN:
+                self._value(value, place.label, 1)
+        elif place.kind == "default":
+            self._value(value, place.label, 1)
+        else:
+            names = place.owner if isinstance(place.owner, dict) else vars(place.owner)
+            self._names(names, [place.name], lambda _: place.label, 0)
+
+    def _dict(
+        self, own: Mapping[str, Any], label: Callable[[str], str], depth: int, owner: Any, without: Collection[str] = ()
+    ) -> None:
+        if id(own) in self._seen or len(self._seen) > _MANY:
+            return
+        self._seen.add(id(own))
+        names = [n for n in own if isinstance(n, str) and n not in without and self._counts(owner, n)]
+        self._names(own, names, label, depth)
+        self._sizes.append((own, len(own), label, owner, frozenset(own)))
+
+    def _counts(self, owner: Any, name: str) -> bool:
+        return (self._said is None or name in self._said) and (id(owner), name) not in self._touched
+
+    def _names(self, own: Any, names: Sequence[str], label: Callable[[str], str], depth: int) -> None:
+        plain = tuple(name for name in names if _is_plain(own[name]))
+        # One itemgetter reads all plain values of a dict: this comparison runs before every step.
+        if plain:
+            read = operator.itemgetter(*plain)
+            self._rows.append(_WatchedNames(own, plain, read, read(own), label))
+        for name in names:
+            value = own[name]
+            if isinstance(value, Tensor):
+                self._tensor(own, name, value, None if id(value) in self._inputs else value._version, label(name))
+            elif name not in plain:
+                if name not in _TABLES:
+                    self._objects.append((own, name, value, label(name)))
+                self._value(value, label(name), depth + 1)
+
+    def _tensor(self, own: Any, name: str, value: Tensor, version: int | None, label: str) -> None:
+        pointer = None if id(value) in self._inputs else _pointer(value)
+        self._kept.append(_WatchedTensor(own, name, value, version, pointer, label))
+
+    def _outside(self, module: nn.Module, label: str) -> None:
+        """Watch the tensors of a module that is no part of the model: the graph reads them where they are."""
+        for path, inner in module.named_modules(prefix=label):
+            for own in (inner._parameters, inner._buffers):
+                for name, tensor in own.items():
+                    if tensor is not None and id(tensor) not in self._inputs and len(self._seen) <= _MANY:
+                        self._seen.add(id(tensor))
+                        self._tensor(own, name, tensor, None, f"{path}.{name}")
+
+    def _value(self, value: Any, label: str, depth: int) -> None:
+        if depth > _DEPTH or id(value) in self._seen:
+            return
+        if isinstance(value, nn.Module):
+            self._seen.add(id(value))
+            self._outside(value, label)
+        elif isinstance(value, dict) and _reads_as_dict(value):
+            self._dict(value, lambda name: f"{label}[{name!r}]", depth, value)
+        elif is_array(value) or (isinstance(value, (dict, *_CONTAINERS)) and len(children_of(value)) <= _MANY):
+            self._seen.add(id(value))
+            self._contents.append((value, _fingerprint(value, self._inputs), label))
+            for i, each in enumerate(children_of(value) if isinstance(value, list | tuple) else ()):
+                if not _is_plain(each):
+                    self._value(each, f"{label}[{i}]", depth + 1)
+        elif isinstance(value, _READ) or (is_of_project_class(value) and not hasattr(value, "__dict__")):
+            self._contents.append((value, _fingerprint(value, self._inputs), label))
+            for inner in children_of(value):
+                self._value(inner, label, depth + 1)
+        elif is_of_project_class(value):
+            self._dict(value.__dict__, lambda name: f"{label}.{name}", depth, value)
+
+    # ---- comparison
+
+    def read_plain(self) -> dict[str, Any]:
+        """Return what the plain names are now, by their labels: values, or what is no plain value any more."""
+        found = {row.label(name): row.owner.get(name, MISSING) for row in self._rows for name in row.names}
+        found |= {place.label: place.get() for place, value in self._cells if type(value) in PLAIN}
+        return found | {_ENVIRONMENT + key: os.environ.get(key) for key in self._environment}
+
+    def write_plain(self, values: Mapping[str, Any]) -> None:
+        """Make plain names what they are in ``values``, by their labels."""
+        for row in self._rows:
+            for name in row.names:
+                if _differs(row.owner.get(name, MISSING), values[row.label(name)]):
+                    _write(row.owner, name, values[row.label(name)], row.label(name))
+        for place, value in self._cells:
+            if type(value) in PLAIN:
+                place.put(values[place.label])
+        for key in self._environment:
+            text = values[_ENVIRONMENT + key]
+            if text is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = text
+
+    def find_change(self) -> str | None:
+        """Return a label of the first difference, or None."""
+        for row in self._rows:
+            try:
+                if row.read(row.owner) == row.values:
+                    continue
+            except Exception:  # the name is gone, or its value cannot be compared
+                pass
+            return row.label(_first_changed(row))
+        if (other := self.find_other_change()) is not None:
+            return other
+        for place, value in self._cells:
+            if type(value) in PLAIN and _differs(place.get(), value):
+                return place.label
+        for key, text in self._environment.items():
+            if os.environ.get(key) != text:
+                return f"the environment's {key}"
+        for path, mark in self._files.items():
+            if _file_mark(path) != mark:
+                return f"the file {path}"
+        return None
+
+    def find_other_change(self) -> str | None:
+        """Return a label of the first difference in what is no plain value, or None."""
+        for kept in self._kept:
+            # In-place writes raise a tensor's version counter.
+            written = kept.version is not None and kept.tensor._version != kept.version
+            moved = kept.pointer is not None and _pointer(kept.tensor) != kept.pointer
+            if written or moved or kept.owner.get(kept.name, None) is not kept.tensor:
+                return kept.label
+        for own, size, label, owner, names in self._sizes:
+            if len(own) != size and (new := self._new(own, owner, names)):
+                return label(new)
+        for own, name, value, told in self._objects:
+            if own.get(name) is not value:
+                return told
+        for value, before, told in self._contents:
+            if _fingerprint(value, self._inputs) != before:
+                return told
+        for place, value in self._cells:
+            if type(value) not in PLAIN and _differs(place.get(), value):
+                return place.label
+        return None
+
+    def _new(self, own: Mapping[str, Any], owner: Any, names: frozenset[Any]) -> str | None:
+        """Return a new key of a dict that counts: a watched name, or what has no name, such as a hook."""
+        new = [n for n in own if n not in names and (not isinstance(n, str) or self._counts(owner, n))]
+        return str(new[0]) if new else None
+
+
+def _write(owner: Any, name: str, value: Any, label: str) -> None:
+    """Set a name of a dict.
+
+    Raises:
+        PolylaneError: it belongs to a class, whose names are no dict that can be written.
+    """
+    if not isinstance(owner, dict):
+        raise PolylaneError(f"{label} was changed, which belongs to a class")
+    owner[name] = value
+
+
+def _file_mark(path: str) -> tuple[int, ...] | None:
+    """Return what changes when a file is written or replaced; None where there is none."""
+    try:
+        found = os.stat(path)
+    except (OSError, ValueError):  # it is not there, or its name cannot be one
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _reads_as_dict(value: dict[Any, Any]) -> bool:
+    """Return whether a dict is read by Python's own methods, so that no code of the user's runs before every step."""
+    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+    names = ("__iter__", "__len__", "__getitem__", "get")
+    return all(getattr(type(value), name) is getattr(kind, name) for name in names)
+
+
+def _fingerprint(value: Any, inputs: Collection[int], depth: int = 0) -> Any:
+    """Return what changes if the content of a container or an array does; an object inside counts by its identity."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, Tensor):
+        return id(value), None if id(value) in inputs else value._version
+    if isinstance(value, (dict, *_CONTAINERS)):
+        if depth > _DEPTH:
+            return id(value)
+        if isinstance(value, set | frozenset):
+            return set(frozenset.__iter__(value) if isinstance(value, frozenset) else set.__iter__(value))
+        return [_fingerprint(each, inputs, depth + 1) for each in children_of(value)]
+    if isinstance(value, _READ):
+        return [_fingerprint(each, inputs, depth + 1) for each in children_of(value)]
+    if is_of_project_class(value) and not hasattr(value, "__dict__"):
+        return [(name, _fingerprint(each, inputs, depth + 1)) for name, each in slots_of(value).items()]
+    if is_array(value):
+        return value.shape, value.tobytes() if not value.dtype.hasobject else repr(value)
+    return id(value)
+
+
+def _pointer(tensor: Tensor) -> int | None:
+    """Return the address of a tensor's memory; None where it has none."""
+    return tensor.data_ptr() if tensor.layout == torch.strided and not tensor.is_meta else None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in PLAIN or (type(value) is tuple and len(value) < 9 and all(type(v) in PLAIN for v in value))
+
+
+def _first_changed(row: _WatchedNames) -> str:
+    values = row.values if len(row.names) > 1 else (row.values,)
+    for name, value in zip(row.names, values, strict=True):
+        if _differs(row.owner.get(name, MISSING), value):
+            return name
+    return row.names[0]
+
+
+def _differs(now: Any, value: Any) -> bool:
+    try:
+        return now is not value and (now is MISSING or not bool(now == value))
+    except Exception:  # it cannot be compared
+        return True
