@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.audit_report import AuditReport
+from polylane.verify.audit.auditor import _reopen_files
 from polylane.verify.audit.schedule import AuditSchedule
 from polylane.verify.audit.training_audit import start_auditor
 
@@ -171,7 +174,7 @@ def other_options(job: Job, step: int) -> None:
     [("data=2", move_a_weight), pytest.param("pipeline=2,microbatches=2", other_options, marks=slow)],
 )
 def test_a_wrong_step_stops_the_training(plan: str, spoil: Callable[[Job, int], None]) -> None:
-    with pytest.raises(PolylaneError, match=r"does not compute what one device computes: step 2.*--audit warn goes on"):
+    with pytest.raises(PolylaneError, match=r"does not compute what one device computes: step 2.*audit='warn' goes on"):
         train(plan, spoil=spoil)
 
 
@@ -213,6 +216,130 @@ def test_python_state_that_capture_has_frozen_is_found(monkeypatch: pytest.Monke
     monkeypatch.setattr(self_check, "first_difference", lambda *args, **kwargs: None)
     with pytest.raises(PolylaneError, match=r"step 2: the first gradient that differs.*layer\.weight"):
         train("data=2", Counting)
+
+
+SCALE = {"value": 1.0}
+
+
+def scaled(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model, batch) * SCALE["value"]
+
+
+class Scaling(torch.optim.SGD):
+    """Its steps change what the loss reads."""
+
+    def step(self, closure: Any = None) -> Any:
+        SCALE["value"] += 0.5
+        return super().step(closure)
+
+
+def scaling(parameters: Pairs) -> torch.optim.Optimizer:
+    return Scaling([p for _, p in parameters], lr=0.1)
+
+
+def test_what_a_script_and_an_optimizer_change_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temperature, a mode, a key of the environment; a global that each step of the optimizer moves."""
+
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.part, self.temperature = nn.Linear(4, 3), nn.Identity(), 1.0
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            factor = float(os.environ.get("FACTOR", "1")) * (2 if self.part.training else 1)
+            return self.part(self.layer(x)) * self.temperature * factor
+
+    def anneal(job: Job, step: int) -> None:
+        if step == 2:
+            job.model.temperature = 0.25  # type: ignore[assignment]
+            job.model.part.eval()  # type: ignore[union-attr]
+            os.environ["FACTOR"] = "3"
+
+    monkeypatch.delenv("FACTOR", raising=False)
+    for plan in ("data=2", "pipeline=1"):
+        report = train(plan, Tempered, spoil=anneal)
+        assert report.steps == (1, 2, 4) and not report.differences, report
+    monkeypatch.setitem(SCALE, "value", 1.0)
+    report = train("data=2", loss=scaled, optimizer=scaling)
+    assert report.steps == (1, 2, 4) and not report.differences, report
+
+
+def test_what_cannot_be_handed_over_ends_the_audits() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.mask = nn.Linear(4, 3), torch.ones(3, dtype=torch.float64)  # no buffer
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * self.mask
+
+    def mask(job: Job, step: int) -> None:
+        if step == 2:
+            job.model.mask = torch.tensor([1.0, 0.0, 1.0]).double()
+
+    report = train("data=2", Masked, spoil=mask)
+    assert report.steps == (1, 2) and not report.differences
+    assert "mask was changed since the start" in report.note
+
+
+def test_losses_in_turn_are_audited_each() -> None:
+    """A critic and a generator, each of which freezes the other's weights."""
+
+    def critic(model: nn.Module, batch: Batch) -> Tensor:
+        return (model[1](model[0](batch[0]).detach()) - 1).square().mean()  # type: ignore[index]
+
+    def generator(model: nn.Module, batch: Batch) -> Tensor:
+        return model[1](model[0](batch[0])).square().mean()  # type: ignore[index]
+
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double(), batches(8)
+    factories = {
+        name: lambda p, at=at: torch.optim.SGD([q for n, q in p if n.startswith(at)], lr=0.1)  # type: ignore[misc]
+        for name, at in (("critic", "1."), ("generator", "0."))
+    }
+    losses = {"critic": critic, "generator": generator}
+    prepared = compile_training(TrainingProblem(model, build_objectives(losses, factories, None), data[0]), "data=2")
+
+    def run(context: WorkerContext) -> AuditReport:
+        audits = start_auditor("stop", prepared, context.world, example=data[0])
+        job = Job(prepared, context.world, example=data[0])
+        audit = audits.attach(job)
+        assert audit is not None
+        for number, batch in enumerate(data):
+            name = ("critic", "generator")[number % 2]
+            for part, module in enumerate(job.model.children()):
+                module.requires_grad_(part == 1 - number % 2)
+            job.step(batch, name)
+            job.settle_audit()
+        job.close()
+        return audit.report()
+
+    report = fork_workers(run, 2)[0]
+    assert not report.differences and not report.note
+    assert {number % 2 for number in report.steps} == {0, 1}
+
+
+def test_the_training_s_files_are_not_moved(tmp_path: Path) -> None:
+    file = tmp_path / "samples"
+    file.write_bytes(bytes(range(200)))
+
+    def run(context: WorkerContext) -> tuple[int, ...]:
+        with file.open("rb") as opened:
+            opened.read(10)
+            child = os.fork()
+            if not child:
+                _reopen_files()
+                os.read(opened.fileno(), 50)
+                os._exit(0)
+            os.waitpid(child, 0)
+            return opened.tell(), os.lseek(opened.fileno(), 0, os.SEEK_CUR)
+
+    before = 200  # all of it is in Python's buffer
+    assert fork_workers(run, 1)[0] == (10, before)
 
 
 def test_what_has_no_single_loop_is_not_audited() -> None:

@@ -344,7 +344,6 @@ class Job:
         """Whether replicas are asynchronous (parameter servers): a worker knows the losses of its own replica only."""
         return self.plan.sync.has_servers and self.plan.sync.is_replica_local
 
-    @collective("job.worker.updates")
     @collective("job.gathered")
     def gathered(self, value: Any) -> list[Any]:
         """Gather every worker's plain value by rank: numbers, text, tensors, None, or made of them; collective."""

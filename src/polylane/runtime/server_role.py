@@ -138,6 +138,9 @@ class ServingRole:
     def collect_state(self) -> WorkerState:
         return self._host.collect_state()
 
+    def complete_steps(self) -> None:
+        """Do nothing: a server's steps are those of the workers that train."""
+
     def collect_step(self, name: str) -> WorkerState:
         return self.collect_state()
 

@@ -197,7 +197,7 @@ class TrainingRole:
         while len(self._in_flight) >= most:
             self._in_flight.popleft().wait_complete()
 
-    def _complete_steps(self) -> None:
+    def complete_steps(self) -> None:
         """Complete the steps under way, and refuse them if not all workers have read the same; collective."""
         self._pause_training()
         self._limit_in_flight(1)
@@ -295,7 +295,7 @@ class TrainingRole:
 
     @allow_own_calls()
     def state_dict(self) -> dict[str, Tensor]:
-        self._complete_steps()
+        self.complete_steps()
         with self._rule.averaged_weights():
             state = self._full_tensors.state_dict()
             self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
@@ -316,7 +316,7 @@ class TrainingRole:
 
     @allow_own_calls()
     def save(self, path: Path) -> None:
-        self._complete_steps()
+        self.complete_steps()
         try:
             with self.world.progress.during(Phase.SAVING), self._rule.averaged_weights():
                 self._full_tensors.save(path)
@@ -328,7 +328,7 @@ class TrainingRole:
 
     @allow_own_calls()
     def collect_state(self) -> WorkerState:
-        self._complete_steps()
+        self.complete_steps()
         self._required.agree()
         with self.world.progress.during(Phase.SAVING):
             return self._state.collect()
@@ -393,7 +393,7 @@ class TrainingRole:
     @allow_own_calls()
     def close(self) -> None:
         """Wait for all messages of this worker, end its connections, and leave the other workers."""
-        self._complete_steps()
+        self.complete_steps()
         self._stale.close()
         self._rule.close()
         self._connections.close()

@@ -246,7 +246,7 @@ class ReferenceLoop:
         """Return whether the model draws, forward and backward, what its graph does."""
         restore = snapshot_model(self.modules, self.loss)
         try:
-            with self._drawing(part):
+            with GradientHooks(self._optimized).taken_off(), self._drawing(part):
                 run()[0].backward()
         except (DrawsDiffer, RuntimeError, NotImplementedError, TypeError):
             return False

@@ -103,7 +103,8 @@ def restore_attributes(
         elif isinstance(kept.value, deque):
             kept.replace(deque(value, kept.value.maxlen))
         else:
-            kept.replace(type(kept.value)(value) if isinstance(kept.value, _SEQUENCES) else value)
+            make = getattr(type(kept.value), "_make", type(kept.value))  # a named tuple takes its values one by one
+            kept.replace(make(value) if isinstance(kept.value, _SEQUENCES) else value)
     if saved:
         raise PolylaneError(
             f"has {min(saved)} of the {type(optimizer).__name__}, which makes it in a step: let its constructor make it"
@@ -139,9 +140,24 @@ def _find_kept_in(optimizer: torch.optim.Optimizer, names: Mapping[int, str], pl
         for key, value in list(items):
             name = names.get(key if isinstance(key, int) else id(key), "")
             place = f"{path}/{name or key}" if path else str(name or key)
-            yield from visit(value, place, name or owner, partial(container.__setitem__, key), depth + 1)
+            yield from visit(value, place, name or owner, partial(_replace, container, key, place), depth + 1)
 
     yield from visit_all(own_attributes(optimizer), vars(optimizer), place, "", 0)
+
+
+def _replace(container: Any, key: Any, place: str, value: Any) -> None:
+    """Put a value into a container.
+
+    Raises:
+        PolylaneError: nothing can be put into it, such as a tuple.
+    """
+    try:
+        container[key] = value
+    except TypeError:
+        kind = type(container).__name__
+        raise PolylaneError(
+            f"the optimizer keeps {place} in a {kind}, into which nothing can be put again: keep it in a list or a dict"
+        ) from None
 
 
 def _is_plain(value: Any) -> bool:

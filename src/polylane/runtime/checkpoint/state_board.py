@@ -68,6 +68,10 @@ class BoardRecord:
     plain: Mapping[str, Any] = field(repr=False)
 
 
+class StateRefused(PolylaneError):
+    """A worker cannot say its state, or there is no memory for it; raised on all workers."""
+
+
 class StateBoard:
     """One worker's access to the memory; all processes of a training make and use it together.
 
@@ -99,7 +103,7 @@ class StateBoard:
             collect: returns what this worker holds.
 
         Raises:
-            PolylaneError: on all workers, if one of them cannot say its state.
+            StateRefused: on all workers, if one of them cannot say its state.
         """
         state, refusal = WorkerState(), ""
         self._gather(None)  # all are here: a server that is a process of its own has made the updates of all steps
@@ -113,7 +117,7 @@ class StateBoard:
         sent = self._write(shards) if is_known else None
         reports = self._gather((refusal, digest, state.plain, sent))
         if refusal := next((report[0] for report in reports if report[0]), ""):
-            raise PolylaneError(refusal)
+            raise StateRefused(refusal)
         digests = [report[1] for report in reports]
         if digests != self._digests:
             self._lay_out(rectangles)
@@ -160,7 +164,7 @@ class StateBoard:
         if self._mapped is not None:
             self._mapped = None  # views of it may be alive: freed with them
         if error := self._gather(error)[0]:  # else the memory has its size now
-            raise PolylaneError(error)
+            raise StateRefused(error)
 
     def _write(self, shards: Sequence[ShardToWrite]) -> list[Tensor] | None:
         """Write this worker's rectangles; return them where this worker cannot open the memory."""

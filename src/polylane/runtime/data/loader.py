@@ -231,14 +231,15 @@ def _find_shares(
 def _find_own(batches: Sequence[list[int]], shares: Shares, first: int | None) -> list[list[int]]:
     """Return the indices of each batch whose samples this worker reads.
 
-    Batches 1, 2, 4, 8, ... of a training are read whole by all workers, where they compare what they have read.
+    Batches 1, 2, 4, 8, ... of a training, and the first of an epoch or of a resumed one, are read whole by all workers,
+    where they compare what they have read.
 
     Args:
         batches: the indices of each batch of an epoch.
         shares: maps the size of a batch to the samples that this worker computes on.
         first: number of the first of these batches among all of the training, from 0; None: nothing is compared.
     """
-    whole = [first is not None and (first + i + 1) & (first + i) == 0 for i in range(len(batches))]
+    whole = [first is not None and (i == 0 or (first + i + 1) & (first + i) == 0) for i in range(len(batches))]
     parts = ([batch[i] for i in _positions(shares(len(batch)))] for batch in batches)
     return [batch if is_whole else part for batch, part, is_whole in zip(batches, parts, whole, strict=True)]
 

@@ -8,14 +8,17 @@ plan's, the rest has seen the audited steps alone.
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import multiprocessing
 import os
 import signal
+import stat
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -25,8 +28,11 @@ from typing import Any
 import torch
 
 from polylane.compile.compiled_training import CompiledTraining
+from polylane.compile.objectives import named_parameters
 from polylane.errors import PolylaneError, describe_error
 from polylane.graph.batch import flatten
+from polylane.graph.python_state.captured_settings import CapturedSettings
+from polylane.graph.python_state.side_effects import SideEffects
 from polylane.parent_death import die_with_parent
 from polylane.runtime.checkpoint.state_board import BoardReader, BoardRecord
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
@@ -55,6 +61,7 @@ class StepOrder:
         loss: of the step, as the plan computed it.
         epoch, samples: where in the data its batch begins.
         leaves: leaves of the whole batch, where the auditor has no data set to read it from; else None.
+        settings: plain values that the user's Python has now, by their labels.
         before: the plan's state with which the step began.
         after: the plan's state after it, with its gradients.
     """
@@ -65,6 +72,7 @@ class StepOrder:
     epoch: int
     samples: int
     leaves: Sequence[Any] | None
+    settings: Mapping[str, Any]
     before: BoardRecord
     after: BoardRecord
 
@@ -105,12 +113,15 @@ class Auditor:
 
     def __init__(self, training: AuditedTraining, boards: tuple[int, int]) -> None:
         self._orders, orders = multiprocessing.Pipe()
-        self.is_busy, parent = False, os.getpid()
+        self.is_busy, self._step, parent = False, 0, os.getpid()
         for stream in (sys.stdout, sys.stderr):  # else the child has a copy of what was not written yet
             with suppress(Exception):
                 stream.flush()
-        self._process = os.fork()
-        if self._process == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: the child starts none
+            child = os.fork()
+        self._process: int | None = child  # None once it was waited for: its number may be another process's then
+        if child == 0:
             try:
                 self._orders.close()
                 _run_process(training, boards, orders, parent)
@@ -120,7 +131,7 @@ class Auditor:
 
     def send(self, order: StepOrder) -> None:
         """Have a step replayed; nothing is done where the process has died, which :meth:`poll` finds."""
-        self.is_busy = True
+        self.is_busy, self._step = True, order.step + 1
         with suppress(OSError):
             self._orders.send_bytes(encode(order))
 
@@ -135,25 +146,32 @@ class Auditor:
                 return None
             verdict = decode(self._orders.recv_bytes())
         except (EOFError, OSError):
-            verdict = StepVerdict(0, refusal=f"its process {self._describe_end()}")
+            verdict = StepVerdict(self._step, refusal=f"the process {self._describe_end()}")
         self.is_busy = False
         assert isinstance(verdict, StepVerdict)
         return verdict
 
     def _describe_end(self) -> str:
-        with suppress(ChildProcessError):
-            ended, status = os.waitpid(self._process, os.WNOHANG)
-            if ended and os.WIFSIGNALED(status):
-                return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+        if (status := self._wait()) is not None and os.WIFSIGNALED(status):
+            return f"was ended by {signal.Signals(os.WTERMSIG(status)).name}"
         return "has ended"
+
+    def _wait(self) -> int | None:
+        """Wait for the process, which has ended or is about to; return how it ended, None if that is not known."""
+        status = None
+        with suppress(ChildProcessError):  # the script waits for all its children itself
+            status = None if self._process is None else os.waitpid(self._process, 0)[1]
+        self._process = None
+        return status
 
     def close(self) -> None:
         """End the process; what it is replaying is left unfinished."""
         with suppress(OSError):
             self._orders.close()
-        with suppress(OSError):  # it has ended by itself, and was waited for
-            os.kill(self._process, signal.SIGKILL)
-            os.waitpid(self._process, 0)
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._process, signal.SIGKILL)
+            self._wait()
 
 
 # The process of its own ----------------------------------------------------------------------------------------------
@@ -164,6 +182,8 @@ def _run_process(training: AuditedTraining, boards: tuple[int, int], orders: Con
     gc.freeze()
     _leave_the_workers(parent)
     replays: dict[str, StepReplay] = {}
+    # Before any step: what a script changes later is held against this.
+    settings, required = watch_settings(training.prepared), _required_gradients(training.prepared)
     while True:
         started = time.process_time()
         try:
@@ -171,7 +191,8 @@ def _run_process(training: AuditedTraining, boards: tuple[int, int], orders: Con
         except (EOFError, OSError):
             os._exit(0)
         try:
-            verdict = _replay(training, boards, order, replays)
+            settings[order.objective].write_values(order.settings)
+            verdict = _replay(training, boards, order, replays, required)
         except PolylaneError as refused:
             verdict = StepVerdict(order.step + 1, refusal=str(refused))
         except Exception as error:  # of the user's own code, in a process where it never ran before
@@ -195,10 +216,24 @@ def _leave_the_workers(parent: int) -> None:
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     _forget_process_group()
+    _reopen_files()
     os.nice(NICENESS)
     with suppress(OSError):  # where memory runs out, it goes first
         Path("/proc/self/oom_score_adj").write_text("1000")
     torch.set_num_threads(1)
+
+
+def _reopen_files() -> None:
+    """Have places of one's own in the files that are read: a data set reads from the same ones in the training."""
+    for name in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
+        with suppress(OSError):  # the folder's own, which is closed by now; a pipe, a socket
+            descriptor = int(name)
+            is_read_only = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+            if is_read_only and stat.S_ISREG(os.fstat(descriptor).st_mode):
+                offset, again = os.lseek(descriptor, 0, os.SEEK_CUR), os.open(f"/proc/self/fd/{name}", os.O_RDONLY)
+                os.lseek(again, offset, os.SEEK_SET)
+                os.dup2(again, descriptor)
+                os.close(again)
 
 
 def _forget_process_group() -> None:
@@ -210,14 +245,24 @@ def _forget_process_group() -> None:
 
 
 def _replay(
-    training: AuditedTraining, boards: tuple[int, int], order: StepOrder, replays: dict[str, StepReplay]
+    training: AuditedTraining,
+    boards: tuple[int, int],
+    order: StepOrder,
+    replays: dict[str, StepReplay],
+    required: Mapping[str, bool],
 ) -> StepVerdict:
     prepared = training.prepared
     if is_on_meta(prepared.model):  # the values come with every order
         materialize(prepared.model, prepared.init, training.seed, torch.device("cpu"), lambda name, whole: whole)
     if order.objective not in replays:
         replays[order.objective] = StepReplay(
-            prepared, order.objective, training.clip_norm, training.seed, training.tolerance, training.example
+            prepared,
+            order.objective,
+            training.clip_norm,
+            training.seed,
+            training.tolerance,
+            training.example,
+            required,
         )
     if order.leaves is not None:
         batch = flatten(training.example)[1](list(order.leaves))
@@ -229,8 +274,25 @@ def _replay(
     )
     replay = replays[order.objective]
     if order.step == 0 and training.begins_as_built and (name := replay.find_other_start(before)):
-        return StepVerdict(1, 1.0, f"before step 1 {name} is not what it was in the model that was built")
+        return StepVerdict(1, difference=f"before step 1 {name} is not what it was in the model that was built")
     return replay.replay(order.step, batch, order.loss, before, after)
+
+
+def _required_gradients(prepared: CompiledTraining) -> dict[str, bool]:
+    """Return, for each parameter, whether it requires a gradient now, before any step."""
+    return {name: p.requires_grad for name, p in named_parameters(prepared.model, prepared.losses)}
+
+
+def watch_settings(prepared: CompiledTraining) -> dict[str, CapturedSettings]:
+    """Return the values that the user's Python has now, as each objective reads them.
+
+    Those of leaves are among them: a plan runs the user's Python for these, and need not look at them.
+    """
+    found = {}
+    for name, partition in prepared.partitions.items():
+        effects = partition.graph.code.effects or SideEffects()
+        found[name] = CapturedSettings(prepared.model, [prepared.objectives[name].loss], effects, (), True)
+    return found
 
 
 def _last_line(error: Exception) -> str:

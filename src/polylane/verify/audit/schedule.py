@@ -28,7 +28,7 @@ class AuditSchedule:
     def __init__(self, first: int, is_bounded: bool, busy_share: float = 0.0) -> None:
         self._first, self._is_bounded, self._busy_share = first, is_bounded, busy_share
         self._due, self._audits, self._look = 1, 0, LOOK_STEPS
-        self._longest = self._replay = 0.0
+        self._stall = self._longest = self._replay = 0.0
         self.stall_seconds = 0.0
 
     def count_stall(self, seconds: float, of_audit: bool) -> None:
@@ -39,8 +39,9 @@ class AuditSchedule:
             of_audit: whether a step was audited in it, and not only looked for a verdict.
         """
         self.stall_seconds += seconds
-        if of_audit:
-            self._longest = max(self._longest, seconds)
+        if of_audit:  # before the step, and once more after it
+            self._stall += seconds
+            self._longest = max(self._longest, self._stall)
 
     def count_replay(self, seconds: float) -> None:
         """Count the CPU time that a replay took beside the training."""
@@ -72,10 +73,14 @@ class AuditSchedule:
     def begin_audit(self, step: int) -> int:
         """Note that a step is audited now; return the step at which its verdict is to be looked for."""
         done = step - self._first + 1
-        self._audits += 1
+        self._audits, self._stall = self._audits + 1, 0.0
         while self._due <= done:
             self._due *= 2
         return step + 1 if done == 1 else min(step + self._look, self._first + self._due - 1)
+
+    def pass_over(self, step: int) -> int:
+        """Return the next step whose batch may be here as a whole: workers read the batches 1, 2, 4, 8, ... whole."""
+        return (1 << (step + 1).bit_length()) - 1
 
     def look_again(self, step: int) -> int:
         """Return the step at which a verdict is looked for that is not there yet."""

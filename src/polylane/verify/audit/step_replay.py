@@ -21,6 +21,7 @@ from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.python_state.random_generators import restore_generators
+from polylane.graph.sparse_gradients import densify
 from polylane.runtime.checkpoint.held_tensors import whole_region
 from polylane.runtime.checkpoint.model_state import PREFIX
 from polylane.runtime.checkpoint.optimizer_attributes import restore_attributes
@@ -60,6 +61,7 @@ class StepVerdict:
         difference: where the plan and the user's own loop first differ; "" where they agree.
         of_own_code: whether the user's own code was run, and not its captured graph.
         refusal: why the step could not be replayed; "" where it was.
+        is_compared: whether it was compared; not where neither side has finite numbers.
         seconds: CPU time that the replay has taken.
     """
 
@@ -68,6 +70,7 @@ class StepVerdict:
     difference: str = ""
     of_own_code: bool = True
     refusal: str = ""
+    is_compared: bool = True
     seconds: float = 0.0
 
 
@@ -110,6 +113,7 @@ class StepReplay:
         seed: of the training's random numbers.
         tolerance: largest relative difference that counts as rounding without a measurement.
         example: a batch, for its form.
+        required: for each parameter, whether it required a gradient before any step.
     """
 
     def __init__(
@@ -120,11 +124,13 @@ class StepReplay:
         seed: int,
         tolerance: float,
         example: Any,
+        required: Mapping[str, bool],
     ) -> None:
         chosen = {objective: prepared.objectives[objective]}
         graphs = {objective: prepared.graphs[objective]}
         prepared = replace(prepared, objectives=chosen, graphs=graphs)
         self._training = ComparedTraining(prepared, [example], clip_norm, seed, tolerance)
+        self._required = required
         self._objective, self._sync = objective, prepared.plan.sync
         self._average: ReplicaAverage | None = None
         self._replicas: list[ReferenceModel]
@@ -172,11 +178,11 @@ class StepReplay:
             self._average.record_step(0, step)
         count = sum(each.count for each in passes)
         own_loss = sum(each.total for each in passes) / count if count else float("nan")
-        # What is no number on one device either is no difference: NaN differs from itself.
-        if not (
-            math.isfinite(own_loss) and all(map(_is_finite, (g for one in passes for g in one.gradients.values())))
+        # NaN differs from itself: where one device has no numbers either, there is nothing to compare.
+        if not (_are_finite(own_loss, [g for one in passes for g in one.gradients.values()])) and not (
+            _are_finite(loss, [g for one in passes for g in one.planned.values()])
         ):
-            return StepVerdict(step + 1, of_own_code=models[0].loop.is_eager)
+            return StepVerdict(step + 1, is_compared=False)
         records, distances = list[ReferenceStep](), list[Distances]()
         for number, (model, each) in enumerate(zip(models, passes, strict=True)):
             set_optimizer_mode(model.optimizer, False)
@@ -225,7 +231,7 @@ class StepReplay:
                 held = next((n for n in (PREFIX + name + variant, PREFIX + name) if state.has(n)), None)
                 if held is not None:
                     state.fill(held, whole_region(tensor.shape), tensor)
-        model.require_gradients(plain.get("requires_grad", {}))
+        model.require_gradients({**self._required, **plain.get("requires_grad", {})})
         parts = {n: OptimizedPart(p, whole_region(p.shape)) for n, p in model.trained_parameters.items()}
         restore_optimizer(self._objective, model.optimizer, parts, plain, state.fill, variant)
         restore_options(self._objective, model.optimizer, model.scheduler, plain)
@@ -267,8 +273,8 @@ def _measure(model: ReferenceModel, replica: int, last: TrainingState, one: _Pas
     return found
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(tensor.coalesce().values() if tensor.is_sparse else tensor).all())
+def _are_finite(loss: float, gradients: Sequence[Tensor]) -> bool:
+    return math.isfinite(loss) and all(bool(torch.isfinite(densify(gradient)).all()) for gradient in gradients)
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:

@@ -12,32 +12,36 @@ latest before the next checkpoint, or before the weights are saved.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import AuditFailed, PolylaneError
 from polylane.graph.batch import batch_structure, clone_leaves, flatten
+from polylane.graph.operators.sample_lists import ungroup_samples
 from polylane.plan.plan import Plan
+from polylane.probe.machine import available_memory
 from polylane.runtime.checkpoint.save import Position
-from polylane.runtime.checkpoint.state_board import BoardRecord, StateBoard
+from polylane.runtime.checkpoint.state_board import BoardRecord, StateBoard, StateRefused
 from polylane.runtime.job import Job
 from polylane.runtime.nameless_file import open_nameless_file
 from polylane.runtime.pipeline.step_result import StepResult
-from polylane.runtime.transport.serialization import serializable
+from polylane.runtime.transport.serialization import encode, serializable
 from polylane.runtime.workers.world import World, affine_cores
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.audit_report import AuditReport
-from polylane.verify.audit.auditor import AuditedTraining, Auditor, ReadBatch, StepOrder
+from polylane.verify.audit.auditor import AuditedTraining, Auditor, ReadBatch, StepOrder, watch_settings
 from polylane.verify.audit.schedule import AuditSchedule
 from polylane.verify.audit.step_replay import StepVerdict, choose_tolerance
 
@@ -100,7 +104,12 @@ def start_auditor(
     training = AuditedTraining(prepared, example, clip_norm, seed, tolerance, read_batch, begins_as_built)
     try:
         boards = open_nameless_file("audit"), open_nameless_file("audit")
-        return AuditStart(mode, "", example, Auditor(training, boards), boards, read_batch is not None)
+        try:
+            return AuditStart(mode, "", example, Auditor(training, boards), boards, read_batch is not None, prepared)
+        except OSError:
+            for board in boards:
+                os.close(board)
+            raise
     except OSError as refused:
         return AuditStart(mode, f"no process can be had for it ({refused.strerror or refused})", example)
 
@@ -123,11 +132,7 @@ def _why_not_here(prepared: CompiledTraining) -> str:
     if others := devices - {"cpu", "meta"}:
         return f"the model was built on {others.pop()}, which no process beside this one can use: build it on the CPU"
     needed = MEMORY_COPIES * sum(tensor.nbytes for tensor in (*prepared.model.parameters(), *prepared.model.buffers()))
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, IndexError, ValueError):
-        return ""
+    free = available_memory()
     if needed <= MEMORY_SHARE * free:
         return ""
     return f"a second model takes {needed >> 20:,} MiB on the host of rank 0, of which {free >> 20:,} MiB are free"
@@ -144,6 +149,7 @@ class AuditStart:
         auditor: the process that replays steps; None on other ranks than 0.
         boards: descriptors of the memory for states before and after a step; on rank 0.
         reads_data: whether the auditor reads batches from the user's data set.
+        prepared: the training, compiled for its plan; where there is an auditor.
     """
 
     mode: AuditMode
@@ -152,6 +158,7 @@ class AuditStart:
     auditor: Auditor | None = None
     boards: tuple[int, int] | None = None
     reads_data: bool = False
+    prepared: CompiledTraining | None = None
 
     def attach(self, job: Job, tell: Callable[[StepVerdict], None] | None = None) -> TrainingAudit | None:
         """Audit a job's steps from now on; a collective of all workers. None where nothing is audited.
@@ -171,6 +178,19 @@ class AuditStart:
 def _warn_of_difference(verdict: StepVerdict) -> None:
     if verdict.difference:
         warnings.warn(verdict.difference, stacklevel=2)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the auditor is given for a step beside the plan's state.
+
+    Attributes:
+        leaves: leaves of the whole batch; None where it reads that itself.
+        settings: plain values that the user's Python has, by their labels.
+    """
+
+    leaves: Sequence[Any] | None
+    settings: Mapping[str, Any]
 
 
 class TrainingAudit:
@@ -195,7 +215,9 @@ class TrainingAudit:
         self._next, self._epoch = first, -1
         self._awaits_verdict = False  # the same on all workers
         self._verdicts: list[StepVerdict] = []
-        self._under_way: tuple[str, Position, Sequence[Any] | None, BoardRecord] | None = None
+        self._audits = Counter[str]()  # by objective; those that have made steps
+        self._settings = {} if start.prepared is None else watch_settings(start.prepared)
+        self._under_way: tuple[str, Position, _Given, BoardRecord] | None = None
         self._structure = batch_structure(start.example) if job.world.rank == 0 else None
         if not self._note:
             rank, files = job.world.rank, start.boards or (-1, -1)
@@ -211,23 +233,28 @@ class TrainingAudit:
         """
         step = self._job.position.step
         begins_epoch = epoch != self._epoch
+        self._audits.setdefault(objective, 0)
         if self._note or (step < self._next and not begins_epoch):
             return
         self._epoch, started = epoch, time.perf_counter()
-        leaves = None
-        decision = _Decision()
-        if self._auditor is not None:
-            decision = self._decide(step, begins_epoch)
-            if decision.audits and not self._start.reads_data:
-                leaves, note = self._take_leaves(batch)
-                decision = replace(decision, audits=leaves is not None, note=note)
-        decision = self._hear(decision)
-        if decision.audits:
-            try:
-                before = self._before.record(self._worker.collect_state)
-                self._under_way = objective, Position(step, epoch, samples), leaves, before
-            except PolylaneError as refused:  # on all workers alike
-                self._end(str(refused))
+        given, decision = _Given(None, {}), _Decision()
+        with self._job.world.progress.during(Phase.SAVING):
+            if self._auditor is not None:
+                decision = self._decide(step, begins_epoch, objective)
+                if decision.audits:
+                    given, note = self._take_given(batch, objective)
+                    is_here = not note and (self._start.reads_data or given.leaves is not None)
+                    next_step = self._schedule.begin_audit(step) if is_here else self._schedule.pass_over(step)
+                    decision = replace(decision, audits=is_here, next_step=next_step, note=note)
+            decision = self._hear(decision)
+            if decision.audits:
+                self._audits[objective] += 1
+                self._worker.complete_steps()  # what workers have read differently is no matter of this audit
+                try:
+                    before = self._before.record(self._worker.collect_state)
+                    self._under_way = objective, Position(step, epoch, samples), given, before
+                except StateRefused as refused:  # on all workers alike
+                    self._end(str(refused))
         self._schedule.count_stall(time.perf_counter() - started, decision.audits)
 
     def after_step(self, result: StepResult) -> None:
@@ -235,22 +262,38 @@ class TrainingAudit:
         if self._under_way is None:
             return
         started = time.perf_counter()
-        (objective, position, leaves, before), self._under_way = self._under_way, None
-        try:
-            after = self._after.record(lambda: self._worker.collect_step(objective))
-        except PolylaneError as refused:
-            self._end(str(refused))
-            return
-        self._awaits_verdict = True
-        if self._auditor is not None:
-            at = position.step, objective, result.loss, position.epoch, position.samples
-            self._auditor.send(StepOrder(*at, leaves, before, after))
+        (objective, position, given, before), self._under_way = self._under_way, None
+        with self._job.world.progress.during(Phase.SAVING):
+            self._worker.complete_steps()
+            try:
+                after = self._after.record(lambda: self._worker.collect_step(objective))
+            except StateRefused as refused:
+                self._end(str(refused))
+                return
+            self._awaits_verdict = True
+            if self._auditor is not None:
+                at = position.step, objective, result.loss, position.epoch, position.samples
+                self._auditor.send(StepOrder(*at, given.leaves, given.settings, before, after))
         self._schedule.count_stall(time.perf_counter() - started, True)
 
-    def _take_leaves(self, batch: Any) -> tuple[Sequence[Any] | None, str]:
-        """Return copies of a whole batch's leaves, for a step may write into them; or why none can be had.
+    def _take_given(self, batch: Any, objective: str) -> tuple[_Given, str]:
+        """Return what the auditor is given for a step, and why no further step can be audited; "" where it can."""
+        settings, leaves, note = self._settings[objective], None, ""
+        if (changed := settings.find_unreadable_change()) is not None:
+            return _Given(None, {}), f"{changed} was changed since the start, which no process beside this one sees"
+        if not self._start.reads_data:
+            leaves, note = self._take_leaves(batch)
+        given = _Given(leaves, settings.read_values())
+        try:
+            encode([[leaf for leaf in leaves or () if type(leaf) is not Tensor], dict(given.settings)])
+        except (PolylaneError, TypeError, ValueError) as refused:
+            return _Given(None, {}), f"a value cannot be handed to another process: {refused}"
+        return given, note
 
-        Of a step whose batch is here in part there are none: workers read the batches 1, 2, 4, 8, ... whole.
+    def _take_leaves(self, batch: Any) -> tuple[Sequence[Any] | None, str]:
+        """Return copies of a whole batch's leaves, for a step may write into them; or why no step has any.
+
+        Of a step whose batch is here in part there are none.
         """
         if isinstance(batch, Batch):
             structure = self._structure if batch.form is None else batch.form.structure
@@ -261,11 +304,12 @@ class TrainingAudit:
             return None, ""
         if structure != self._structure:
             return None, "a batch has another form than the example"
-        return [leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in clone_leaves(leaves)], ""
+        on_host = [leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in clone_leaves(leaves)]
+        return [ungroup_samples(leaf) for leaf in on_host], ""
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
 
-    def _decide(self, step: int, begins_epoch: bool) -> _Decision:
+    def _decide(self, step: int, begins_epoch: bool, objective: str) -> _Decision:
         """Decide on rank 0 what comes before a step."""
         assert self._auditor is not None
         elapsed = time.perf_counter() - self._started
@@ -277,19 +321,25 @@ class TrainingAudit:
             is_judged, difference, note = True, *self._judge(verdict)
         if note or not self._schedule.is_due(step, begins_epoch, elapsed):
             return _Decision(False, self._schedule.next_step(step, elapsed), is_judged, difference, note)
-        return _Decision(True, self._schedule.begin_audit(step), is_judged, difference)
+        if self._audits[objective] > min(self._audits.values()):  # of several losses in turn each has its own
+            return _Decision(False, step + 1, is_judged, difference)
+        return _Decision(True, step + 1, is_judged, difference)
 
     def _judge(self, verdict: StepVerdict) -> tuple[str, str]:
         """Keep a verdict; return the sentence about a difference, and why no further step is audited."""
         self._schedule.count_replay(verdict.seconds)
         if verdict.refusal:
             return "", f"step {verdict.step} cannot be made by one process: {verdict.refusal}"
+        if not verdict.is_compared:
+            return "", ""
         if verdict.difference:
             agreed = [each.step for each in self._verdicts if not each.difference]
             before = f"; step {agreed[-1]} was the last that agreed" if agreed else ""
+            # Of weights that were others from the start no step was compared.
+            size = f" (largest relative difference {verdict.worst:.1e}, more than rounding)" if verdict.worst else ""
             sentence = (
-                f"the plan {self._job.plan.spec} does not compute what one device computes: {verdict.difference} "
-                f"(largest relative difference {verdict.worst:.1e}, more than rounding explains{before})"
+                f"the plan {self._job.plan.spec} does not compute what one device computes: {verdict.difference}{size}"
+                f"{before}"
             )
             verdict = replace(verdict, difference=sentence)
         self._verdicts.append(verdict)
@@ -309,16 +359,19 @@ class TrainingAudit:
             self._awaits_verdict = False
         if heard.difference and self._start.mode != "warn":
             self._end("a step differed")
+            option = "audit='warn'" if self._says_end else "--audit warn"
             raise AuditFailed(
-                f"{heard.difference}; polylane verify shows the first operator that differs, and --audit warn goes on"
+                f"{heard.difference}; polylane verify shows the first operator that differs, and {option} goes on"
             )
         if heard.note:
             self._end(heard.note)
         return heard
 
     def _end(self, note: str) -> None:
-        """Audit no further step."""
+        """Audit no further step; the memory of states is given back."""
         self._note, self._awaits_verdict = note, False
+        self._before.close()
+        self._after.close()
         if self._auditor is not None:
             self._auditor.close()
             self._auditor.is_busy = False
@@ -336,9 +389,10 @@ class TrainingAudit:
         started, decision = time.perf_counter(), _Decision(next_step=self._next)
         if self._auditor is not None:
             with self._job.world.progress.during(Phase.SAVING):
-                verdict = self._auditor.poll(STOPPED_SECONDS if self._job.world.stop.is_set() else SETTLE_SECONDS)
+                seconds = STOPPED_SECONDS if self._job.world.stop.is_set() else SETTLE_SECONDS
+                verdict = self._auditor.poll(seconds)
             if verdict is None:
-                note = f"the last audited step was not replayed within {SETTLE_SECONDS:.0f} s"
+                note = f"the last audited step was not replayed within {seconds:.0f} s"
                 decision = replace(decision, is_judged=True, note=note)
             else:
                 difference, note = self._judge(verdict)
@@ -361,11 +415,11 @@ class TrainingAudit:
         )
 
     def close(self) -> None:
-        """End the auditor."""
+        """End the auditor, and give the memory back."""
         if self._auditor is not None:
             self._auditor.close()
-            if self._says_end and self._verdicts:
-                print(f"polylane: {self.report()}", file=sys.stderr)
-        if not self._start.note:
+        if self._says_end and self._job.world.rank == 0 and (self._verdicts or self._note):
+            print(f"polylane: {self.report()}", file=sys.stderr)
+        if not self._note:
             self._before.close()
             self._after.close()
