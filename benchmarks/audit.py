@@ -21,6 +21,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.plan.spec import parse
 from polylane.runtime.workers.fork import WorkerContext, fork_workers, limit_to_one_thread
 from polylane.verify.audit import AuditMode
+from polylane.verify.audit.training_audit import attach_audit
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 BATCHES = {"digits": 64, "gpt": 16}
@@ -45,7 +46,7 @@ def train(training: RecipeTraining, prepared: CompiledTraining, mode: AuditMode,
     def run(context: WorkerContext) -> tuple[float, int]:
         audits = training.start_auditor(prepared, context.world)
         job = training.job(prepared, context.world)
-        audit = audits.attach(job)
+        audit = attach_audit(audits, job)
         batches = job.batches(training.train, training.request.batch, epochs=steps)
         begin = time.perf_counter()
         for batch in itertools.islice(batches, steps):

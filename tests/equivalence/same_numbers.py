@@ -38,7 +38,8 @@ from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import fork_workers
 from polylane.runtime.workers.world import World
 from polylane.verify.audit import AuditMode
-from polylane.verify.audit.training_audit import start_auditor
+from polylane.verify.audit.audit_start import start_auditor
+from polylane.verify.audit.training_audit import attach_audit
 
 TOLERANCE = 1e-9
 SMALLEST = 1e-6  # below which a tensor's own size is no scale for an error
@@ -100,7 +101,7 @@ def by_plan(training: Training, prepared: CompiledTraining, seed: int = 0, audit
         world, how = World.join(), dict[str, Any](example=batches[0], seed=seed)
         audits = start_auditor(audit, prepared, world, **how)
         with Job(prepared, world, **how) as job:
-            audits.attach(job)
+            attach_audit(audits, job)
             for step, batch in enumerate(batches):
                 if training.before is not None:
                     training.before(prepared.model, step)

@@ -266,7 +266,8 @@ def _audited(model: nn.Module, objective: Any, batches: Sequence[Any], plan: Any
     from polylane.runtime.job import Job
     from polylane.runtime.workers.fork import WorkerContext, fork_workers
     from polylane.verify.audit.audit_report import AuditReport
-    from polylane.verify.audit.training_audit import start_auditor
+    from polylane.verify.audit.audit_start import start_auditor
+    from polylane.verify.audit.training_audit import attach_audit
     from polylane.verify.verify import batch_in_float64
 
     batches = [batch_in_float64(batch) for batch in batches]
@@ -276,7 +277,7 @@ def _audited(model: nn.Module, objective: Any, batches: Sequence[Any], plan: Any
         how: dict[str, Any] = {"example": batches[0], "clip_norm": clip}
         audits = start_auditor("stop", prepared, context.world, begins_as_built=True, **how)
         job = Job(prepared, context.world, **how)
-        audit = audits.attach(job)
+        audit = attach_audit(audits, job)
         for batch in batches:
             job.step(batch)
         job.close()

@@ -23,9 +23,10 @@ from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.audit_report import AuditReport
+from polylane.verify.audit.audit_start import start_auditor
 from polylane.verify.audit.auditor import _reopen_files
 from polylane.verify.audit.schedule import AuditSchedule
-from polylane.verify.audit.training_audit import start_auditor
+from polylane.verify.audit.training_audit import attach_audit
 
 SAMPLES, STEPS = 6, 4
 Pairs = Iterable[tuple[str, nn.Parameter]]
@@ -80,7 +81,7 @@ def train(
         job_options: dict[str, Any] = {"example": data[0], "seed": 5, **how}
         audits = start_auditor(mode, prepared, context.world, begins_as_built=True, **job_options)
         job = Job(prepared, context.world, **job_options)
-        audit = audits.attach(job)
+        audit = attach_audit(audits, job)
         if begin is not None:
             begin(job)
         for number, batch in enumerate(data):
@@ -307,7 +308,7 @@ def test_losses_in_turn_are_audited_each() -> None:
     def run(context: WorkerContext) -> AuditReport:
         audits = start_auditor("stop", prepared, context.world, example=data[0])
         job = Job(prepared, context.world, example=data[0])
-        audit = audits.attach(job)
+        audit = attach_audit(audits, job)
         assert audit is not None
         for number, batch in enumerate(data):
             name = ("critic", "generator")[number % 2]

@@ -31,7 +31,8 @@ from polylane.runtime.start_line import announce_training
 from polylane.runtime.workers.idle_cores import threads_of_idle_cores
 from polylane.runtime.workers.world import World
 from polylane.verify.audit import AuditMode
-from polylane.verify.audit.training_audit import start_auditor
+from polylane.verify.audit.audit_start import start_auditor
+from polylane.verify.audit.training_audit import attach_audit
 
 
 def parallelize(
@@ -96,7 +97,7 @@ def _start_job(world: World, compiled: CompiledTraining, audit: AuditMode, **how
     audits = start_auditor(audit, compiled, world, **how)
     # Workers were not forked from one process: their models may differ, and rank 0's weights are broadcast.
     job = Job(compiled, world, **how, same_weights=world.size == 1)
-    audits.attach(job)
+    attach_audit(audits, job)
     world.progress.enter(Phase.SCRIPT)
     return job
 

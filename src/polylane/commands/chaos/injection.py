@@ -39,7 +39,7 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.runtime.data.loader import is_mapped
 from polylane.runtime.job import Job
 from polylane.runtime.workers.stop_request import StopRequest
-from polylane.verify.audit.training_audit import AuditStart
+from polylane.verify.audit.audit_start import AuditStart
 
 DELAY_SECONDS = 0.02  # longest time from the beginning of a step to the death of a worker
 DELAY_OPERATORS = 12  # most operators of a pass before the one that raises

@@ -21,7 +21,7 @@ from polylane.recipe import Recipe
 from polylane.runtime.data import loader as data
 from polylane.runtime.job import Job
 from polylane.runtime.workers.world import World
-from polylane.verify.audit.training_audit import AuditStart, start_auditor
+from polylane.verify.audit.audit_start import AuditStart, start_auditor
 
 
 @dataclass(frozen=True)

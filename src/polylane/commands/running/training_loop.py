@@ -34,8 +34,9 @@ from polylane.runtime.pipeline.anomalies import AnomalyDetector, NonFiniteValue,
 from polylane.runtime.sync.parameter_server.update_log import count_staleness
 from polylane.runtime.workers.stop_request import StopRequest
 from polylane.verify.audit import AuditMode
+from polylane.verify.audit.audit_start import AuditStart
 from polylane.verify.audit.step_replay import StepVerdict
-from polylane.verify.audit.training_audit import AuditStart
+from polylane.verify.audit.training_audit import attach_audit
 
 
 def train(
@@ -61,7 +62,7 @@ def train(
     log, stops = StepLog(tell, lambda: job.worker.slack), request.on_nan == "stop"
     saved, changed = _load_checkpoint(job, training, log) if request.resume_from is not None else (None, [])
     tell(begin_message(job, training, prepared, saved, log.loss, changed))
-    audit = audits.attach(job, partial(_tell_verdict, tell, request.audit))
+    audit = attach_audit(audits, job, partial(_tell_verdict, tell, request.audit))
     control = _open_control(job, training, log, stop, tell)
     # To find the first operator, the detector runs a pass again; a run that goes on must not do that.
     job.anomalies = AnomalyDetector() if stops else None

@@ -26,7 +26,7 @@ from polylane.runtime.workers.fork import WorkerContext
 from polylane.runtime.workers.forked_child import end_forked_children
 from polylane.runtime.workers.out_of_memory import OutOfMemory, out_of_memory
 from polylane.runtime.workers.world import World
-from polylane.verify.audit.training_audit import AuditStart
+from polylane.verify.audit.audit_start import AuditStart
 
 
 def run_forked_worker(

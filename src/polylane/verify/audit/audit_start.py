@@ -1,0 +1,109 @@
+"""Start of audits: the process that replays steps, had before the job takes the model apart, or why there is none."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from polylane.compile.compiled_training import CompiledTraining
+from polylane.plan.plan import Plan
+from polylane.probe.machine import available_memory
+from polylane.runtime.nameless_file import open_nameless_file
+from polylane.runtime.workers.world import World
+from polylane.verify.audit import AuditMode
+from polylane.verify.audit.auditor import AuditedTraining, Auditor, ReadBatch
+from polylane.verify.audit.step_replay import choose_tolerance
+
+MEMORY_COPIES = 10  # of the weights: the auditor's, its optimizer's, and two states on the boards
+MEMORY_SHARE = 0.5  # part of the host's free memory that these may take
+
+
+@dataclass
+class AuditStart:
+    """What one worker has of audits before its job is made.
+
+    Attributes:
+        mode: whether, and how often, steps are audited, and what follows from a difference.
+        note: why none are; "" where some are.
+        example: a batch, for its form.
+        auditor: the process that replays steps; None on other ranks than 0.
+        boards: descriptors of the memory for states before and after a step; on rank 0.
+        reads_data: whether the auditor reads batches from the user's data set.
+        prepared: the training, compiled for its plan; where there is an auditor.
+    """
+
+    mode: AuditMode
+    note: str
+    example: Any
+    auditor: Auditor | None = None
+    boards: tuple[int, int] | None = None
+    reads_data: bool = False
+    prepared: CompiledTraining | None = None
+
+
+def start_auditor(
+    mode: AuditMode,
+    prepared: CompiledTraining,
+    world: World,
+    *,
+    example: Any,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    read_batch: ReadBatch | None = None,
+    begins_as_built: bool = False,
+) -> AuditStart:
+    """Start the auditor on rank 0, before the job takes the model apart; every worker calls it.
+
+    Args:
+        mode: whether, and how often, steps are audited, and what follows from a difference.
+        prepared: the training, compiled for its plan.
+        world: this worker's rank and device among all workers.
+        example: a batch, for its form.
+        clip_norm: bound on the 2-norm of all gradients, or None.
+        seed: of all random numbers.
+        read_batch: reads batches from the user's data set; None: the step's own batches are taken.
+        begins_as_built: whether step 1 begins with the weights that the model has now; a script may load others.
+    """
+    note = "" if mode != "off" else "off"
+    note = note or _why_not(prepared.plan)
+    if note or world.rank:
+        return AuditStart(mode, note, example)
+    if note := _why_not_here(prepared):
+        return AuditStart(mode, note, example)
+    tolerance = choose_tolerance(prepared, world.device)
+    training = AuditedTraining(prepared, example, clip_norm, seed, tolerance, read_batch, begins_as_built)
+    try:
+        boards = open_nameless_file("audit"), open_nameless_file("audit")
+        try:
+            return AuditStart(mode, "", example, Auditor(training, boards), boards, read_batch is not None, prepared)
+        except OSError:
+            for board in boards:
+                os.close(board)
+            raise
+    except OSError as refused:
+        return AuditStart(mode, f"no process can be had for it ({refused.strerror or refused})", example)
+
+
+def _why_not(plan: Plan) -> str:
+    """Return why the steps of a plan have no single loop to be held against; "" where they have one."""
+    if plan.is_asynchronous:
+        return f"schedule={plan.schedule} trains with weights of several steps: polylane verify replays its rule"
+    if plan.sync.has_servers and plan.sync.is_replica_local:
+        return "servers take updates in an order of their own: polylane verify replays it"
+    if plan.sync.wire != "same" or plan.sync.compress is not None:
+        words = ",".join(plan.sync.to_words())
+        return f"{words}: gradients lose digits on their way, which is no difference to be found"
+    return ""
+
+
+def _why_not_here(prepared: CompiledTraining) -> str:
+    """Return why a process beside this one cannot have the model a second time; "" where it can."""
+    devices = {tensor.device.type for tensor in (*prepared.model.parameters(), *prepared.model.buffers())}
+    if others := devices - {"cpu", "meta"}:
+        return f"the model was built on {others.pop()}, which no process beside this one can use: build it on the CPU"
+    needed = MEMORY_COPIES * sum(tensor.nbytes for tensor in (*prepared.model.parameters(), *prepared.model.buffers()))
+    free = available_memory()
+    if needed <= MEMORY_SHARE * free:
+        return ""
+    return f"a second model takes {needed >> 20:,} MiB on the host of rank 0, of which {free >> 20:,} MiB are free"
