@@ -35,6 +35,7 @@ from polylane.runtime.pipeline.step_result import StepResult
 from polylane.runtime.transport.serialization import encode, serializable
 from polylane.runtime.workers.world import affine_cores
 from polylane.verify.audit.audit_report import AuditReport
+from polylane.verify.audit.audit_start import AuditStart
 from polylane.verify.audit.auditor import StepOrder, watch_settings
 from polylane.verify.audit.schedule import AuditSchedule
 from polylane.verify.audit.step_replay import StepVerdict
