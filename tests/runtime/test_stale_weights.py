@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,8 @@ from polylane.errors import PolylaneError
 from polylane.runtime import stale_weights as stale
 from polylane.runtime.job import Job
 from polylane.runtime.stale_weights import StaleWeights
+from polylane.runtime.workers.fork import fork_workers
+from polylane.runtime.workers.world import World
 from training import batch_of, classify, mlp, sgd, workers
 
 BATCH = batch_of(8)
@@ -244,6 +248,24 @@ def test_a_training_begun_with_stale_weights_is_refused() -> None:
 
     for said in workers(work, model(), "pipeline=2,microbatches=2"):
         assert "is not whole in this process" in said
+
+
+@pytest.mark.parametrize("plan", ["tensor=2", "data=2,shard=parameters"])
+def test_a_job_that_is_closed_leaves_nothing_in_memory(plan: str) -> None:
+    def work(_: Any) -> tuple[list[bool], str]:
+        prepared = compile_training(model(), build_objectives(classify, sgd, None), BATCH, plan)
+        with Job(prepared, World.join(), example=BATCH) as job:
+            job.step(BATCH)
+        weight, role = job.model[0].weight, job.worker
+        references = [weakref.ref(each) for each in (job.model, role._holding, prepared, job)]
+        # A weight that the script still has says what became of it.
+        del job, prepared, role
+        gc.collect()
+        return [reference() is None for reference in references], outcome(lambda: weight.fill_(0.0))
+
+    for dead, sentence in fork_workers(work, 2):
+        assert dead == [True] * 4
+        assert re.search("cannot be written: this process has a part of it, of a training that has ended", sentence)
 
 
 def test_the_hook_goes_with_the_models() -> None:

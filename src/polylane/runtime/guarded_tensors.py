@@ -74,7 +74,7 @@ class Guard:
         name: of the parameter or buffer, by the model's own name.
         why: sentence that says what this worker has of it.
         shape: of the whole tensor.
-        local: returns what this worker holds of it; None where it holds nothing.
+        local: returns what this worker holds of it, where that is a part; None where it holds nothing.
         cut: returns this worker's part of a whole tensor; None: the tensor is whole, and its values are old ones.
         is_served: whether a server has it: its values may be read here, and not written.
         record_write: called after a write, with whether all values are given by it.
@@ -83,7 +83,7 @@ class Guard:
     name: str
     why: str
     shape: torch.Size
-    local: Callable[[], Tensor | None]
+    local: Callable[[], Tensor | None] = lambda: None
     cut: Callable[[Tensor], Tensor | None] | None = None
     is_served: bool = False
     record_write: Callable[[bool], None] = lambda whole: None

@@ -12,6 +12,8 @@ a call is refused until whole weights are loaded into the model.
 The refusal is one global forward pre-hook, which looks the module up in a table. It is not in the modules themselves:
 captures of a model do not have it. The weights themselves are guarded while the user's script runs, see
 :mod:`polylane.runtime.guarded_tensors`; the runtime's own calls (:func:`allow_own_calls`) find ordinary ones.
+
+All this is global, and outlives a job: it refers to models, tensors and what a worker holds of them weakly.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.graph import Graph
@@ -65,21 +68,20 @@ class StaleTensors:
         self._given = set[int]()
         # Where the guarded tensors are, to find them in every step without a walk through the model.
         tables = {
-            f"{path}.{key}" if path else key: (table, key)
+            f"{path}.{key}" if path else key: (weakref.ref(module), table, key)
             for path, module in model.named_modules(remove_duplicate=False)
-            for table in (module._parameters, module._buffers)
-            for key in table
+            for table in ("_parameters", "_buffers")
+            for key in getattr(module, table)
         }
         self._places = [
             (name, *tables[name], replace(guard, record_write=partial(self._record_write, name)))
             for name, guard in (guards or {}).items()
         ]
         self._worded = dict[tuple[str, str], Guard]()
-        self._guarded: list[Any] = []
-        for other in [each for each in _TRACKED if each._model() in (model, None)]:
+        self._guarded: list[TensorWeakRef] = []
+        if (other := _TRACKED.get(model)) is not None:
             other.unguard()
-            _TRACKED.remove(other)
-        _TRACKED.append(self)
+        _TRACKED[model] = self
         _unwatch_modules(model)
         if concerned := {*elsewhere, *parts, *(trained if apart else ())}:
             _watch_modules(self, model, concerned)
@@ -122,7 +124,8 @@ class StaleTensors:
         if not is_whole:
             return
         self._given.add(self._object_ids[name])
-        for tensor in self._guarded:
+        for reference in self._guarded:
+            tensor = reference()
             if id(tensor) == self._object_ids[name] and not self._why(name, tensor):
                 remove_guard(tensor)
 
@@ -133,19 +136,20 @@ class StaleTensors:
     def guard(self) -> None:
         """Guard the tensors that are not whole now, until :meth:`unguard`."""
         # Written out, as unguard() is: this is done in every step.
-        for name, table, key, guard in self._places:
-            tensor: Any = table.get(key)
+        for name, module, table, key, guard in self._places:
+            tensor: Any = getattr(module(), table, {}).get(key)
             if tensor is None or not (why := self._why(name, tensor) or guard.is_served * guard.why):
                 continue
             if (name, why) not in self._worded:
                 self._worded[name, why] = replace(guard, why=why, is_served=guard.is_served and why == guard.why)
             tensor._polylane_guard = self._worded[name, why]
             tensor.__class__ = GuardedParameter if isinstance(tensor, nn.Parameter) else GuardedTensor
-            self._guarded.append(tensor)
+            self._guarded.append(TensorWeakRef(tensor))
 
     def unguard(self) -> None:
         """Make all tensors ordinary ones again."""
-        for tensor in self._guarded:
+        for reference in self._guarded:
+            tensor = reference()
             kind = type(tensor)
             if kind is GuardedParameter or kind is GuardedTensor:
                 tensor.__class__ = nn.Parameter if kind is GuardedParameter else Tensor
@@ -187,23 +191,38 @@ def track_stale_weights(holding: LocalModel) -> StaleTensors:
 def _guard_for(holding: LocalModel, name: str, graphs: Sequence[Graph], is_part: bool) -> Guard:
     """Return the guard of a parameter or buffer, by any of its names."""
     own = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
-    spec, shards, sync = holding.shard_spec, holding.shards, holding.prepared.plan.sync
+    spec, sync = holding.shard_spec, holding.prepared.plan.sync
     tensor = _named_tensors(holding.prepared.model)[name]
     shape = torch.Size(spec.shapes.get(own, tensor.shape))
-    local = partial(shards.local_tensor, own, tensor)
     why = f"under {','.join(sync.to_words())} a server has it" if sync.has_servers else ""
-    cut = partial(holding.local_part, own) if is_part else None
-    return Guard(name, why, shape, local, cut, sync.has_servers)
+    guard = Guard(name, why, shape, is_served=sync.has_servers)
+    return replace(guard, **_part_of(holding, name, own, tensor)) if is_part else guard
+
+
+def _part_of(holding: LocalModel, name: str, own: str, tensor: Tensor) -> dict[str, Any]:
+    """Return how a guard gets at the part of a tensor that a worker holds, as long as there is one."""
+    to_holding, to_tensor = weakref.ref(holding), TensorWeakRef(tensor)
+
+    def get_holding() -> LocalModel:
+        if (found := to_holding()) is None:
+            raise StaleWeights(
+                f"model.{name} cannot be written: this process has a part of it, of a training that has ended; "
+                "model.load_state_dict(state, assign=True) replaces it by a whole one"
+            )
+        return found
+
+    def find_local() -> Tensor | None:
+        shards, value = get_holding().shards, to_tensor()
+        return None if value is None else shards.local_tensor(own, value)
+
+    return {"local": find_local, "cut": lambda whole: get_holding().local_part(own, whole)}
 
 
 def track_server_weights(prepared: CompiledTraining, rank: int) -> StaleTensors:
     """Track stale weights on a worker that only serves parameters: none of the model's own are ever up to date."""
     why = f"this worker (rank {rank}) only serves parameters, and trains no model"
-    named = dict(_named_parameters(prepared.model))
-    guards = {
-        name: Guard(name, why, parameter.shape, partial(named.get, name), None, True)
-        for name, parameter in named.items()
-    }
+    named = _named_parameters(prepared.model)
+    guards = {name: Guard(name, why, parameter.shape, is_served=True) for name, parameter in named.items()}
     return StaleTensors(prepared.model, dict.fromkeys(named, why), {}, guards=guards)
 
 
@@ -221,7 +240,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 # Modules with stale weights inside, with their path in the model. The hook is registered as long as there are any.
 _TABLE: weakref.WeakKeyDictionary[nn.Module, tuple[StaleTensors, str]] = weakref.WeakKeyDictionary()
 _HOOK: list[RemovableHandle] = []
-_TRACKED: list[StaleTensors] = []  # the last of each model
+_TRACKED: weakref.WeakKeyDictionary[nn.Module, StaleTensors] = weakref.WeakKeyDictionary()  # the last of each model
 _OWN = [0]
 
 
@@ -230,14 +249,14 @@ def allow_own_calls() -> Iterator[None]:
     """Context manager for what the runtime does with the user's model, which is never refused; it may be nested."""
     _OWN[0] += 1
     if _OWN[0] == 1:
-        for stale in _TRACKED:
+        for stale in list(_TRACKED.values()):
             stale.unguard()
     try:
         yield
     finally:
         _OWN[0] -= 1
         if not _OWN[0]:
-            for stale in _TRACKED:
+            for stale in list(_TRACKED.values()):
                 stale.guard()
 
 
