@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -101,6 +102,55 @@ def test_what_a_script_writes_between_steps_is_trained_on(plan: str) -> None:
             assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-12), name
 
 
+INITIALIZERS: tuple[Callable[[Tensor], Any], ...] = (
+    nn.init.orthogonal_,
+    partial(nn.init.orthogonal_, gain=0.5),
+    nn.init.eye_,
+    partial(nn.init.sparse_, sparsity=0.3, std=0.1),
+    partial(nn.init.trunc_normal_, std=0.1, a=-0.1, b=0.1),
+    partial(nn.init.trunc_normal_, std=0.1, a=0.1, b=0.3),
+    lambda weight: nn.init.orthogonal_(weight.data),
+    lambda weight: nn.init.eye_(nn.init.orthogonal_(weight)).mul_(0.5),
+    lambda weight: nn.init.orthogonal_(nn.init.kaiming_normal_(weight), gain=2),
+)
+
+
+@pytest.mark.parametrize("plan", ["pipeline=2,microbatches=2", *PARTS])
+def test_all_of_torch_init_gives_what_it_gives_one_device(plan: str) -> None:
+    """Also those that write by views, into ``out=``, or element by element."""
+
+    def begin(own: Any, number: int) -> None:
+        torch.manual_seed(number)
+        for layer in own[0], own[2], own[7]:
+            with torch.no_grad():
+                INITIALIZERS[number](layer.weight)
+        nn.init.dirac_(own[5].weight, groups=1 + number % 2)
+
+    def work(job: Job) -> dict[str, Tensor]:
+        for number in range(len(INITIALIZERS)):
+            job.step(BATCH)
+            begin(job.model, number)
+        job.step(BATCH)
+        begin(job.model, 0)
+        return job.state_dict()
+
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = [nn.Unflatten(1, (4, 2)), nn.Conv1d(4, 4, 3, padding=1), nn.Flatten(), nn.Linear(8, 4)]
+        return nn.Sequential(*mlp(6, 8, 8, 4)[:4], *layers).double()
+
+    plain = build()
+    optimizer = sgd(list(plain.named_parameters()))
+    for number in (*range(len(INITIALIZERS)), 0):
+        optimizer.zero_grad()
+        classify(plain, BATCH).backward()
+        optimizer.step()
+        begin(plain, number)
+    for state in workers(work, build(), plan):
+        for name, value in plain.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-9, atol=1e-12), name
+
+
 def save(own: Any) -> None:
     torch.save(own.state_dict(), io.BytesIO())
 
@@ -115,7 +165,6 @@ TAKEN: tuple[Callable[[Any], Any], ...] = (
     lambda own: [parameter.detach().clone() for parameter in own.parameters()],
     lambda own: [parameter.data.tolist() for parameter in own.parameters()],
     lambda own: model().load_state_dict(own.state_dict()),
-    lambda own: [nn.init.orthogonal_(layer.weight) for layer in own[::2]],
     lambda own: [parameter.div_(parameter.norm()) for parameter in own.parameters()],
 )
 
@@ -139,7 +188,7 @@ def test_values_that_are_not_whole_are_refused_and_whole_ones_are_there_on_reque
         state = job.state_dict()
         with job.whole_model() as whole:
             far = max(float((whole.state_dict()[name] - value).abs().max()) for name, value in state.items())
-            for take in TAKEN[:-2]:
+            for take in TAKEN[:-1]:
                 take(whole)
             loss = float(classify(whole, BATCH))
         return told, gradient, printed, far, abs(loss - job.evaluate(BATCH))
@@ -185,13 +234,24 @@ def test_what_is_written_into_the_whole_model_is_trained_on(plan: str) -> None:
 
 
 def test_what_a_server_has_is_read_and_not_written() -> None:
-    def work(job: Job) -> tuple[bool, str]:
+    def work(job: Job) -> tuple[bool, list[str]]:
         job.step(BATCH)
-        state = job.state_dict()
-        return torch.equal(copy.deepcopy(job.model)[0].weight, state["0.weight"]), said(lambda: clamp(job.model))
+        state, weight = job.state_dict(), job.model[2].weight  # type: ignore[index]
+        writes: list[Callable[[], Any]] = [
+            lambda: clamp(job.model),
+            lambda: weight[0].fill_(0.0),
+            lambda: weight.view(-1)[:8].zero_(),
+            lambda: weight.data.t()[1:].mul_(2),
+            lambda: torch.add(weight, 1.0, out=weight),
+            *(partial(begin, weight) for begin in INITIALIZERS[:6]),
+        ]
+        told = [said(write) for write in writes]
+        return torch.equal(copy.deepcopy(job.model)[2].weight, state["2.weight"]), told
 
-    for equal, sentence in workers(work, model(), "data=2,servers=1")[:2]:
-        assert equal and "cannot be written by hand: under" in sentence
+    for equal, sentences in workers(work, model(), "data=2,servers=1")[:2]:
+        assert equal
+        for sentence in sentences:
+            assert "cannot be written by hand: under" in sentence
 
 
 def test_a_training_leaves_ordinary_tensors_to_those_who_train_alone() -> None:

@@ -9,6 +9,7 @@ of their own while the script runs, whose operations torch hands over (``__torch
     shape, dtype, hooks, requires_grad             those of the whole tensor
     a new tensor like it                           one of the whole shape
     a write of values that are given, or drawn     made whole, of which this worker takes its part
+    what torch.nn.init does with it                done to a whole draft, of which this worker takes its part at the end
     a write element by element                     made on this worker's part
     its values, or its gradient                    StaleWeights, which says what to call
 
@@ -43,6 +44,7 @@ _LIKE = """
     new_tensor new view_as reshape_as expand_as
 """
 # Writes whose result does not depend on what was there; all of torch.nn.init are such, too.
+_INITIALIZERS = "torch.nn.init"
 _FRESH = "copy_ fill_ zero_ normal_ uniform_ random_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ data="
 _BY_ELEMENT = """
     add_ sub_ mul_ div_ multiply_ divide_ subtract_ true_divide_ clamp_ clamp_min_ clamp_max_ clip_ abs_ neg_ sign_
@@ -78,6 +80,7 @@ class Guard:
         cut: returns this worker's part of a whole tensor; None: the tensor is whole, and its values are old ones.
         is_served: whether a server has it: its values may be read here, and not written.
         record_write: called after a write, with whether all values are given by it.
+        draft: the whole tensor as far as torch.nn.init has written it; None where it is not about to.
     """
 
     name: str
@@ -87,6 +90,26 @@ class Guard:
     cut: Callable[[Tensor], Tensor | None] | None = None
     is_served: bool = False
     record_write: Callable[[bool], None] = lambda whole: None
+    draft: Tensor | None = None
+
+    def take_part(self, whole: Tensor) -> None:
+        """Write this worker's part of a whole tensor."""
+        local, part = self.local(), self.cut(whole) if self.cut is not None else None
+        if local is not None and part is not None:
+            local.detach().copy_(part.view(local.shape))
+
+    def finish_draft(self, tensor: Tensor) -> None:
+        """Take this worker's part of what torch.nn.init has written, if it has, and count a write on the tensor."""
+        if self.draft is None:
+            return
+        whole, self.draft = self.draft.detach(), None
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                self.take_part(whole)
+        except StaleWeights:  # of a training that has ended: nobody trains on it, and all reads are refused
+            return
+        self.record_write(True)
+        torch.autograd.graph.increment_version(tensor)
 
     def refuse(self, what: str) -> StaleWeights:
         """Return the error for a use that this process cannot make."""
@@ -142,19 +165,25 @@ def _guard_of(value: Any) -> Guard | None:
 def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Answer a call of torch with guarded tensors among its arguments."""
     guarded: list[Any] = [value for value in tree_leaves((args, kwargs)) if isinstance(value, _Answers)]
+    initializes = sys._getframe(2).f_globals.get("__name__") == _INITIALIZERS
+    for value in guarded if not initializes else ():
+        if (guard := _guard_of(value)) is not None:
+            guard.finish_draft(value)
     guards = {id(guard): guard for guard in map(_guard_of, guarded) if guard is not None}
     if not guards:  # a copy that torch made of one, of which nobody knows
         return func(*args, **kwargs)
     what, guard = _name_of(func), next(iter(guards.values()))
-    kind, is_write = _KINDS.get(what), _is_write(what, func)
+    kind, is_write = _KINDS.get(what), _is_write(what, func) or kwargs.get("out") is not None
     if kind == "metadata" or (guard.is_served and what not in ("data", "detach") and not is_write):
-        return _on_ordinary(guarded, func, args, kwargs)
+        return _guard_views(guarded[0], guard, what, _on_ordinary(guarded, func, args, kwargs))
     # A view of one is no new tensor: what would be written to it is lost.
     is_view = what.endswith("_as") and isinstance(args[0], _Answers)
     if kind in ("shape", "like") and not is_view:
         # Of the whole shape, in the memory of one element; a shape alone is asked of a tensor without memory.
         new, kw = tree_map(lambda value: _stand_in(value, kind == "shape"), (tuple(args), kwargs))
         return func(*new, **kw)
+    if initializes and len(guards) == 1 and not guard.is_served:
+        return _initialize(guard, func, guarded[0], args, kwargs)
     if what in ("data", "detach"):
         alias = func(*args, **kwargs).as_subclass(Tensor)
         put_guard(alias, guard)
@@ -180,7 +209,7 @@ def _name_of(func: Any) -> str:
 def _is_write(what: str, func: Any) -> bool:
     in_place = what.endswith("_") and not what.endswith("__")
     of_python = what in ("data=", "__setitem__") or _KINDS.get(what) == "by element"
-    return in_place or of_python or getattr(func, "__module__", None) == "torch.nn.init"
+    return in_place or of_python or getattr(func, "__module__", None) == _INITIALIZERS
 
 
 def _on_ordinary(guarded: Iterable[Tensor], func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -195,11 +224,32 @@ def _on_ordinary(guarded: Iterable[Tensor], func: Any, args: Sequence[Any], kwar
             put_guard(tensor, guard)
 
 
+def _guard_views(tensor: Tensor, guard: Guard, what: str, result: Any) -> Any:
+    """Guard views of a tensor that a server has, too: what would be written to them is lost."""
+    if guard.is_served and (what == "__getitem__" or not what.startswith("__")):
+        base = tensor if tensor._base is None else tensor._base
+        for value in tree_leaves(result):
+            if type(value) is Tensor and value._base is base:
+                put_guard(value, guard)
+    return result
+
+
 def _stand_in(value: Any, is_meta: bool) -> Any:
     guard = _guard_of(value)
     if guard is None:
         return value
     return value.new_empty(guard.shape, device="meta") if is_meta else value.new_empty(()).expand(guard.shape)
+
+
+def _initialize(guard: Guard, func: Any, tensor: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Do to a draft what a function of torch.nn.init does: it may write it at once, by views, or element by element."""
+    if guard.draft is None:
+        guard.local()  # whether there is a part of it yet: an error belongs to the line that writes
+        guard.draft = tensor.detach() if guard.cut is None else tensor.new_empty(guard.shape)
+    draft = guard.draft
+    new, kw = tree_map(lambda value: draft if isinstance(value, _Answers) else value, (tuple(args), kwargs))
+    result = func(*new, **kw)
+    return tensor if result is draft else result
 
 
 def _write(
@@ -209,7 +259,7 @@ def _write(
     tensor = guarded[0]
     if what == "data=" and len(guarded) > 1:  # `tensor.data += 1` assigns what it has written to itself
         return None
-    is_fresh = _KINDS.get(what) == "fresh" or getattr(func, "__module__", None) == "torch.nn.init"
+    is_fresh = _KINDS.get(what) == "fresh" or getattr(func, "__module__", None) == _INITIALIZERS
     if what == "__setitem__" and _is_everything(args[1]):
         is_fresh, func, args = True, lambda whole, value: whole.__setitem__(..., value), (args[0], args[2])
     if what == "data=":
@@ -221,9 +271,7 @@ def _write(
         whole = tensor.new_empty(guard.shape)
         new, kw = tree_map(lambda value: whole if isinstance(value, _Answers) else value, (tuple(args), kwargs))
         func(*new, **kw)
-        local, part = guard.local(), guard.cut(whole)
-        if local is not None and part is not None:
-            local.detach().copy_(part.view(local.shape))
+        guard.take_part(whole)
     elif _KINDS.get(what) == "by element" and guarded[0] is args[0]:
         local = guard.local()
         if local is not None:

@@ -150,6 +150,8 @@ class StaleTensors:
         """Make all tensors ordinary ones again."""
         for reference in self._guarded:
             tensor = reference()
+            if (guard := getattr(tensor, "_polylane_guard", None)) is not None and guard.draft is not None:
+                guard.finish_draft(tensor)
             kind = type(tensor)
             if kind is GuardedParameter or kind is GuardedTensor:
                 tensor.__class__ = nn.Parameter if kind is GuardedParameter else Tensor

@@ -49,6 +49,40 @@ def test_a_copy_begins_where_its_original_is(make: Callable[[], Iterator[Any]], 
     assert [next(copied) for _ in range(3)] == [next(own) for _ in range(3)] == [next(truth) for _ in range(3)]
 
 
+OVER_LISTS: dict[str, Callable[[list[str]], Iterator[Any]]] = {
+    "iter": iter,
+    "zip": lambda items: zip(items, itertools.count(), strict=False),
+    "enumerate": enumerate,
+    "map": lambda items: map(str.upper, items),
+    "chain": lambda items: itertools.chain(items, items),
+    "cycle": itertools.cycle,
+    "accumulate": itertools.accumulate,
+    "of lists": lambda items: itertools.chain([items], [items]),
+}
+
+
+@pytest.mark.parametrize("make", OVER_LISTS.values(), ids=OVER_LISTS)
+def test_a_copy_goes_over_the_same_list(make: Callable[[list[str]], Iterator[Any]]) -> None:
+    """What is put into the list later comes to both."""
+    items = list("ab")
+    own = make(items)
+    next(own)
+    copied = copy_iterator(own)
+    items.append("c")
+    assert list(itertools.islice(copied, 5)) == list(itertools.islice(own, 5)) != []
+    assert "c" in str(list(itertools.islice(make(items), 5))).lower()
+
+
+@pytest.mark.parametrize("begun", [1, 3, 4])
+def test_a_cycle_and_its_copy_have_lists_of_their_own_of_what_they_have_given(begun: int) -> None:
+    own, truth = itertools.cycle(LETTERS[:3]), itertools.cycle(LETTERS[:3])
+    for _ in range(begun):
+        next(own), next(truth)
+    copied = copy_iterator(own)
+    list(itertools.islice(copied, 4))
+    assert list(itertools.islice(own, 9)) == list(itertools.islice(truth, 9))
+
+
 @pytest.mark.parametrize("make", ITERATORS.values(), ids=ITERATORS)
 def test_what_goes_forward_is_seen_and_put_back(make: Callable[[], Iterator[Any]]) -> None:
     """Two names of one iterator, one of them in a table of an object, have one again."""

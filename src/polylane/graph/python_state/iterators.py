@@ -7,6 +7,7 @@ what a capture took from it is lost.
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -44,14 +45,15 @@ def copy_iterator(value: Any) -> Any:
     make, given, *state = parts
     copied = make(*map(_copy_inner, given))
     if state and state[0] is not None:
-        copied.__setstate__(tuple(map(_copy_inner, state[0])) if isinstance(state[0], tuple) else state[0])
+        state = [tuple(map(_copy_inner, state[0])) if isinstance(state[0], tuple) else state[0]]
+        if make is itertools.cycle:  # which appends to its own list of what it has given
+            state = [(list(state[0][0]), *state[0][1:])]
+        copied.__setstate__(*state)
     return copied
 
 
 def _copy_inner(value: Any) -> Any:
-    if is_built_in_iterator(value):
-        return copy_iterator(value)
-    return list(value) if type(value) is list else value  # a cycle appends to the list of what it has given
+    return copy_iterator(value) if is_built_in_iterator(value) else value
 
 
 def digest_parts(value: Any) -> tuple[Any, ...] | None:
