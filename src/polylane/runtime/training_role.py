@@ -393,7 +393,11 @@ class TrainingRole:
     @allow_own_calls()
     def close(self) -> None:
         """Wait for all messages of this worker, end its connections, and leave the other workers."""
-        self.complete_steps()
+        self._pause_training()
+        self._limit_in_flight(1)
+        # Before workers compare what they have read: another may have steps to make, for which servers await this one.
+        self._rule.leave()
+        self._checks.check_kept()
         self._stale.close()
         self._rule.close()
         self._connections.close()

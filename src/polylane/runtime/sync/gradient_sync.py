@@ -150,5 +150,8 @@ class GradientSync:
         """Context manager: re-raise PeerLost as the failure of a local parameter server, if that caused it."""
         return nullcontext()
 
+    def leave(self) -> None:
+        """Say that this worker takes no more steps, to all who would wait for them."""
+
     def close(self) -> None:
-        """End this worker's part: it takes no more steps."""
+        """End this worker's part, after :meth:`leave`."""

@@ -255,9 +255,12 @@ class ParameterServerSync(GradientSync):
     def blame_local_server(self) -> AbstractContextManager[None]:
         return self._host.watch()
 
-    def close(self) -> None:
+    def leave(self) -> None:
         with self.blame_local_server():
             for _, line in self._host.channels.values():
                 line.put(MessageHead(MessageKind.END))
+
+    def close(self) -> None:
+        with self.blame_local_server():
             self.broadcast_result(CollectiveCall.CLOSE, None)
             self._host.close()
