@@ -207,9 +207,8 @@ class TrainingRole:
         trainer = self._trainers[name]
         if not lane.executor.program.partition.graph.loss_is_mean:
             # Gradients were taken of total / samples; the mean is total / count, and the count is known only now.
-            together = (
-                replica_ranks(self.plan, self.world.rank) if lane.executor.is_replica_local else range(self.world.size)
-            )
+            own, everyone = replica_ranks(self.plan, self.world.rank), range(self.world.size)
+            together = own if lane.executor.is_replica_local else everyone
             count = self._transport.all_reduce(state.sums(self.world.device), together).wait()[1]
             # On an accelerator nobody waits for the count: where it is 0, the gradients are left as they are.
             if self.world.device.type != "cpu":
@@ -270,8 +269,7 @@ class TrainingRole:
     @allow_own_calls()
     def gradients(self, name: str) -> dict[str, Tensor | None]:
         self._rule.load_summed_gradients(name)
-        held = self._trainers[name].local_parameters
-        return {name: parameter.grad for name, parameter in held.items()}
+        return {name: parameter.grad for name, parameter in self._trainers[name].local_parameters.items()}
 
     @allow_own_calls()
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
@@ -393,11 +391,9 @@ class TrainingRole:
     @allow_own_calls()
     def close(self) -> None:
         """Wait for all messages of this worker, end its connections, and leave the other workers."""
-        self._pause_training()
-        self._limit_in_flight(1)
         # Before workers compare what they have read: another may have steps to make, for which servers await this one.
         self._rule.leave()
-        self._checks.check_kept()
+        self.complete_steps()
         self._stale.close()
         self._rule.close()
         self._connections.close()
