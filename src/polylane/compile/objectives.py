@@ -20,6 +20,7 @@ from polylane.compile.optimizer_sequence import (
 from polylane.compile.unusable_modules import refuse_unusable_settings
 from polylane.errors import PolylaneError
 from polylane.graph.capture.export import Loss
+from polylane.graph.capture.python.log_statements import LossLog
 from polylane.graph.python_state.compiler import without_compiler
 
 # Fills the tensors that a module itself owns, for a model that was built on the meta device.
@@ -44,18 +45,25 @@ class Objective:
         loss: the user's loss, a function or module of (model, batch).
         optimizer: factory from (name, parameter) pairs to an optimizer.
         scheduler: factory from that optimizer to a scheduler; None without one.
+        log: lines of the user's loss that only note something, and that ``loss`` is without; None: it has none.
     """
 
     name: str
     loss: Loss
     optimizer: OptimizerFactory
     scheduler: SchedulerFactory | None = None
+    log: LossLog | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss", without_compiler(self.loss))
         # An optimizer object, or a list of them, becomes a factory once the model's names are known.
         if not isinstance(self.optimizer, JoinedFactory | torch.optim.Optimizer | list | tuple):
             object.__setattr__(self, "optimizer", JoinedFactory(self.optimizer))
+
+    @property
+    def given_loss(self) -> Loss:
+        """The user's own loss, with the lines that only note something."""
+        return self.loss if self.log is None else self.log.loss
 
     @property
     def given_optimizer(self) -> Any:

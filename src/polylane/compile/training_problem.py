@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -20,6 +21,7 @@ from polylane.errors import PolylaneError
 from polylane.graph.batch import Rebuild, clone_leaves, flatten, sample_count
 from polylane.graph.batch_checks import refuse_undividable
 from polylane.graph.capture.export import Loss, python_kept
+from polylane.graph.capture.python.log_statements import split_log_statements
 from polylane.graph.capture.questions.readings import are_answered
 from polylane.graph.capture.self_check import take_what_runs
 from polylane.graph.graph import Graph
@@ -61,12 +63,22 @@ class TrainingProblem:
         refuse_unusable_modules(self.model)
         refuse_undividable(self.example)
         taken = {n: replace(o, loss=take_loss(o.loss, self.model, self.example)) for n, o in self.objectives.items()}
+        taken = {n: self._without_log(objective, taken) for n, objective in taken.items()}
         taken = {n: adopt_loss_parameters(self.model, objective) for n, objective in taken.items()}
         object.__setattr__(self, "objectives", taken)
         for name, objective in taken.items():
             given = join_optimizers(objective.optimizer)
             if isinstance(given, torch.optim.Optimizer):
                 taken[name] = replace(objective, optimizer=OptimizerObject(given, self.parameters))
+
+    def _without_log(self, objective: Objective, objectives: Mapping[str, Objective]) -> Objective:
+        """Return an objective whose loss is without the lines that only note something, and that has these apart."""
+        if objective.log is not None:
+            return objective
+        others: list[Any] = [each.loss for each in objectives.values() if each is not objective]
+        others += [part for each in objectives.values() for part in (each.given_optimizer, each.scheduler)]
+        loss, log = split_log_statements(objective.loss, self.model, others)
+        return replace(objective, loss=loss, log=log)
 
     @property
     def objective(self) -> Objective:
@@ -137,7 +149,8 @@ class TrainingProblem:
             graph = capture_with_counts(self.model, objective.loss, self.example, **how)
         effects = graph.code.effects
         left_out = describe_left_out(self.model, objective.loss, effects.functions_run if effects else ())
-        return replace(graph, notes=(*graph.notes, *left_out))
+        notes = (*graph.notes, *left_out, *([] if objective.log is None else [objective.log.describe()]))
+        return replace(graph, notes=notes)
 
     def captured(self, graph: Graph, **known: Any) -> CapturedProblem:
         """What costs depend on, of one of its graphs.

@@ -169,12 +169,11 @@ class TrainingRole:
             result = gather_result(self._step, lane.programs, state, *where, digests, compare)
             self._stale.record_step(self._rule.weights_differ)
         self._required.record_result(result)
-        if trainer.needs_loss:
-            trainer.step_on(result.loss)
         self._in_flight.append(result)
         self._checks.keep(result)
         self._spans.append(tuple(state.spans))
         self._step += 1
+        trainer.follow_loss(lambda: result.loss)
         return result
 
     def _pause_training(self) -> None:

@@ -202,7 +202,7 @@ class ReferenceLoop:
         self._min_samples = prepared.min_samples.samples
         self._optimized = optimized
         self._sampled = sampled_leaves(flatten(example)[0])
-        self.loss = loss = next(iter(prepared.objectives.values())).loss
+        self.loss = loss = next(iter(prepared.objectives.values())).given_loss
         self.modules = nn.ModuleList([prepared.model, *([loss] if isinstance(loss, nn.Module) else [])])
         self.tensors = ModelTensors(prepared.model, [loss], torch.device("cpu"))
         self._compute_loss, self.is_eager = self._choose_loss(prepared.model, loss, example)

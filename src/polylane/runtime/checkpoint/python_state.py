@@ -96,6 +96,12 @@ def _written_names(prepared: CompiledTraining) -> Iterator[_WrittenName]:
                 seen.add(key)
                 first = prepared.plan.first_chunk
                 yield _WrittenName(key, place, {first(s) for s in stages} or {0}, bool(at))
+    # Lines of a loss that only note something run on every worker.
+    for place in [place for each in prepared.objectives.values() if each.log is not None for place in each.log.places]:
+        key = f"{place.kind}/{place.label}/{place.name}"
+        if key not in seen:
+            seen.add(key)
+            yield _WrittenName(key, place, set(prepared.plan.first_chunks), False)
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class ObjectiveUpdate:
         clipper: bounds the norm of the gradients, or None.
         shards: ZeRO shards of this worker; none without ``sync.shard``.
         full_parameters: this worker's parameters in the shapes that its passes compute with, by name.
+        note_loss: runs the lines of the user's loss that only note something, with what returns the loss; None without.
         step_key: seed of the training and number of the step: what the optimizer's random numbers depend on.
         compressor: sums gradients over replicas; shared by all bound programs of the objective, so that error feedback
             of one of them is sent by the next.
@@ -55,6 +56,7 @@ class ObjectiveUpdate:
     shards: Shards
     full_parameters: dict[str, nn.Parameter]
     compressor: GradientCompressor
+    note_loss: Callable[[Callable[[], float]], None] | None = None
     step_key: tuple[int, ...] | None = None
     _is_training: bool | None = None  # whether the optimizer's train() or its eval() was called last
 
@@ -89,12 +91,19 @@ class ObjectiveUpdate:
 
     @cached_property
     def needs_loss(self) -> bool:
-        """Whether the scheduler is stepped with the loss, which is known behind the update: see :meth:`step_on`."""
+        """Whether the scheduler is stepped with the loss, known behind the update: see :meth:`follow_loss`."""
         return needs_metric(self.scheduler)
 
-    def step_on(self, loss: float) -> None:
-        """Step a scheduler that needs a metric, with the loss of the whole batch."""
-        step_scheduler(self.scheduler, loss)
+    def follow_loss(self, read_loss: Callable[[], float]) -> None:
+        """Do what needs the loss of the whole batch: step a scheduler that does, and run lines that only note it.
+
+        Args:
+            read_loss: returns the loss, and waits for it.
+        """
+        if self.needs_loss:
+            step_scheduler(self.scheduler, read_loss())
+        if self.note_loss is not None:
+            self.note_loss(read_loss)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply the gradients of all local parameters and shards by a number, or by a scalar tensor, in place."""
@@ -148,7 +157,16 @@ def _trainer_of(
     clipper = None if clip_norm is None else GradientClipper(clip_norm, sums)
     scheduler = build_scheduler(holding.prepared.objectives[name].scheduler, built)
     codec = choose_compressor(holding.prepared.plan.sync, {n: p for n, p in whole.items() if p.requires_grad})
-    return ObjectiveUpdate(built, scheduler, order, held, clipper, holding.shards, whole, codec)
+    note = _bind_log(holding, name)
+    return ObjectiveUpdate(built, scheduler, order, held, clipper, holding.shards, whole, codec, note)
+
+
+def _bind_log(holding: LocalModel, name: str) -> Callable[[Callable[[], float]], None] | None:
+    """Return what runs the lines of an objective's loss that only note something; None where it has none."""
+    if (log := holding.prepared.objectives[name].log) is None:
+        return None
+    results: Any = holding.prepared.graphs[name].partition.graph.code.fx.output_node().args[0]
+    return partial(log.run, dtype=results[0].meta["val"].dtype, prints=holding.world.rank == 0)
 
 
 def _held_parameters(holding: LocalModel, name: str) -> tuple[list[str], dict[str, nn.Parameter]]:

@@ -1,0 +1,311 @@
+"""Log statements: lines of a loss that only note something for the user, such as ``history.append(loss.item())``.
+
+Nothing of a step reads what they write. So they are cut out of the loss before it is captured, and run once a step,
+with the loss of the whole batch, however many replicas and microbatches have computed it. Which statements these are is
+found in the function's source: those outside of the slice of the value that it returns (Weiser, "Program Slicing",
+1981). A log statement reads nothing local but the loss and what other log statements assign, and nothing that it may
+write can be reached from the model, the optimizer or the rest of the loss.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dis
+import io
+import logging
+import types
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polylane.graph.capture.python.function_source import build_function, read_definition
+from polylane.graph.python_state.own_objects import (
+    MISSING,
+    MOST_VALUES,
+    PLAIN,
+    children_of,
+    file_of,
+    is_project_file,
+    names_in_code,
+)
+from polylane.graph.python_state.state import PythonName, find_python_names
+
+# What a log statement may not mention: later, a clock tells another time, and random numbers come in another order;
+# what reaches names or gradients by other ways is no log.
+_UNMOVABLE = {
+    *("time", "datetime", "perf_counter", "monotonic", "random", "seed", "manual_seed", "backward", "autograd", "grad"),
+    *("register_hook", "exec", "eval", "locals", "globals", "vars", "setattr", "delattr", "exit", "quit", "breakpoint"),
+}
+# Of the loss itself, what writes nothing; of torch, what has no settings and draws nothing.
+_OF_LOSS = {
+    *("item", "detach", "cpu", "numpy", "tolist", "clone", "float", "double", "to", "data", "shape", "dtype", "device"),
+    *("isnan", "isinf", "isfinite", "exp", "log", "sqrt"),
+}
+_OF_TORCH = {"no_grad", "inference_mode", "isnan", "isinf", "isfinite", "exp", "log", "sqrt", "Tensor"}
+_REFUSED = (
+    *(ast.Return, ast.Raise, ast.Assert, ast.Yield, ast.YieldFrom, ast.Await, ast.Import, ast.ImportFrom),
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.Delete, ast.Global, ast.Nonlocal),
+)
+_FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, logging.Logger, io.IOBase)
+
+
+@dataclass(frozen=True)
+class LossLog:
+    """The log statements of a loss.
+
+    Attributes:
+        function: runs them; takes the loss, a scalar tensor.
+        places: the names that they can reach in Python, some of which they write.
+        reads_loss: whether they read the loss, which has to be waited for.
+        source: where the first of them is, "file:line".
+        loss: the user's loss, with them.
+    """
+
+    function: Callable[[Tensor], None]
+    places: tuple[PythonName, ...]
+    reads_loss: bool
+    source: str
+    loss: Callable[..., Any]
+
+    def describe(self) -> str:
+        """Return a note for the user."""
+        return (
+            f"{self.source} only notes something: such lines run once a step, after it, with the loss of the whole "
+            "batch, and print on one worker"
+        )
+
+    def run(self, read_loss: Callable[[], float], dtype: torch.dtype, prints: bool) -> None:
+        """Run them.
+
+        Args:
+            read_loss: returns the loss of the whole batch; it is called, and waits, only where they read it.
+            dtype: the dtype that the user's loss returns.
+            prints: whether what they print is to be seen: on one of several workers.
+        """
+        loss = torch.tensor(read_loss() if self.reads_loss else 0.0, dtype=dtype)
+        with torch.no_grad(), contextlib.nullcontext() if prints else contextlib.redirect_stdout(io.StringIO()):
+            self.function(loss)
+
+
+def split_log_statements(loss: Any, model: nn.Module, others: Sequence[Any]) -> tuple[Any, LossLog | None]:
+    """Cut the log statements out of a loss.
+
+    Args:
+        loss: the user's loss, a function of (model, batch).
+        model: the user's model, which must not read what is cut out.
+        others: what else runs in a step: factories of the optimizer and its scheduler, other losses.
+
+    Returns:
+        The loss without them, and the statements; the loss itself and None where it has none, or where it cannot be
+        shown that nothing else reads what they write.
+    """
+    if not isinstance(loss, types.FunctionType) or not is_project_file(loss.__code__.co_filename):
+        return loss, None
+    definition = read_definition(loss)
+    statements = () if definition is None else _find_log_statements(definition, loss)
+    if not statements:
+        return loss, None
+    assert definition is not None
+    rest = [each for each in definition.body if each not in statements]
+    name = _returned_name(definition)
+    shared = [each for each in definition.body if isinstance(each, ast.Global | ast.Nonlocal)]
+    without = build_function(loss, definition, rest)
+    function = build_function(loss, definition, [*shared, *statements], name)
+    if without is None or function is None:
+        return loss, None
+    places = tuple(find_python_names([], [function]))
+    if _meets(places, function, find_python_names([*model.named_modules()], [without, *others])):
+        return loss, None
+    read = {each.id for statement in statements for each in ast.walk(statement) if isinstance(each, ast.Name)}
+    first = f"{loss.__code__.co_filename}:{min(each.lineno for each in statements)}"
+    return without, LossLog(function, places, name in read, first, loss)
+
+
+# ---- which statements ------------------------------------------------------------------------------------------------
+
+
+def _returned_name(definition: ast.FunctionDef) -> str:
+    """Return the name of the variable that a function returns at its end, assigned in one place; "" for no such."""
+    last = definition.body[-1]
+    if not isinstance(last, ast.Return) or not isinstance(last.value, ast.Name):
+        return ""
+    name = last.value.id
+    stored = [each for each in ast.walk(definition) if isinstance(each, ast.Name) and each.id == name]
+    stored = [each for each in stored if not isinstance(each.ctx, ast.Load)]
+    plain = [each for each in definition.body if isinstance(each, ast.Assign) and each.targets == stored]
+    returns = [each for each in ast.walk(definition) if isinstance(each, ast.Return)]
+    return name if len(stored) == len(plain) == len(returns) == 1 else ""
+
+
+def _find_log_statements(definition: ast.FunctionDef, function: types.FunctionType) -> tuple[ast.stmt, ...]:
+    """Return the statements of a function's own body that nothing computed in it depends on; () without effects."""
+    name = _returned_name(definition)
+    if not name or any(isinstance(each, ast.Yield | ast.YieldFrom | ast.Await) for each in ast.walk(definition)):
+        return ()
+    code = function.__code__
+    arguments = {each.arg for each in ast.walk(definition.args) if isinstance(each, ast.arg)}
+    is_it = [isinstance(each, ast.Assign) and _stores(each) == {name} for each in definition.body]
+    assigned = is_it.index(True)
+    found = [
+        each
+        for i, each in enumerate(definition.body)
+        if i != assigned and _may_move(each, name, function) and (i > assigned or name not in _loads(each))
+    ]
+    inside = {*code.co_varnames, *code.co_cellvars} - arguments
+    while True:  # each round takes out statements that the rest needs, or that need the rest
+        rest = [each for each in definition.body if each not in found]
+        needed = {each for statement in rest for each in _loads(statement)}
+        own = {each for statement in found for each in _stores(statement)} & inside
+        of_rest = {each for statement in rest for each in _stores(statement)} - {name}
+        kept = [
+            each
+            for each in found
+            if not _loads(each) & (arguments | of_rest)
+            and not _stores(each) & (needed | of_rest | {name} | arguments)
+            and _loads(each) & inside <= own | {name}
+        ]
+        if kept == found:
+            break
+        found = kept
+    # Between its assignment and its return nothing else may change the loss.
+    if any(name in _loads(each) for each in definition.body[assigned + 1 : -1] if each not in found):
+        return ()
+    outside = any(_has_effect(each, inside) for each in found)
+    return tuple(found) if outside else ()
+
+
+def _loads(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement reads, those of ``name += 1`` among them."""
+    nodes = list(ast.walk(statement))
+    read = {each.id for each in nodes if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    return read | {e.target.id for e in nodes if isinstance(e, ast.AugAssign) and isinstance(e.target, ast.Name)}
+
+
+def _stores(statement: ast.stmt) -> set[str]:
+    """Return the names that a statement assigns."""
+    nodes = list(ast.walk(statement))
+    names = {each.id for each in nodes if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load)}
+    return names | {each.name for each in nodes if isinstance(each, ast.ExceptHandler) and each.name}
+
+
+def _has_effect(statement: ast.stmt, inside: Collection[str]) -> bool:
+    """Return whether a statement may do more than to assign local variables."""
+    calls = any(isinstance(each, ast.Call) for each in ast.walk(statement))
+    return calls or not _stores(statement) <= set(inside) or _writes_inside(statement)
+
+
+def _writes_inside(statement: ast.stmt) -> bool:
+    targets = [each for each in ast.walk(statement) if isinstance(each, ast.Attribute | ast.Subscript)]
+    return any(not isinstance(each.ctx, ast.Load) for each in targets)
+
+
+def _may_move(statement: ast.stmt, name: str, function: types.FunctionType) -> bool:
+    """Return whether a statement, by itself, may run after the step as well.
+
+    Args:
+        statement: one of a function's own body.
+        name: the variable with the loss.
+        function: the user's loss, whose globals count.
+    """
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return False  # the docstring
+    for node in ast.walk(statement):
+        if isinstance(node, _REFUSED):
+            return False
+        if isinstance(node, ast.Name) and not _is_movable(node.id, _value_of(node.id, function)):
+            return False
+        if isinstance(node, ast.Attribute | ast.Subscript):
+            root, words = _root_of(node)
+            value, is_read = _value_of(root, function), isinstance(node.ctx, ast.Load)
+            is_of_torch = isinstance(value, types.ModuleType) and value.__name__.partition(".")[0] == "torch"
+            if (
+                not _UNMOVABLE.isdisjoint(words)
+                or (root == name and not _OF_LOSS.issuperset(words[:1]))
+                or (is_of_torch and not _OF_TORCH.issuperset(words[:1]))
+                or (isinstance(value, types.ModuleType) and not is_read)
+            ):
+                return False
+    return True
+
+
+def _root_of(node: ast.expr) -> tuple[str, list[str]]:
+    """Return the name that a chain of attributes and items begins with, "" for none, and its attributes in order."""
+    words = list[str]()
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        words += [node.attr] if isinstance(node, ast.Attribute) else []
+        node = node.value
+    return (node.id if isinstance(node, ast.Name) else ""), words[::-1]
+
+
+def _is_movable(name: str, value: Any) -> bool:
+    """Return whether a log statement may mention a name; a function of the user's must not mention others either."""
+    if name in _UNMOVABLE:
+        return False
+    if isinstance(value, types.FunctionType) and is_project_file(value.__code__.co_filename):
+        return _UNMOVABLE.isdisjoint(names_in_code(value.__code__))
+    home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+    return not isinstance(value, _FIXED) or str(home).partition(".")[0] not in _UNMOVABLE
+
+
+def _value_of(name: str, function: types.FunctionType) -> Any:
+    """Return what a name outside of a function stands for now."""
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+    if name in cells:
+        try:
+            return cells[name].cell_contents
+        except ValueError:
+            return MISSING
+    return function.__globals__.get(name, MISSING)
+
+
+# ---- what else reads -------------------------------------------------------------------------------------------------
+
+
+def _meets(places: Sequence[PythonName], function: types.FunctionType, others: Sequence[PythonName]) -> bool:
+    """Return whether log statements may write what something else in a step can reach."""
+    values = [each.get() for each in places]
+    written = {name for code in (function.__code__, *_codes_of(values)) for name in _written_names(code)}
+    known = {each.key for each in others}
+    shared = [(each, value) for each, value in zip(places, values, strict=True) if each.key in known]
+    if any(each.name in written or _can_change(value) for each, value in shared):
+        return True
+    return bool(_reach(values) & _reach([each.get() for each in others]))
+
+
+def _codes_of(values: Sequence[Any]) -> Iterator[types.CodeType]:
+    """Yield the code of functions among values, and of the methods of classes among them, or of their objects."""
+    for value in values:
+        if isinstance(value, types.FunctionType):
+            yield value.__code__
+        elif not isinstance(value, types.ModuleType):
+            kinds = (value if isinstance(value, type) else type(value)).__mro__
+            methods = [each for kind in kinds if is_project_file(file_of(kind)) for each in vars(kind).values()]
+            yield from (each.__code__ for each in methods if isinstance(each, types.FunctionType))
+
+
+def _written_names(code: types.CodeType) -> Iterator[str]:
+    for step in dis.get_instructions(code):
+        if step.opname in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR"):
+            yield str(step.argval)
+
+
+def _can_change(value: Any) -> bool:
+    return type(value) not in PLAIN and not isinstance(value, (*_FIXED, tuple, frozenset))
+
+
+def _reach(values: Sequence[Any]) -> set[int]:
+    """Return ids of all that can change inside of values."""
+    pending, found, seen = list(values), set[int](), set[int]()
+    while pending and len(seen) < MOST_VALUES:
+        value = pending.pop()
+        if type(value) in PLAIN or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if _can_change(value):
+            found.add(id(value))
+        pending += children_of(value)
+    return found
