@@ -44,7 +44,8 @@ def test_a_script_is_told_who_takes_long_and_raises_who_hangs(tmp_path: Path) ->
             rank.kill()
             rank.communicate()
     line = next(number for number, text in enumerate(SCRIPT.splitlines(), 1) if "the line" in text)
-    between, hangs = [each for each in err.splitlines() if each.startswith("polylane: ")]
+    start_line, between, hangs = [each for each in err.splitlines() if each.startswith("polylane: ")]
+    assert start_line.startswith("polylane: 2 workers on "), err
     assert between.startswith("polylane: rank 1 ") and f"after step 5, at <module> (script.py:{line}): " in between
     assert "it is between steps, in your code; rank 0 waits for it in job.step (script.py line " in between
     assert between.endswith(" (this takes long, and is no hang yet)")
