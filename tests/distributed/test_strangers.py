@@ -269,6 +269,7 @@ def test_a_shared_secret_over_hosts(monkeypatch: pytest.MonkeyPatch):
             port = context.world.all_gather_object(listener.getsockname()[1])[0]
         context.world.leave()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), POLYLANE_SECRET=secrets[context.rank])
+        os.environ.update(RANK=str(context.rank), WORLD_SIZE="2")
         from polylane.runtime.workers.world import World
 
         world = World.join()

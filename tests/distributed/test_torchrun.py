@@ -29,9 +29,15 @@ if made_before:
     dist.init_process_group("gloo")
 
 torch.manual_seed(rank)  # other weights on every rank: those of rank 0 count
-model = nn.Sequential(
-    nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.25), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
-).double()
+
+
+def network():
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.25), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)
+    ).double()
+
+
+model = network()
 random = torch.Generator().manual_seed(0)
 dataset = [(torch.randn(6, generator=random, dtype=torch.float64), i % 4) for i in range(22)]
 example = torch.utils.data.default_collate(dataset[:8])
@@ -60,7 +66,7 @@ if made_before and job.plan.workers > 1:
     refusals = []
     for wrong in ("data=3", "data=1,pipeline=2,microbatches=99", "data=2,schedule=none"):
         try:
-            polylane.parallelize(model, loss, optimizer, example=example, plan=wrong)
+            polylane.parallelize(network(), loss, optimizer, example=example, plan=wrong)
         except PolylaneError as error:
             refusals.append(str(error))
     other = nn.Linear(6, 4 + rank).double()  # not the same model everywhere

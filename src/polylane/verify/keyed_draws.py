@@ -26,6 +26,7 @@ from polylane.graph.capture.assign_keys import KeyedInPlace, is_random
 from polylane.graph.graph import Code
 from polylane.graph.operators.counter_rng import keep_mask
 from polylane.graph.operators.keyed_random import KEYED
+from polylane.graph.operators.packed_recurrent import PackedRecurrent
 from polylane.graph.precision import unwrap_settings
 from polylane.graph.sample_slice import SampleSlice
 
@@ -77,6 +78,8 @@ def list_draws(code: Code) -> list[_Draw] | None:
             found += draws
         elif is_random(node) or type(target).__name__ == "KeyedDraw":
             return None
+        elif isinstance(target, PackedRecurrent) and node.args[1] is not None:  # its salt
+            return None  # the user's code draws for the packed rows, the graph for the padded ones
     return found
 
 
