@@ -26,6 +26,7 @@ PATIENCE = 5.0  # seconds that a training waits for a reader: Ctrl-S stops a ter
 CHUNK = 512  # bytes that a pipe or a terminal takes without waiting, once it says that it is ready (POSIX's least one)
 
 _is_said = mmap.mmap(-1, 1)  # shared with processes that are forked later, so that one of them all says what is lost
+_is_others_to_say = False  # whether this is one of torchrun's workers, which share no memory, but not its host's first
 
 _guarded: list[Any] = []
 
@@ -78,7 +79,7 @@ class OutputFile(io.FileIO):
         if self.patience is None:
             if error.errno != errno.EPIPE:  # a reader that left has what it wanted
                 self.loss = f"{self._label} cannot be written: {error.strerror or error}"
-        elif not _is_said[0] and not _is_others_to_say():
+        elif not _is_said[0] and not _is_others_to_say:
             _is_said[0] = 1
             say_at_once(f"{self._label} cannot be written: {error.strerror or error}; the training goes on without it")
 
@@ -143,14 +144,11 @@ def _find_file(stream: Any) -> OutputFile | None:
     return raw if isinstance(raw, OutputFile) else None
 
 
-def _is_others_to_say() -> bool:
-    """Whether this is one of torchrun's workers, which share no memory, but not the first one of its host."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
-
-
 def put_work_first() -> None:
     """Have what is printed from now on be beside the matter: nobody waits long for its reader, and its loss is said."""
-    global _is_said
+    global _is_said, _is_others_to_say
+    # Asked now: a worker hides its rank from the user's code later.
+    _is_others_to_say = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
     _is_said = mmap.mmap(-1, 1)  # of this training and its workers
     for stream in (sys.stdout, sys.stderr):
         if (file := _find_file(stream)) is not None:

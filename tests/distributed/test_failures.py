@@ -267,10 +267,10 @@ def test_a_worker_whose_exit_code_somebody_else_took(handler: Any) -> None:
     before = signal.signal(signal.SIGCHLD, handler)
     try:
         assert fork_workers(lambda context: context.rank, 2) == [0, 1]
-        if handler is not signal.SIG_IGN:
-            signal.signal(signal.SIGCHLD, handler)
+        assert signal.getsignal(signal.SIGCHLD) == handler  # as the caller has left it
         with pytest.raises(WorkerFailed, match=r"worker 1 failed: it (was killed by SIGKILL|ended, and nobody could)"):
             fork_workers(die_in_one, 2)
+        assert signal.getsignal(signal.SIGCHLD) == handler
     finally:
         signal.signal(signal.SIGCHLD, before)
 

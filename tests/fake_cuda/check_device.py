@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from polylane.graph.capture import self_check
 from polylane.graph.capture.capture import capture
 from polylane.profiling.time_operators import measure_both
+from polylane.runtime.data.read_digest import digest_leaves
 
-DEVICE = torch.device("cuda", 0)
+DEVICE, CPLX = torch.device("cuda", 0), torch.complex128
 
 
 class Network(nn.Module):
@@ -62,7 +63,20 @@ def capture_on_device(stray: bool, short: bool = False) -> set[str]:
     return seen
 
 
+def check_digests() -> None:
+    """What one rank reads on the host and another on the device has one digest."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(40, 3, 8, generator=generator, dtype=torch.float64)
+    for value in (values, values.float()[:, 1], values.bfloat16(), values > 0, (values * 9).long(), values.to(CPLX)):
+        for turn in range(3):
+            on_device = digest_leaves([value.to(DEVICE), 1, value], turn, DEVICE)
+            assert isinstance(on_device, Tensor) and on_device.device.type == "cuda"
+            assert int(on_device) == digest_leaves([value, 1, value], turn, DEVICE), value.dtype
+            assert int(on_device) == int(digest_leaves([value.to(DEVICE), 1, value], turn, torch.device("cpu")))
+
+
 if __name__ == "__main__":
+    check_digests()
     assert capture_on_device(stray=False) == {"cuda"}
     assert "cpu" in capture_on_device(stray=True)
     assert capture_on_device(stray=False, short=True) == {"cpu"}

@@ -17,19 +17,19 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Hashable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.sample_shares import Batch
 from polylane.errors import PolylaneError
 from polylane.graph.batch import batch_signature
 from polylane.program.program import Program
-from polylane.runtime.data.read_digest import digest_leaves
+from polylane.runtime.data.read_digest import MASK, digest_leaves
 from polylane.runtime.parameters.update import ObjectiveUpdate
-from polylane.runtime.pipeline.step_result import StepResult
+from polylane.runtime.pipeline.step_result import Digests, StepResult
 from polylane.runtime.transport.protocol import Transport
 
 # Numbers of a worker, each below 2^53: digests of the read order, of the contents and of the options, the version of
@@ -41,7 +41,7 @@ _OF_SCRIPT = (
     "with another model or loss (an attribute, a mode, a global, a file that these read has changed, or has not)",
     "with other weights (a script has written into parameters there, or there alone not)",
 )
-_MASK = (1 << 51) - 1
+_READ_VERSION = attrgetter("_version")
 UNCHECKED_STEPS = 256  # steps of an accelerator after which it is waited for, to see what all workers have read
 
 
@@ -61,7 +61,8 @@ class BatchChecks:
         self._prepared, self._transport, self._device = prepared, transport, device
         self._kept = deque[StepResult]()
         self._has_compared, self._turn, self._compared_steps = transport.size == 1, 0, 0
-        self._all_steps, self._all_read = torch.zeros(_READ, dtype=torch.int64, device=device), False
+        self._all_steps: Digests = [0] * _READ
+        self._all_read = False
         # Who reads the same share of a batch.
         self._shares: list[Hashable] = [(p.replica, len(p.replicas), p.takes_turns) for p in programs]
         self._stages: list[Hashable] = [p.stages for p in programs]
@@ -69,7 +70,7 @@ class BatchChecks:
         self._writes = dict[int, int]()  # into the parameters of a trainer, by its id, by the end of its latest step
         self._has_peers = self._shares.count(self._shares[transport.rank]) > 1
 
-    def take(self, batch: Any, what: str, sampled: Sequence[bool]) -> tuple[Batch, Tensor, bool]:
+    def take(self, batch: Any, what: str, sampled: Sequence[bool]) -> tuple[Batch, Digests, bool]:
         """Return a batch on this worker's device, digests of it, and whether it was read from a dataset here.
 
         Args:
@@ -86,7 +87,7 @@ class BatchChecks:
         digests = self._digest(own, what)
         return own.to_device(sampled, self._device), digests, own.read_order != 0
 
-    def _digest(self, batch: Batch, what: str) -> Tensor:
+    def _digest(self, batch: Batch, what: str) -> Digests:
         """Return the digests of all workers, with zeros for the others; collective at the first batch.
 
         Args:
@@ -97,28 +98,29 @@ class BatchChecks:
             PolylaneError: at the first batch, where workers have read different ones.
         """
         size, rank = self._transport.size, self._transport.rank
-        slots = torch.zeros(SLOT * size, dtype=torch.float64, device=self._device)
+        slots: Digests = [0] * (SLOT * size)
         if size == 1:
             return slots
         self._turn += 1
         is_whole = batch.offsets is None or bool(batch.read_samples)
         order = (batch.read_order, None if is_whole else batch_signature(batch.leaves, batch.sampled))
-        slots[SLOT * rank] = 2 * (zlib.crc32(repr(order).encode()) & _MASK) + 1
+        slots[SLOT * rank] = 2 * zlib.crc32(repr(order).encode()) + 1
         if is_whole or self._has_peers:
-            found = digest_leaves(batch.read_samples or batch.leaves, self._turn, self._device)
-            slots[SLOT * rank + 1] = 2 * (found & _MASK) + int(is_whole)
+            contents = digest_leaves(batch.read_samples or batch.leaves, self._turn, self._device)
+            slots[SLOT * rank + 1] = 2 * contents + int(is_whole)
         if self._prepared.plan.sync.has_servers:  # replicas that do not wait for each other compare in the end
-            kept = slots[SLOT * rank : SLOT * rank + _READ].long()
-            kept[1] *= int(is_whole)  # others have other samples
-            self._all_steps, self._all_read = 31 * self._all_steps + kept, bool(batch.read_order)
+            latest = slots[SLOT * rank], slots[SLOT * rank + 1] * int(is_whole)  # else others have other samples
+            sums = zip(self._all_steps, latest, strict=True)
+            self._all_steps = [(31 * total + number) & MASK for total, number in sums]
+            self._all_read = bool(batch.read_order)
         if not self._has_compared:
             # Before the first pass: batches of different sizes would end in messages that do not fit.
             self._has_compared = True
-            every = self._transport.all_gather_object(slots[SLOT * rank : SLOT * rank + SLOT].tolist())
+            every = self._transport.all_gather_object([float(n) for n in slots[SLOT * rank : SLOT * (rank + 1)]])
             self.compare([number for slot in every for number in slot], what, bool(batch.read_order))
         return slots
 
-    def add_script(self, slots: Tensor, trainer: ObjectiveUpdate, version: int) -> None:
+    def add_script(self, slots: Digests, trainer: ObjectiveUpdate, version: int) -> None:
         """Add to the digests of a step what a script may have changed on this worker alone.
 
         Args:
@@ -146,6 +148,8 @@ class BatchChecks:
         Raises:
             PolylaneError: it names the ranks that differ, and what to do.
         """
+        if numbers == [*numbers[:SLOT]] * (len(numbers) // SLOT):  # of most steps this is all that is to be seen
+            return
         orders, contents, *of_script = (numbers[at::SLOT] for at in range(SLOT))
         everyone: list[Hashable] = [False] * len(orders)
         for found, words, peers in zip(of_script, _OF_SCRIPT, (everyone, everyone, self._stages), strict=True):
@@ -205,7 +209,9 @@ class BatchChecks:
             self._compare_all_steps()
 
     def _check_results(self) -> None:
-        while self._kept:
+        # Before its all-reduce has ended a vector has this worker's numbers alone; to wait for that of the latest step
+        # could mean to wait for a stage that waits for this one's next step.
+        while self._kept and self._kept[0].is_complete:
             self._kept.popleft().check_read()
 
     def _compare_all_steps(self) -> None:
@@ -213,11 +219,11 @@ class BatchChecks:
         if self._turn == self._compared_steps:  # no further ones since
             return
         self._compared_steps = self._turn
-        every = self._transport.all_gather_object([self._turn, *self._all_steps.tolist()])
+        every = self._transport.all_gather_object([self._turn, *map(int, self._all_steps)])
         if any(steps != every[0][0] for steps, *_ in every):  # a script has stopped early on some
             return
         # Sums of all steps may be of any parity: here each stands for whole batches.
-        sums = [2 * (number & _MASK) + 1 for _, *both in every for number in (*both, *[0] * (SLOT - _READ))]
+        sums = [2 * number + 1 for _, *both in every for number in (*both, *[0] * (SLOT - _READ))]
         self.compare(sums, f"the first {self._turn} steps", self._all_read)
 
     def refuse_unequal_sizes(self, batch: Batch) -> None:
@@ -252,14 +258,14 @@ def _count_writes(trainer: ObjectiveUpdate) -> int:
 
     Parts that the optimizer steps on do not count: a worker that has no part of a parameter could not write one.
     """
-    return sum(parameter._version for parameter in trainer.full_parameters.values())
+    return sum(map(_READ_VERSION, trainer.full_parameters.values()))
 
 
 def _digest_options(groups: Sequence[dict[str, Any]]) -> int:
     """Return a digest of options that are plain numbers, the same in every process: of what is None it would not be."""
     values = [group.get(name) for group in groups for name in _OPTIONS]
     flat = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
-    return hash(tuple(each if isinstance(each, int | float) else 0.0 for each in flat)) & _MASK
+    return hash(tuple(each if isinstance(each, int | float) else 0.0 for each in flat)) & MASK
 
 
 def _find_others(groups: Sequence[Hashable], numbers: Sequence[float]) -> tuple[list[int], ...]:

@@ -239,7 +239,7 @@ class TrainingRole:
             self._binding.restoring_python_state(lane.partition),
         ):
             state = self._run("evaluation", lane, own, 0, lambda state: None)
-        vector = torch.cat([state.sums(self.world.device), digests])
+        vector = state.to_vector(digests, self.world.device)
         total, count, *read = self._transport.all_reduce(vector, range(self.world.size)).wait().tolist()
         self._checks.compare(read, "evaluation", was_read)
         sums = float(total), float(count)

@@ -28,6 +28,9 @@ from polylane.schedule.action import Action, ActionKind
 HEAD = 3  # numbers of a step before its digests
 NUMBERS = 4  # float64 numbers of a span in the vector: start, end, waited, bytes
 
+# Of all workers, by rank, with zeros for the others; an accelerator computes some of them, which nobody waits for.
+Digests = list[int | Tensor]
+
 # Beyond this many workers the spans of a step are no longer gathered with its loss.
 TIMELINE_WORKERS = 64
 
@@ -111,6 +114,17 @@ class StepState:
         """Return the loss that this worker computed, as float64 tensor [total, count] on a device; nobody waits."""
         return torch.stack([_add_up(self.loss_totals, device), _add_up(self.loss_counts, device)])
 
+    def to_vector(self, numbers: Sequence[float | Tensor], device: torch.device) -> Tensor:
+        """Return [total, count, *numbers] as a float64 tensor on a device, where some may be scalars; nobody waits."""
+        if device.type == "cpu":
+            return torch.cat([self.sums(device), torch.tensor(numbers, dtype=torch.float64)])
+        known = [0.0 if isinstance(number, Tensor) else number for number in numbers]
+        vector = torch.tensor(known, dtype=torch.float64, device=device)
+        for at, number in enumerate(numbers):
+            if isinstance(number, Tensor):
+                vector[at] = number
+        return torch.cat([self.sums(device), vector])
+
 
 def _add_up(numbers: Sequence[Tensor | float], device: torch.device) -> Tensor:
     """Return the sum of numbers, in order, as a float64 scalar on a device; those in tensors are on that device."""
@@ -188,6 +202,11 @@ class StepResult:
                     spans.append(Span(program.rank, action, start, end, waited, round(size)))
         return Timeline(tuple(spans), len(self._programs), title="measured").from_zero()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the all-reduce has been waited for: before, its numbers are those of this worker alone."""
+        return self._pending is None
+
     def wait_complete(self) -> None:
         """Wait until the all-reduce is complete."""
         if self._pending is not None:
@@ -215,7 +234,7 @@ def gather_result(
     transport: Transport,
     device: torch.device,
     ranks: Sequence[int] | None,
-    digests: Tensor,
+    digests: Digests,
     compare: Callable[[Sequence[float]], None],
 ) -> StepResult:
     """Start the all-reduce of a step's loss and spans.
@@ -243,8 +262,7 @@ def gather_result(
         for span in (timed.resolve() for timed in state.spans):
             at = NUMBERS * place[span.action]
             numbers[at : at + NUMBERS] = span.start - ahead, span.end - ahead, span.waited, span.bytes
-    changes, times = (torch.tensor(each, dtype=torch.float64, device=device) for each in ([state.changes], numbers))
-    vector = torch.cat([state.sums(device), changes, digests, times])
+    vector = state.to_vector([state.changes, *digests, *numbers], device)
     pending = transport.all_reduce(vector, ranks) if len(ranks) > 1 else None
     return StepResult(
         step, state.tables.samples, vector, pending, programs, state.spans, len(digests), compare if pending else None

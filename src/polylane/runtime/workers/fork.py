@@ -187,14 +187,16 @@ class _WorkerTeam(Generic[T]):
         self.members: list[_ForkedWorker[T]] = []
         self.stop = stop
         self.place = MeetingPlace.in_memory()
-        self._kills_before = count_system_kills()
+        self._kills_before, self._ignored_exits = count_system_kills(), False
         # The write end is only in this process, so it closes however this process ends; children wait at the read end.
         self.lifeline, self._lifeline_held = os.pipe()
 
     def fork_all(self, worker: Callable[[WorkerContext], T], workers: int) -> None:
         """Fork all workers."""
         if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, as a shell or the recipe left it, no exit is seen
+            # Ignored, as a shell or the recipe left it, no exit is seen; it is ignored again when all have ended.
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self._ignored_exits = True
         # A child must be in the list of members before an interrupt can end these.
         with _hold_interrupts():
             threads = threads_per_worker(workers)
@@ -272,6 +274,8 @@ class _WorkerTeam(Generic[T]):
             os.close(self.lifeline)
             os.close(self._lifeline_held)
             self.place.remove_files()
+            if self._ignored_exits and signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL:
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def _name_left_behind(self) -> None:
         for member in self.members:
