@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,70 @@ class MeansById(torch.optim.SGD):
             p.lerp_(self.mean[id(p)].lerp_(p, 0.1), 0.2)
 
 
+class InFirstStep(torch.optim.Optimizer):
+    """Momenta that the first step makes, in a way of its own."""
+
+    def __init__(self, parameters: Any, way: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.way, self.momenta = way, None
+
+    def find_momenta(self) -> list[torch.Tensor]:
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        made = [torch.zeros_like(p) for p in own]
+        if self.way == "option":
+            return [
+                m
+                for g in self.param_groups
+                for m in g.setdefault("momenta", [torch.zeros_like(p) for p in g["params"]])
+            ]
+        if self.momenta is None:
+            by_group = [[torch.zeros_like(p) for p in group["params"]] for group in self.param_groups]
+            ways: dict[str, Any] = {
+                "list": made,
+                "tuple": tuple(made),
+                "groups": by_group,
+                "ids": {id(p): m for p, m in zip(own, made, strict=True)},
+                "parameters": dict(zip(own, made, strict=True)),
+                "states": [{"momentum": m, "steps": 0} for m in made],
+                "numbers": dict(enumerate(made)),
+                "numbers from 1": dict(enumerate(made, 1)),
+            }
+            self.momenta = ways[self.way]
+        kept: Any = list(self.momenta.values()) if isinstance(self.momenta, dict) else self.momenta
+        if self.way == "groups":
+            return [m for each in kept for m in each]
+        return [each["momentum"] if self.way == "states" else each for each in kept]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        own = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for p, m in zip(own, self.find_momenta(), strict=True):
+            p.sub_(m.mul_(0.9).add_(p.grad), alpha=0.1)
+
+
+class Around(torch.optim.Optimizer):
+    """Steps an optimizer inside, whose state it does not have."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.inside = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1, momentum=0.9)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inside.step(closure)
+
+
+def around(named: Any) -> torch.optim.Optimizer:
+    return Around([p for _, p in named])
+
+
+def in_first_step(way: str) -> Any:
+    def build(named: Any) -> torch.optim.Optimizer:
+        named = list(named)
+        return InFirstStep([{"params": [p for n, p in named if ("bias" in n) == bias]} for bias in (True, False)], way)
+
+    return build
+
+
 def lookahead(named: Any) -> torch.optim.Optimizer:
     return Lookahead(torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9))
 
@@ -87,6 +151,23 @@ def means(named: Any) -> torch.optim.Optimizer:
         (lookahead, "data=2", "data=1"),
         (averages, "data=1", "data=2"),
         (means, "pipeline=2,microbatches=2", "data=2"),
+        (lookahead, "data=2,servers=1", "data=1"),
+        (in_first_step("list"), "pipeline=2,microbatches=2", "tensor=2"),
+        (in_first_step("option"), "tensor=2", "data=2,shard=parameters"),
+        (in_first_step("states"), "data=2,shard=parameters", "data=1"),
+        (in_first_step("groups"), "data=1", "pipeline=2,microbatches=2"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (around, "data=2", "pipeline=2,microbatches=2"),
+                (in_first_step("ids"), "data=2,servers=2", "data=2,shard=optimizer"),
+                (in_first_step("parameters"), "data=2,shard=optimizer", "pipeline=2,microbatches=2"),
+                (in_first_step("tuple"), "data=2,shard=gradients", "data=2,servers=2"),
+                (in_first_step("option"), "pipeline=2,microbatches=2", "data=2"),
+                (in_first_step("list"), "data=2,servers=2", "data=2,servers=1"),
+                (in_first_step("numbers"), "pipeline=2,microbatches=2", "data=2"),
+            ]
+        ),
         pytest.param(lookahead, "tensor=2", "data=2", marks=pytest.mark.slow),
         pytest.param(averages, "tensor=2", "tensor=2", marks=pytest.mark.slow),
     ],
@@ -120,10 +201,45 @@ def test_tensors_that_no_shard_finds_are_refused(optimizer: Any) -> None:
         workers(lambda job: None, mlp(6, 8, 4), "data=2,shard=parameters", optimizer=optimizer)
 
 
-def test_what_only_a_step_makes_is_missed(tmp_path: Path) -> None:
-    class Late(torch.optim.SGD):
+class Late(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        vars(self).setdefault("seen", torch.zeros(())).add_(1)
+        vars(self).setdefault("history", deque[Any](maxlen=2)).append(self.seen.clone())
+        return super().step(closure)
+
+
+def test_what_a_step_has_made_since_is_made_again(tmp_path: Path) -> None:
+    def work(job: Job) -> None:
+        job.step(BATCHES[0])
+        job.save_checkpoint(tmp_path)
+
+    def resumed(job: Job) -> None:
+        (own,) = job.worker.stepping()
+        for number in range(3):
+            if number:
+                job.step(BATCHES[0])
+            job.load_checkpoint(tmp_path)
+            made: Any = own.optimizer
+            assert (made.seen.item(), [each.item() for each in made.history], made.history.maxlen) == (1, [1], 2)
+
+    for run in (work, resumed):
+        workers(run, mlp(6, 4), "data=1", optimizer=lambda named: Late([p for _, p in named], lr=0.1))
+
+
+def test_what_the_checkpoint_does_not_have_yet_is_gone(tmp_path: Path) -> None:
+    def work(job: Job) -> None:
+        job.save_checkpoint(tmp_path)
+        job.step(BATCHES[0])
+        job.load_checkpoint(tmp_path)
+        assert not {"seen", "history"} & vars(job.worker.stepping()[0].optimizer).keys()
+
+    workers(work, mlp(6, 4), "data=1", optimizer=lambda named: Late([p for _, p in named], lr=0.1))
+
+
+def test_what_nothing_here_can_make_is_missed(tmp_path: Path) -> None:
+    class Odd(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            vars(self).setdefault("seen", torch.zeros(())).add_(1)
+            vars(self).setdefault("seen", defaultdict(lambda: torch.zeros(())))["a"].add_(1)
             return super().step(closure)
 
     def work(job: Job) -> None:
@@ -131,9 +247,24 @@ def test_what_only_a_step_makes_is_missed(tmp_path: Path) -> None:
         job.save_checkpoint(tmp_path)
 
     def resumed(job: Job) -> str:
-        with pytest.raises(PolylaneError, match="has seen of the Late, which makes it in a step") as caught:
+        with pytest.raises(PolylaneError, match="has seen of the Odd, which makes it in a step") as caught:
             job.load_checkpoint(tmp_path)
         return str(caught.value)
 
     for run in (work, resumed):
-        workers(run, mlp(6, 4), "data=1", optimizer=lambda named: Late([p for _, p in named], lr=0.1))
+        workers(run, mlp(6, 4), "data=1", optimizer=lambda named: Odd([p for _, p in named], lr=0.1))
+
+
+def test_tensors_of_which_nobody_knows_the_parameters(tmp_path: Path) -> None:
+    """By numbers of their own."""
+
+    def work(job: Job) -> str:
+        job.step(BATCHES[0])
+        with pytest.raises(PolylaneError) as caught:
+            job.save_checkpoint(tmp_path)
+        return str(caught.value)
+
+    for said in workers(work, mlp(6, 8, 4), "pipeline=2,microbatches=2", optimizer=in_first_step("numbers from 1")):
+        assert (
+            "keeps a tensor in momenta/1 that no checkpoint can hold under this plan: a worker has some of the" in said
+        )

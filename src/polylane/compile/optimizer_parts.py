@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,9 @@ def find_tensors(value: Any, seen: Collection[int] = ()) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     values = vars(value) if isinstance(value, torch.optim.Optimizer) else value
-    values = values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple)) else ()
+    values = (
+        values.values() if isinstance(values, Mapping) else values if isinstance(values, (list, tuple, deque)) else ()
+    )
     within = {*seen, id(value)}
     return [tensor for each in values if id(each) not in within for tensor in find_tensors(each, within)]
 

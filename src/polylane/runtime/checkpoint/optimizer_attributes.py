@@ -1,18 +1,23 @@
-"""Optimizer attributes: what an optimizer keeps beside its state (slow weights, averages, generators), saved by place.
+"""Optimizer attributes: what an optimizer keeps beside its state (slow weights, averages, generators), for checkpoints.
 
-    self.slow[0][1]            attribute/loss/slow/0/1
+Tensors that belong to a parameter, by their key or by their place in a list, are saved as the optimizer's state of that
+parameter is: cut as it, and by each worker for its own. What belongs to none is the first worker's.
+
     self.ema[id(parameter)]    attribute/loss/ema/layers.0.weight
-    self.base.count            attribute/loss/base/count           of an optimizer inside
+    self.buffers[0]            attribute/loss/buffers/layers.0.weight    in a list of the parameters' number and shapes
+    group["buffers"][0]        attribute/loss/param_groups/0/buffers/layers.0.weight
+    self.base.noise            attribute/loss/base/noise                 of an optimizer inside, a generator
 
+The path of a list or mapping has its kind and keys, so that what an optimizer makes in its first step is made again.
 Numbers and texts that are attributes themselves are options (:mod:`polylane.runtime.checkpoint.optimizer_state`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,142 +27,189 @@ from polylane.compile.optimizer_parts import find_tensors, own_attributes
 from polylane.compile.optimizer_sequence import optimizers_in
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
-from polylane.runtime.checkpoint.optimizer_state import Fill, find_variant
+from polylane.runtime.checkpoint.optimizer_state import (
+    Fill,
+    OptimizedPart,
+    find_variant,
+    is_beside_state,
+    join_state,
+    split_state,
+)
 from polylane.runtime.checkpoint.plain_values import SCALARS, from_plain, to_plain
 
 _SEQUENCES = (list, tuple, deque)
+_SEQUENCES_BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in _SEQUENCES}
+_EACH = "*"  # ends the path of a list or mapping whose entries belong to parameters, and are named by these
+_MISSING: Any = object()
+
+Parts = Mapping[str, OptimizedPart]
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A value that an optimizer keeps.
+class _Owners:
+    """To which parameters the values belong that an optimizer keeps.
+
+    Args:
+        optimizer: an optimizer on this worker.
+        names: names of all parameters, by id.
+        parts: what this worker steps on, by the parameter's canonical name.
 
     Attributes:
-        path: where it is, by names and numbers.
-        owner: name of the parameter that it belongs to, by its key; "" where none is known.
-        value: a tensor, a random generator, or plain values.
-        replace: puts another value in its place.
+        groups: names of the parameters that the optimizer steps on, by group.
+        order: those of all groups.
     """
 
-    path: str
-    owner: str
-    value: Any
-    replace: Callable[[Any], None]
+    def __init__(self, optimizer: torch.optim.Optimizer, names: Mapping[int, str], parts: Parts) -> None:
+        self.names, self.parts = names, parts
+        named = [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
+        self.groups = [[name for name in group if name in parts] for group in named]
+        self.order = [name for group in self.groups for name in group]
+
+    def of_key(self, key: Any) -> tuple[str, str]:
+        """Return the parameter that a key of a mapping stands for, and how it does; "" for none."""
+        if isinstance(key, str):
+            return (key, "name") if key in self.parts else ("", "")
+        name = self.names.get(key if isinstance(key, int) else id(key), "")
+        return name, "" if not name else "id" if isinstance(key, int) else "parameter"
+
+    def of_values(self, values: Sequence[Any], group: int | None) -> list[str]:
+        """Return the parameters to which values in a list belong, by their number and shapes; empty for none.
+
+        Args:
+            values: the list.
+            group: number of the group of which it is; None: of all, or of any one.
+        """
+        if group is not None:
+            return self._align(values, self.groups[group])
+        alike = [names for each in self.groups if (names := self._align(values, each))]
+        return self._align(values, self.order) or (alike[0] if len(alike) == 1 else [])
+
+    def _align(self, values: Sequence[Any], names: list[str]) -> list[str]:
+        moved = [name for name in names if self.parts[name].parameter.grad is not None]
+        alike = (each for each in (names, moved) if len(each) == len(values) and all(map(self._is_alike, values, each)))
+        return next(alike, [])
+
+    def _is_alike(self, value: Any, name: str) -> bool:
+        held = value.values() if isinstance(value, Mapping) else (value,)
+        shape = self.parts[name].parameter.shape
+        return value is None or any(isinstance(each, Tensor) and each.shape == shape for each in held)
+
+
+# ---- collected -------------------------------------------------------------------------------------------------------
 
 
 def collect_attributes(
     objective: str,
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
+    parts: Parts,
     speaks_for: Callable[[str], bool],
+    is_whole: bool,
     variant: str = "",
 ) -> WorkerState:
-    """Return what an optimizer keeps in attributes of its own.
+    """Return what an optimizer keeps in attributes of its own, and in lists and mappings of tensors in its groups.
 
     Args:
         objective: name of the objective that the optimizer is of.
         optimizer: the user's optimizer on this worker.
         names: names of all parameters, by id.
+        parts: what it steps on, by the parameter's canonical name.
         speaks_for: whether this worker saves what belongs to a parameter; of "", what belongs to none.
+        is_whole: whether it steps on all parameters of the objective, each of them whole.
         variant: ending of names for state that is one replica's own.
+
+    Raises:
+        PolylaneError: no file can hold a value; or workers have parts of the parameters, and it is not to be seen to
+            which of them it belongs.
     """
     found = WorkerState()
-    for kept in _find_kept(optimizer, names):
-        if not speaks_for(kept.owner):
-            continue
-        path, value = f"attribute/{objective}/{kept.path}", kept.value
-        if isinstance(value, Tensor):
-            found.add(path + variant, whole_region(value.shape), value.detach())
-            value = None
-        elif isinstance(value, torch.Generator):
-            value = value.get_state().tolist()
-        found.plain[path + variant] = to_plain(list(value) if isinstance(value, _SEQUENCES) else value, kept.path)
+    for prefix, each in _places(objective, optimizer):
+        known = {id(each.state), id(each.param_groups), id(each.defaults)}
+        collector = _Collector(found, prefix, variant, _Owners(each, names, parts), speaks_for, is_whole, known)
+        for name, value in own_attributes(each):
+            collector.add(value, name)
+        for index, group in enumerate(each.param_groups):
+            for key, value in group.items():
+                if is_beside_state(key, value):
+                    collector.add(value, f"param_groups/{index}/{key}", group=index)
+        collector.say(_EACH, "", sorted(name for name, _ in own_attributes(each)))
     return found
 
 
-def restore_attributes(
-    objective: str,
-    optimizer: torch.optim.Optimizer,
-    names: Mapping[int, str],
-    plain: Mapping[str, Any],
-    fill: Fill,
-    variant: str = "",
-) -> None:
-    """Give an optimizer what a checkpoint has of its attributes.
-
-    Raises:
-        PolylaneError: the optimizer has made one of these in its first steps, and has none yet.
-    """
-    prefix = f"attribute/{objective}/"
-    saved = {path.removeprefix(prefix).partition("@")[0] for path in plain if path.startswith(prefix)}
-    for kept in _find_kept(optimizer, names):
-        if kept.path not in saved:
-            continue
-        saved.remove(kept.path)
-        if isinstance(kept.value, Tensor):
-            fill(prefix + kept.path + variant, whole_region(kept.value.shape), kept.value.detach())
-            continue
-        value = from_plain(find_variant(plain, prefix + kept.path, variant))
-        if isinstance(kept.value, torch.Generator):
-            kept.value.set_state(torch.tensor(value, dtype=torch.uint8))
-        elif isinstance(kept.value, deque):
-            kept.replace(deque(value, kept.value.maxlen))
-        else:
-            make = getattr(type(kept.value), "_make", type(kept.value))  # a named tuple takes its values one by one
-            kept.replace(make(value) if isinstance(kept.value, _SEQUENCES) else value)
-    if saved:
-        raise PolylaneError(
-            f"has {min(saved)} of the {type(optimizer).__name__}, which makes it in a step: let its constructor make it"
-        )
-
-
-def _find_kept(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> Iterator[_Kept]:
+def _places(objective: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yield the user's optimizers, with what the paths of their attributes begin with."""
     for number, each in enumerate(optimizers_in(optimizer)):
-        yield from _find_kept_in(each, names, str(number or ""))
+        yield f"attribute/{objective}/" + (f"{number}/" if number else ""), each
 
 
-def _find_kept_in(optimizer: torch.optim.Optimizer, names: Mapping[int, str], place: str) -> Iterator[_Kept]:
-    # A wrapper may share these with the optimizer inside; they are saved by the parameters' names.
-    known = {id(optimizer.state), id(optimizer.param_groups), id(optimizer.defaults), *names}
+def _contents(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what is kept in an optimizer inside of another."""
+    return {**dict(own_attributes(optimizer)), "state": optimizer.state, "param_groups": optimizer.param_groups}
 
-    def visit(value: Any, path: str, owner: str, replace: Callable[[Any], None], depth: int) -> Iterator[_Kept]:
-        if id(value) in known:
+
+@dataclass
+class _Collector:
+    """Adds what an optimizer keeps to a worker's state; see :func:`collect_attributes`."""
+
+    found: WorkerState
+    prefix: str
+    variant: str
+    owners: _Owners
+    speaks_for: Callable[[str], bool]
+    is_whole: bool
+    known: set[int]  # ids of what is saved elsewhere, or has been added
+
+    def say(self, path: str, owner: str, node: Any) -> None:
+        if self.speaks_for(owner):
+            self.found.plain[self.prefix + path + self.variant] = node
+
+    def add(self, value: Any, path: str, owner: str = "", depth: int = 1, group: int | None = None) -> None:
+        if id(value) in self.known or id(value) in self.owners.names:
             return
-        if isinstance(value, (Tensor, torch.Generator)) or (depth > 1 and isinstance(value, SCALARS)):
-            yield _Kept(path, owner, value, replace)
+        if isinstance(value, Tensor):
+            if self.speaks_for(owner):
+                self.say(path, owner, self._add_tensor(value, path, owner))
+        elif isinstance(value, torch.Generator):
+            self.say(path, owner, {"generator": value.get_state().tolist(), "device": str(value.device)})
         elif isinstance(value, torch.optim.Optimizer):
-            known.add(id(value))
-            inside = {**dict(own_attributes(value)), "state": value.state, "param_groups": value.param_groups}
-            yield from visit_all(inside.items(), vars(value), path, owner, depth)
-        elif isinstance(value, (Mapping, *_SEQUENCES)):
-            if not find_tensors(value) and _is_plain(value):
-                yield _Kept(path, owner, value, replace)
+            self.known.add(id(value))
+            for name, inside in _contents(value).items():
+                self.add(inside, f"{path}/{name}", owner, depth + 1)
+        elif isinstance(value, (Mapping, *_SEQUENCES)) and not _is_plain(value):
+            self._add_values(value, path, owner, depth, group)
+        elif isinstance(value, _SEQUENCES):
+            node = {"plain": to_plain(list(value), path), "maxlen": getattr(value, "maxlen", None)}
+            self.say(path, owner, {"kind": type(value).__name__, **node})
+        elif isinstance(value, Mapping) or (depth > 1 and isinstance(value, SCALARS)):
+            self.say(path, owner, {"plain": to_plain(value, path)})
+
+    def _add_tensor(self, value: Tensor, path: str, owner: str) -> Any:
+        if (part := self.owners.parts.get(owner)) is not None:
+            return {"of": split_state(value, self.prefix + path, part, self.variant, self.found, path)}
+        if not owner and not self.is_whole and value.dim():
+            raise PolylaneError(
+                f"the optimizer keeps a tensor in {path} that no checkpoint can hold under this plan: a worker has "
+                "some of the parameters, and it is not to be seen to which of them the tensor belongs; keep it in "
+                "self.state[parameter], or in a list that has a tensor of its shape for each parameter"
+            )
+        self.found.add(self.prefix + path + self.variant, whole_region(value.shape), value)
+        return {"dtype": str(value.dtype), "shape": list(value.shape), "device": str(value.device)}
+
+    def _add_values(self, value: Any, path: str, owner: str, depth: int, group: int | None) -> None:
+        items = list(value.items() if isinstance(value, Mapping) else enumerate(value))
+        if all(id(each) in self.owners.names for _, each in items):  # parameters, not what is kept for them
+            return
+        node, is_numbered = {"kind": type(value).__name__}, all(key is i for i, (key, _) in enumerate(items))
+        places = self.owners.of_values([each for _, each in items], group) if is_numbered and not owner else []
+        keys, by_group = list[Any](), is_numbered and group is None and len(items) == len(self.owners.groups)
+        for number, (key, each) in enumerate(items):
+            name, by = (places[number], "place") if places else self.owners.of_key(key) if not is_numbered else ("", "")
+            if name:
+                self.say(f"{path}/{_EACH}", name, {**node, "by": by})
             else:
-                items = value.items() if isinstance(value, Mapping) else enumerate(value)
-                yield from visit_all(items, value, path, owner, depth)
-
-    def visit_all(items: Iterable[Any], container: Any, path: str, owner: str, depth: int) -> Iterator[_Kept]:
-        for key, value in list(items):
-            name = names.get(key if isinstance(key, int) else id(key), "")
-            place = f"{path}/{name or key}" if path else str(name or key)
-            yield from visit(value, place, name or owner, partial(_replace, container, key, place), depth + 1)
-
-    yield from visit_all(own_attributes(optimizer), vars(optimizer), place, "", 0)
-
-
-def _replace(container: Any, key: Any, place: str, value: Any) -> None:
-    """Put a value into a container.
-
-    Raises:
-        PolylaneError: nothing can be put into it, such as a tuple.
-    """
-    try:
-        container[key] = value
-    except TypeError:
-        kind = type(container).__name__
-        raise PolylaneError(
-            f"the optimizer keeps {place} in a {kind}, into which nothing can be put again: keep it in a list or a dict"
-        ) from None
+                keys.append(key if isinstance(key, SCALARS) else {"text": str(key)})
+            inner = number if by_group and not name else group
+            self.add(each, f"{path}/{name or key}", name or owner, depth + 1, inner)
+        self.say(path, owner, {**node, "keys": keys, "maxlen": getattr(value, "maxlen", None)})
 
 
 def _is_plain(value: Any) -> bool:
@@ -165,3 +217,144 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
     return all(map(_is_plain, value)) if isinstance(value, _SEQUENCES) else isinstance(value, SCALARS)
+
+
+# ---- restored --------------------------------------------------------------------------------------------------------
+
+
+def restore_attributes(
+    objective: str,
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    parts: Parts,
+    plain: Mapping[str, Any],
+    fill: Fill,
+    variant: str = "",
+) -> None:
+    """Give an optimizer what a checkpoint has of its attributes, in this worker's own cut; see the collecting function.
+
+    Raises:
+        PolylaneError: the optimizer has made one of these in its first steps, of a kind that cannot be made here.
+    """
+    for prefix, each in _places(objective, optimizer):
+        paths = {path.removeprefix(prefix).partition("@")[0] for path in plain if path.startswith(prefix)}
+        restorer = _Restorer(prefix, variant, _Owners(each, names, parts), plain, fill, paths, type(each).__name__)
+        # What it has made in steps that the checkpoint does not have, it has not made yet.
+        for name, value in list(own_attributes(each)):
+            made = [tensor for tensor in find_tensors(value) if id(tensor) not in names]
+            if made and _EACH in paths and name not in restorer.read(_EACH):
+                del vars(each)[name]
+        restorer.fill_values(vars(each), "", {name for name in restorer.names_in("") if not name.isdecimal()})
+        for index, group in enumerate(each.param_groups):
+            restorer.fill_values(group, f"param_groups/{index}/", restorer.names_in(f"param_groups/{index}/"))
+
+
+@dataclass
+class _Restorer:
+    """Gives an optimizer what a checkpoint has; see :func:`restore_attributes`."""
+
+    prefix: str
+    variant: str
+    owners: _Owners
+    plain: Mapping[str, Any]
+    fill: Fill
+    paths: Collection[str]  # of all that the checkpoint has of the optimizer, behind the prefix
+    title: str  # of the optimizer, in errors
+
+    def read(self, path: str) -> Any:
+        return find_variant(self.plain, self.prefix + path, self.variant)
+
+    def names_in(self, place: str) -> set[str]:
+        inside = {path.removeprefix(place).partition("/")[0] for path in self.paths if path.startswith(place)}
+        return inside - {_EACH, "param_groups" if not place else ""}
+
+    def fill_values(self, values: Any, place: str, names: Collection[str]) -> None:
+        """Put what is saved of some names into a mapping of an optimizer's attributes, or of a group's options."""
+        for name in names:
+            value = self.make(place + name, values.get(name, _MISSING), "")
+            if value is _MISSING:
+                raise self._refuse(place + name)
+            values[name] = value
+
+    def make(self, path: str, present: Any, owner: str) -> Any:
+        """Return what was saved at a path: what the optimizer has there, filled, where it has that already.
+
+        Args:
+            path: of the value, behind the prefix.
+            present: what the optimizer has there.
+            owner: name of the parameter that it belongs to; "" where it belongs to none.
+        """
+        if isinstance(present, torch.optim.Optimizer):
+            inside = _contents(present)
+            self.fill_values(inside, f"{path}/", self.names_in(f"{path}/"))
+            vars(present).update((name, value) for name, value in inside.items() if name in vars(present))
+            return present
+        node, each = self.read(path), self.read(f"{path}/{_EACH}")
+        if each is not None or (node is not None and "keys" in node):
+            return self._make_values(path, node, each, present, owner)
+        if node is None or ("of" in node and owner not in self.owners.parts):
+            return present
+        if "generator" in node:
+            generator = present if isinstance(present, torch.Generator) else torch.Generator(node["device"])
+            return generator.set_state(torch.tensor(node["generator"], dtype=torch.uint8))
+        if "plain" in node:
+            value = from_plain(node["plain"])
+            return self._make_sequence(path, node, present, value) if "kind" in node else value
+        return self._make_tensor(path, node, present, owner)
+
+    def _make_tensor(self, path: str, node: Mapping[str, Any], present: Any, owner: str) -> Tensor:
+        made: Tensor
+        if "of" in node:
+            made = join_state(node["of"], self.owners.parts[owner], self.variant, self.fill, owner)
+            if isinstance(present, Tensor) and present.shape == made.shape:
+                present.detach().copy_(made)
+                return present
+            return made
+        if not isinstance(present, Tensor):
+            device = next((part.parameter.device for part in self.owners.parts.values()), torch.device("cpu"))
+            kind = getattr(torch, node["dtype"].removeprefix("torch."))
+            present = torch.empty(node["shape"], dtype=kind, device="cpu" if node["device"] == "cpu" else device)
+        made = present
+        self.fill(self.prefix + path + self.variant, whole_region(made.shape), made.detach())
+        return made
+
+    def _make_values(self, path: str, node: Any, each: Any, present: Any, owner: str) -> Any:
+        held = present.items() if isinstance(present, Mapping) else ()
+        before, made = dict(enumerate(present) if isinstance(present, _SEQUENCES) else held), dict[Any, Any]()
+        named = {} if each is None else {name: self.owners.parts[name].parameter for name in self.owners.order}
+        named = {name: parameter for name, parameter in named.items() if f"{path}/{name}" in self.paths}
+        own = {self.owners.of_key(key)[0]: key for key in before}
+        for number, (name, parameter) in enumerate(named.items()):
+            key = {"place": number, "name": name, "id": id(parameter), "parameter": parameter}[each["by"]]
+            key = own.get(name, key) if each["by"] != "place" else key
+            made[key] = self.make(f"{path}/{name}", before.get(key, _MISSING), name)
+        texts = {str(key): key for key in before if not isinstance(key, Tensor)}
+        for saved in node["keys"] if node is not None else ():
+            # A key that no file has must be there already.
+            text, key = (saved["text"], texts.get(saved["text"])) if isinstance(saved, Mapping) else (saved, saved)
+            made[key] = self.make(f"{path}/{text}", before.get(key, _MISSING), owner)
+        if any(value is _MISSING for value in made.values()):
+            raise self._refuse(path)
+        if isinstance(present, MutableMapping):
+            present.update(made)
+            return present
+        kind = (each or node)["kind"]
+        return made if kind == "dict" else self._make_sequence(path, node or each, present, list(made.values()))
+
+    def _make_sequence(self, path: str, node: Mapping[str, Any], present: Any, values: list[Any]) -> Any:
+        if isinstance(present, (list, deque)):
+            present.clear()
+            present.extend(values)
+            return present
+        if isinstance(present, tuple) and len(present) == len(values) and all(map(is_, present, values)):
+            return present
+        kind = type(present) if isinstance(present, tuple) else _SEQUENCES_BY_NAME.get(node["kind"])
+        if kind is None:
+            raise self._refuse(path)
+        if kind is deque:
+            return deque(values, node["maxlen"])
+        make = getattr(kind, "_make", kind)  # a named tuple takes its values one by one
+        return make(values)
+
+    def _refuse(self, path: str) -> PolylaneError:
+        return PolylaneError(f"has {path} of the {self.title}, which makes it in a step: let its constructor make it")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polylane.compile.optimizer_parts import BASE_ATTRIBUTES, own_attributes
+from polylane.compile.optimizer_parts import BASE_ATTRIBUTES, find_tensors, own_attributes
 from polylane.compile.optimizer_sequence import optimizers_in, schedulers_in
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import Region, WorkerState, whole_region
@@ -56,13 +56,13 @@ def collect_optimizer(
         prefix = f"optimizer/{objective}/{name}"
         skeleton = {}
         for key, value in state.items():
-            skeleton[key] = _split(value, f"{prefix}/{key}", part, variant, found, f"{name}: state {key}")
+            skeleton[key] = split_state(value, f"{prefix}/{key}", part, variant, found, f"{name}: state {key}")
         found.plain[prefix + variant] = skeleton
     return found
 
 
-def _split(value: Any, path: str, part: OptimizedPart, variant: str, found: WorkerState, what: str) -> Any:
-    """Return a value with tensors replaced by their names, which are added to the state."""
+def split_state(value: Any, path: str, part: OptimizedPart, variant: str, found: WorkerState, what: str) -> Any:
+    """Return a value that belongs to a parameter with tensors replaced by their names, which are added to the state."""
     if isinstance(value, Tensor):
         is_alike = value.shape == part.parameter.shape
         region = part.region if is_alike and value.dim() else whole_region(value.shape)
@@ -72,9 +72,9 @@ def _split(value: Any, path: str, part: OptimizedPart, variant: str, found: Work
         on_device = value.device == part.parameter.device
         return {TENSOR: [name, str(value.dtype), None if is_alike and value.dim() else list(value.shape), on_device]}
     if isinstance(value, Mapping):
-        return {key: _split(each, f"{path}/{key}", part, variant, found, what) for key, each in value.items()}
+        return {key: split_state(each, f"{path}/{key}", part, variant, found, what) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_split(e, f"{path}/{i}", part, variant, found, what) for i, e in enumerate(value))
+        return type(value)(split_state(e, f"{path}/{i}", part, variant, found, what) for i, e in enumerate(value))
     if isinstance(value, SCALARS):
         return value
     raise PolylaneError(
@@ -110,7 +110,7 @@ def restore_optimizer(
         optimizer.state.pop(part.parameter, None)
         if skeleton is not None:
             optimizer.state[part.parameter] = {
-                key: _join(value, part, variant, fill, name) for key, value in skeleton.items()
+                key: join_state(value, part, variant, fill, name) for key, value in skeleton.items()
             }
 
 
@@ -123,7 +123,8 @@ def find_variant(plain: Mapping[str, Any], path: str, variant: str) -> Any:
     return plain.get(f"{path}@0")
 
 
-def _join(value: Any, part: OptimizedPart, variant: str, fill: Fill, parameter: str) -> Any:
+def join_state(value: Any, part: OptimizedPart, variant: str, fill: Fill, parameter: str) -> Any:
+    """Return the value of which :func:`split_state` has returned this, in the cut of this worker's part."""
     if isinstance(value, Mapping) and TENSOR in value:
         name, dtype, shape, on_device = value[TENSOR]
         name = name.partition("@")[0]
@@ -141,9 +142,9 @@ def _join(value: Any, part: OptimizedPart, variant: str, fill: Fill, parameter: 
         fill(name + variant, whole_region(found.shape), found)
         return found
     if isinstance(value, Mapping):
-        return {key: _join(each, part, variant, fill, parameter) for key, each in value.items()}
+        return {key: join_state(each, part, variant, fill, parameter) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_join(each, part, variant, fill, parameter) for each in value)
+        return type(value)(join_state(each, part, variant, fill, parameter) for each in value)
     return value
 
 
@@ -151,7 +152,7 @@ def _join(value: Any, part: OptimizedPart, variant: str, fill: Fill, parameter: 
 
 
 def collect_options(objective: str, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
-    """Return the plain state that all workers share: options of groups, attributes, the scheduler's state.
+    """Return the plain state that all workers share: options of groups, the scheduler's state.
 
     Args:
         objective: name of the objective that the optimizer is of.
@@ -162,15 +163,28 @@ def collect_options(objective: str, optimizer: torch.optim.Optimizer, scheduler:
         PolylaneError: an option or a scheduler's state is of a type that no file has.
     """
     groups = [
-        {k: to_plain(v, f"optimizer.param_groups[{i}][{k!r}]") for k, v in group.items() if k not in _GROUP_NAMES}
+        {
+            key: to_plain(value, f"optimizer.param_groups[{i}][{key!r}]")
+            for key, value in group.items()
+            if key not in _GROUP_NAMES and not is_beside_state(key, value)
+        }
         for i, group in enumerate(optimizer.param_groups)
     ]
-    own = dict(_plain_attributes(optimizer))
     kinds = [_describe_kinds(optimizers_in(optimizer)), _describe_kinds(schedulers_in(scheduler))]
-    found: dict[str, Any] = {f"groups/{objective}": groups, f"attributes/{objective}": own, f"kinds/{objective}": kinds}
+    found: dict[str, Any] = {f"groups/{objective}": groups, f"kinds/{objective}": kinds}
     if scheduler is not None and hasattr(scheduler, "state_dict"):
         found[f"scheduler/{objective}"] = to_plain(scheduler.state_dict(), f"{type(scheduler).__name__}.state_dict()")
     return found
+
+
+def collect_counts(objective: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the numbers and texts that are attributes of an optimizer, such as a count of its steps."""
+    return {f"attributes/{objective}": dict(_plain_attributes(optimizer))}
+
+
+def is_beside_state(key: str, value: Any) -> bool:
+    """Return whether an option of a group is no option, but what an optimizer keeps: a list or mapping of tensors."""
+    return key not in _GROUP_NAMES and not isinstance(value, Tensor) and any(each.dim() for each in find_tensors(value))
 
 
 def _plain_attributes(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:

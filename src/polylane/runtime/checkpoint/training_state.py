@@ -14,6 +14,7 @@ from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
 from polylane.runtime.checkpoint.model_state import model_tensors, optimized_parts, speaks_for, state_dict_names
 from polylane.runtime.checkpoint.optimizer_attributes import collect_attributes, restore_attributes
 from polylane.runtime.checkpoint.optimizer_state import (
+    collect_counts,
     collect_optimizer,
     collect_options,
     restore_optimizer,
@@ -73,12 +74,7 @@ class WorkerTrainingState:
                 found.add(held.name + self._variant_of(name), held.region, held.local)
         for name, trainer in self._trainers.items():
             if not on_servers:
-                parts = optimized_parts(holding, trainer.local_parameters)
-                mine = {n: part for n, part in parts.items() if speaks_for(holding, n)}
-                found.extend(collect_optimizer(name, trainer.optimizer, mine, self._variant))
-            found.extend(
-                collect_attributes(name, trainer.optimizer, self._names_of(trainer), self._speaks, self._variant)
-            )
+                found.extend(self._collect_optimizer(name, trainer))
             if holding.world.rank == 0:
                 found.plain |= collect_options(name, trainer.optimizer, trainer.scheduler)
         found.extend(self._sync.collect_state(self.replica))
@@ -104,12 +100,12 @@ class WorkerTrainingState:
             saved.fill(held.name + self._variant_of(name), held.region, held.local)
         holding.buffers.mark_restored(holding.stages_of_buffers())
         for name, trainer in self._trainers.items():
-            if not self._sync.server_parameters:
-                parts = optimized_parts(holding, trainer.local_parameters)
-                restore_optimizer(name, trainer.optimizer, parts, saved.plain, saved.fill, self._variant)
             restore_options(name, trainer.optimizer, trainer.scheduler, saved.plain)
-            names = self._names_of(trainer)
-            restore_attributes(name, trainer.optimizer, names, saved.plain, saved.fill, self._variant)
+            if not self._sync.server_parameters:
+                built, parts = trainer.optimizer, optimized_parts(holding, trainer.local_parameters)
+                restore_optimizer(name, built, parts, saved.plain, saved.fill, self._variant)
+                names = self._names_of(trainer)
+                restore_attributes(name, built, names, parts, saved.plain, saved.fill, self._variant)
         self._required.restore(saved.plain.get("requires_grad", {}))
         self._sync.restore_state(saved, self.replica)
         restore_python_state(holding.prepared, holding.tensors.model, self.replica, saved.plain)
@@ -117,6 +113,18 @@ class WorkerTrainingState:
             trainer.compressor.restore_state(name, holding, self.replica, saved)
         if saved.was_saved_by(holding.prepared.plan):
             _restore_random(holding.world, saved)
+
+    def _collect_optimizer(self, name: str, trainer: ObjectiveUpdate) -> WorkerState:
+        """Return what an optimizer that steps here remembers: its state by parameter, and beside it."""
+        holding, built = self._local_model, trainer.optimizer
+        parts, trained = optimized_parts(holding, trainer.local_parameters), holding.prepared.trained_names(name)
+        is_whole = parts.keys() >= set(trained) and all(part.region.is_whole for part in parts.values())
+        mine = {n: part for n, part in parts.items() if speaks_for(holding, n)}
+        found, names = collect_optimizer(name, built, mine, self._variant), self._names_of(trainer)
+        found.extend(collect_attributes(name, built, names, parts, self._speaks, is_whole, self._variant))
+        if holding.world.rank == 0:
+            found.plain |= collect_counts(name, built)
+        return found
 
     def _names_of(self, trainer: ObjectiveUpdate) -> dict[int, str]:
         """Return the names of all parameters by the ids of the model's own, and of what the optimizer has for them."""

@@ -235,7 +235,7 @@ class StepReplay:
         parts = {n: OptimizedPart(p, whole_region(p.shape)) for n, p in model.trained_parameters.items()}
         restore_optimizer(self._objective, model.optimizer, parts, plain, state.fill, variant)
         restore_options(self._objective, model.optimizer, model.scheduler, plain)
-        restore_attributes(self._objective, model.optimizer, model.names, plain, state.fill, variant)
+        restore_attributes(self._objective, model.optimizer, model.names, parts, plain, state.fill, variant)
         restore_python_state(prepared, prepared.model, 0, plain)
         if state.has("random/torch/0"):
             numpy = plain.get("random/numpy/0")

@@ -14,8 +14,10 @@ from polylane.compile.objectives import Objective, build_scheduler, named_parame
 from polylane.errors import PolylaneError
 from polylane.runtime.checkpoint.held_tensors import WorkerState, whole_region
 from polylane.runtime.checkpoint.model_state import PREFIX as MODEL_PREFIX
+from polylane.runtime.checkpoint.optimizer_attributes import collect_attributes, restore_attributes
 from polylane.runtime.checkpoint.optimizer_state import (
     OptimizedPart,
+    collect_counts,
     collect_optimizer,
     restore_optimizer,
     restore_options,
@@ -36,6 +38,7 @@ class ObjectiveState:
         parameters: the server's parameters that the objective trains, by canonical name.
         optimizer: the user's optimizer on ``parameters``.
         scheduler: the user's learning-rate scheduler of the optimizer, or None.
+        trained: names of the parameters that the objective trains, of all servers.
         clipper: bounds the norm of summed gradients over all servers, or None.
         updates: number of updates of the objective so far.
         latest_version: the server's version after the latest update of the objective.
@@ -44,9 +47,15 @@ class ObjectiveState:
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer
     scheduler: Any
+    trained: list[str]
     clipper: GradientClipper | None = None
     updates: int = 0
     latest_version: int = 0
+
+    @property
+    def names(self) -> dict[int, str]:
+        """Names of the server's parameters, by id."""
+        return {id(parameter): name for name, parameter in self.parameters.items()}
 
     def apply_gradients(self, gradients: Mapping[str, Tensor]) -> None:
         """Clip, step the optimizer and the scheduler, as one device does after its backward pass."""
@@ -77,7 +86,13 @@ class ServerWeights:
         for name, parameter in self.parameters.items():
             found.add(MODEL_PREFIX + name, whole_region(parameter.shape), parameter)
         for name, course in self.objectives.items():
-            found.extend(collect_optimizer(name, course.optimizer, _whole_parts(course)))
+            parts = _whole_parts(course)
+            found.extend(collect_optimizer(name, course.optimizer, parts))
+            is_whole, is_first = parts.keys() >= set(course.trained), parts.keys() >= set(course.trained[:1])
+            speaks_for = ({*parts, ""} if is_first else set(parts)).__contains__  # "" is what belongs to none
+            found.extend(collect_attributes(name, course.optimizer, course.names, parts, speaks_for, is_whole))
+            if is_first:
+                found.plain |= collect_counts(name, course.optimizer)
         return found
 
     def restore_state(self, saved: SavedState) -> None:
@@ -85,8 +100,10 @@ class ServerWeights:
         for name, parameter in self.parameters.items():
             saved.fill(MODEL_PREFIX + name, whole_region(parameter.shape), parameter.data)
         for name, course in self.objectives.items():
-            restore_optimizer(name, course.optimizer, _whole_parts(course), saved.plain, saved.fill)
+            parts = _whole_parts(course)
+            restore_optimizer(name, course.optimizer, parts, saved.plain, saved.fill)
             restore_options(name, course.optimizer, course.scheduler, saved.plain)
+            restore_attributes(name, course.optimizer, course.names, parts, saved.plain, saved.fill)
 
 
 def _whole_parts(course: ObjectiveState) -> dict[str, OptimizedPart]:
@@ -125,10 +142,10 @@ def build_weights(
     ]
     weights = ServerWeights(held)
     for name, objective in prepared.objectives.items():
-        trained = set(prepared.trained_names(name))
+        trained = prepared.trained_names(name)
         own = {n: p for n, p in held.items() if n in trained}
         built = _build_optimizer(objective, list(own.items()), every)
-        course = ObjectiveState(own, built, build_scheduler(objective.scheduler, built))
+        course = ObjectiveState(own, built, build_scheduler(objective.scheduler, built), trained)
         if clip_norm is not None:
             # The order of the model, not of this server: all servers sum one vector of norms.
             order = [n for n in model if n in trained]
