@@ -41,6 +41,8 @@ MOST_FILES = 18 + 2  # one of them is the page on which a worker says where it i
 CHECKS = {
     "compile/optimizer_sequence.py",  # one optimizer or several
     "graph/batch_checks.py",  # one number of samples in all tensors
+    "graph/python_state/captured_settings.py",  # what a script has changed of the model
+    "graph/python_state/watched_values.py",
     "graph/operators/sample_lists.py",  # lists with an entry for each sample
     "runtime/batch_checks.py",  # all workers have read the same
     "runtime/data/read_digest.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from polylane.graph.capture import dry_run, self_check
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
+from polylane.runtime.workers.world import World
 from polylane.verify.audit import AuditMode
 from polylane.verify.audit.audit_report import AuditReport
 from polylane.verify.audit.audit_start import start_auditor
@@ -398,3 +400,15 @@ def test_scripts_are_audited(capfd: pytest.CaptureFixture[str]) -> None:
         job.settle_audit()
     job.close()
     assert "audited at 3 steps: the same numbers as one device" in capfd.readouterr().err
+
+
+def test_an_auditor_that_nobody_closes_ends_with_the_training() -> None:
+    problem = TrainingProblem(network(), build_objectives(cross_entropy, sgd, None), batches(1)[0])
+    start = start_auditor("stop", compile_training(problem, "data=1"), World.join(), example=batches(1)[0])
+    assert start.auditor is not None
+    process = start.auditor._process
+    assert process is not None
+    del start
+    gc.collect()
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)

@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -128,6 +129,8 @@ class Auditor:
             finally:
                 os._exit(1)
         orders.close()
+        # A training that nobody closes is let go of as well.
+        self._end = weakref.finalize(self, _end_process, child, parent)
 
     def send(self, order: StepOrder) -> None:
         """Have a step replayed; nothing is done where the process has died, which :meth:`poll` finds."""
@@ -162,16 +165,23 @@ class Auditor:
         with suppress(ChildProcessError):  # the script waits for all its children itself
             status = None if self._process is None else os.waitpid(self._process, 0)[1]
         self._process = None
+        self._end.detach()
         return status
 
     def close(self) -> None:
         """End the process; what it is replaying is left unfinished."""
         with suppress(OSError):
             self._orders.close()
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._process, signal.SIGKILL)
-            self._wait()
+        self._process = None
+        self._end()
+
+
+def _end_process(child: int, parent: int) -> None:
+    """Kill the auditor and wait for it; nothing is done in another process than the one that started it."""
+    if os.getpid() == parent:
+        with suppress(ProcessLookupError, ChildProcessError):  # the script waits for all its children itself
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 # The process of its own ----------------------------------------------------------------------------------------------
