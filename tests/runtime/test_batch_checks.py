@@ -28,7 +28,9 @@ def test_the_latest_result_of_an_accelerator_is_compared_when_it_has_arrived(mon
     monkeypatch.setattr(batch_checks, "UNCHECKED_STEPS", 4)
     programs: Any = [SimpleNamespace(replica=0, replicas=[0], takes_turns=False, stages=(0,))] * 2
     transport: Any = SimpleNamespace(rank=0, size=2)
-    checks = BatchChecks(SimpleNamespace(), transport, programs, torch.device("cuda"))  # type: ignore[arg-type]
+    sync = SimpleNamespace(shard="none", has_servers=False)
+    plan = SimpleNamespace(resplits_batch=False, sync=sync, axes=(), is_asynchronous=False)
+    checks = BatchChecks(SimpleNamespace(plan=plan), transport, programs, torch.device("cuda"))  # type: ignore[arg-type]
     compared = list[list[float]]()
     total = torch.ones(HEAD + 2 * SLOT)
     alone = torch.cat([total[: HEAD + SLOT], torch.zeros(SLOT)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -113,6 +114,80 @@ def test_what_a_script_changes_on_one_rank(change: Any, words: str) -> None:
     said = refusal(work, "data=2")
     assert said.startswith(f"step 3: rank 1 trained with {words} ") and said.endswith("not within `if rank == 0`")
     workers(partial(work, alone=False), mlp(6, 8, 4), "data=2")
+
+
+def scale_more(job: Job) -> None:
+    job.model.scale = 0.5
+
+
+def set_temperature(job: Job) -> None:
+    scaled.__globals__["TEMPERATURE"] = 0.5
+
+
+TEMPERATURE = 1.0
+
+
+def scaled(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return classify(model, (batch[0] * model.scale * TEMPERATURE, batch[1]))
+
+
+@pytest.mark.parametrize(
+    ("plan", "change", "setting"),
+    [
+        ("tensor=2", scale_more, "model.scale"),
+        ("tensor=2", set_temperature, "TEMPERATURE"),
+        ("data=2,shard=parameters", scale_more, "model.scale"),
+        ("data=2,shard=parameters", evaluate_a_layer, "1.training"),
+        ("data=2,tensor=2", scale_more, "model.scale"),
+    ],
+)
+def test_settings_that_part_where_workers_wait_within_a_pass(plan: str, change: Any, setting: str) -> None:
+    """Before the first message of a pass, which the other graph does not have; all name the setting and the rank."""
+
+    def work(job: Job, alone: bool = True) -> None:
+        for step in range(4):
+            if step == 2 and (is_second() or not alone):
+                change(job)
+            job.step(batch_of(8, seed=step))
+
+    def refused(job: Job) -> tuple[str, float]:
+        started = time.monotonic()
+        with pytest.raises(PolylaneError) as caught:
+            work(job)
+        return str(caught.value), time.monotonic() - started
+
+    model = mlp(6, 8, 4)
+    model.scale = 1.0
+    others = "ranks 0, 2, 3" if plan == "data=2,tensor=2" else "rank 0"
+    for said, seconds in workers(refused, model, plan, loss=scaled):
+        assert said.startswith("step 3: ") and said.endswith("not within `if rank == 0`")
+        assert f"{setting} has changed on rank 1, and not on {others}: what a script changes" in said
+        assert seconds < 10
+    workers(partial(work, alone=False), model, plan, loss=scaled)
+
+
+def test_a_file_that_is_written_between_the_looks_of_two_workers(tmp_path: Path) -> None:
+    """All take the look of rank 0: the file counts from one step on, the same on all workers."""
+    switch = tmp_path / "scale"
+    switch.write_text("1.0")
+
+    def read_scale(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return classify(model, (batch[0] * float(switch.read_text()), batch[1]))
+
+    def work(job: Job) -> list[float]:
+        losses = []
+        for step in range(5):
+            if step == 2 and is_second():
+                time.sleep(0.5)  # rank 0 has looked, and waits
+                switch.write_text("0.01")
+            losses.append(job.step(batch_of(8)).loss)
+        return losses
+
+    found, same = workers(work, mlp(6, 8, 4), "data=2", loss=read_scale)
+    assert found == same
+    inputs, labels = batch_of(8)
+    reference = plainly(mlp(6, 8, 4), [(inputs * scale, labels) for scale in (1.0, 1.0, 1.0, 0.01, 0.01)])
+    assert found == pytest.approx(reference.losses, abs=1e-9)
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])

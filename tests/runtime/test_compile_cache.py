@@ -159,7 +159,7 @@ class Counting:
 def counting() -> tuple[CompileCache, Counting]:
     made = training()
     compiler = Counting(made.graphs["loss"])
-    return CompileCache(made, compiler, batch_of(8)), compiler
+    return CompileCache(made, compiler, batch_of(8), lambda setting, file: file), compiler
 
 
 def of_width(features: int, samples: int = 8) -> Batch:

@@ -7,7 +7,8 @@ worker's digest of what it has read travels with the loss of the step, in a slot
     the read order   all workers: which samples were to be read, and how what was read is nested and sized
     the contents     all workers that have read the whole batch; else those that have read the same share of it
     the options      all workers: rates, momenta and decays of the optimizer, which a script may have changed
-    the settings     all workers: how often something has changed that the graph was captured with
+    the settings     all workers: how often something has changed that the graph was captured with; before the step
+                     where workers wait for each other within a pass, or the model reads files
     written weights  workers of the same stage: whether a script has written into the model's parameters since the step
                      before, as their version counters say, which writes through ``.data`` do not move
 """
@@ -41,6 +42,7 @@ _OF_SCRIPT = (
     "with another model or loss (an attribute, a mode, a global, a file that these read has changed, or has not)",
     "with other weights (a script has written into parameters there, or there alone not)",
 )
+_EVERYWHERE = "what a script changes between steps it must change on every worker, and not within `if rank == 0`"
 _READ_VERSION = attrgetter("_version")
 UNCHECKED_STEPS = 256  # steps of an accelerator after which it is waited for, to see what all workers have read
 
@@ -66,6 +68,11 @@ class BatchChecks:
         # Who reads the same share of a batch.
         self._shares: list[Hashable] = [(p.replica, len(p.replicas), p.takes_turns) for p in programs]
         self._stages: list[Hashable] = [p.stages for p in programs]
+        plan = prepared.plan
+        # Where workers wait for each other within a pass, one that runs another graph would be waited for in vain.
+        self._needs_same_graph = plan.resplits_batch or plan.sync.shard == "parameters" or bool(plan.axes)
+        self._is_asynchronous, self._has_servers = plan.is_asynchronous, plan.sync.has_servers
+        self._what = ""  # names the batch of the latest step
         self._trainer: ObjectiveUpdate | None = None  # of the latest step
         self._writes = dict[int, int]()  # into the parameters of a trainer, by its id, by the end of its latest step
         self._has_peers = self._shares.count(self._shares[transport.rank]) > 1
@@ -84,6 +91,7 @@ class BatchChecks:
         own: Batch = batch if isinstance(batch, Batch) else Batch.whole(batch)
         if own.samples == 0:
             raise PolylaneError("the batch has no samples")
+        self._what = what
         digests = self._digest(own, what)
         return own.to_device(sampled, self._device), digests, own.read_order != 0
 
@@ -108,7 +116,7 @@ class BatchChecks:
         if is_whole or self._has_peers:
             contents = digest_leaves(batch.read_samples or batch.leaves, self._turn, self._device)
             slots[SLOT * rank + 1] = 2 * contents + int(is_whole)
-        if self._prepared.plan.sync.has_servers:  # replicas that do not wait for each other compare in the end
+        if self._has_servers:  # replicas that do not wait for each other compare in the end
             latest = slots[SLOT * rank], slots[SLOT * rank + 1] * int(is_whole)  # else others have other samples
             sums = zip(self._all_steps, latest, strict=True)
             self._all_steps = [(31 * total + number) & MASK for total, number in sums]
@@ -119,6 +127,31 @@ class BatchChecks:
             every = self._transport.all_gather_object([float(n) for n in slots[SLOT * rank : SLOT * (rank + 1)]])
             self.compare([number for slot in every for number in slot], what, bool(batch.read_order))
         return slots
+
+    def agree_on_settings(self, setting: str | None, file: str | None) -> str | None:
+        """Return the file that rank 0 has seen to be changed; collective where a pass or files ask for it.
+
+        Args:
+            setting: what has changed since the latest graph was captured, in words; None if nothing has.
+            file: the same of files that the user's code reads; "" if none has, None if it reads none.
+
+        Raises:
+            PolylaneError: a setting has changed on some workers alone, and all of them know it.
+        """
+        if self._transport.size == 1 or self._is_asynchronous or self._has_servers:  # in different steps
+            return file
+        if file is None and not self._needs_same_graph:
+            return file
+        seen = self._transport.all_gather_object([setting or "", file or ""])
+        changed = [label for label, _ in seen]
+        others = _find_others([False] * len(changed), [1 + bool(label) for label in changed])
+        if others:
+            label = next(filter(None, changed))
+            has, has_not = others if changed[0] else others[::-1]
+            raise PolylaneError(
+                f"{self._what}: {label} has changed on {_in_words(has)}, and not on {_in_words(has_not)}: {_EVERYWHERE}"
+            )
+        return str(seen[0][1])
 
     def add_script(self, slots: Digests, trainer: ObjectiveUpdate, version: int) -> None:
         """Add to the digests of a step what a script may have changed on this worker alone.
@@ -131,7 +164,7 @@ class BatchChecks:
         if self._transport.size > 1:
             at, self._trainer = SLOT * self._transport.rank, trainer
             # Stages of an asynchronous pipeline are at different updates, and so at different rates of a schedule.
-            if not self._prepared.plan.is_asynchronous:
+            if not self._is_asynchronous:
                 slots[at + 2] = _digest_options(trainer.optimizer.param_groups)
             slots[at + 3] = version + 1
             known = self._writes.get(id(trainer))
@@ -155,8 +188,7 @@ class BatchChecks:
         for found, words, peers in zip(of_script, _OF_SCRIPT, (everyone, everyone, self._stages), strict=True):
             if others := _find_others(peers, found):
                 raise PolylaneError(
-                    f"{what}: {_name_ranks(others)} trained {words} than rank {others[0][0]}: what a script changes "
-                    "between steps it must change on every worker, and not within `if rank == 0`"
+                    f"{what}: {_in_words(others[1])} trained {words} than rank {others[0][0]}: {_EVERYWHERE}"
                 )
         if len(set(orders)) == len(set(contents)) == 1:
             return
@@ -165,7 +197,7 @@ class BatchChecks:
         kinds = [share is None for share in shares]
         if others := _find_others(kinds, orders):
             raise PolylaneError(
-                f"{what}: {_name_ranks(others)} read other samples than rank {others[0][0]}, or made a batch of other "
+                f"{what}: {_in_words(others[1])} read other samples than rank {others[0][0]}, or made a batch of other "
                 "sizes of them: every worker must call batches() with the same dataset, of one length, and the same "
                 "arguments; samples of different sizes are padded to one size in the dataset, or by a collate(samples) "
                 "that does not look at the others"
@@ -173,14 +205,14 @@ class BatchChecks:
         others = _find_others(shares, contents)
         if others and was_read:
             raise PolylaneError(
-                f"{what}: the dataset gave {_name_ranks(others)} other samples than rank {others[0][0]}: each worker "
-                "must be given what one process would be; take out what makes it depend on the worker (a share of the "
-                "samples by RANK or torch.distributed.get_rank(), other files on another host, random numbers of its "
-                "own): batches are divided for you"
+                f"{what}: the dataset gave {_in_words(others[1])} other samples than rank {others[0][0]}: each "
+                "worker must be given what one process would be; take out what makes it depend on the worker (a share "
+                "of the samples by RANK or torch.distributed.get_rank(), other files on another host, random numbers "
+                "of its own): batches are divided for you"
             )
         if others:
             raise PolylaneError(
-                f"{what}: {_name_ranks(others)} gave another batch than rank {others[0][0]}: workers must give the "
+                f"{what}: {_in_words(others[1])} gave another batch than rank {others[0][0]}: workers must give the "
                 "same whole batch, of which each takes its own samples; orders of a DataLoader part where one rank "
                 "alone draws random numbers: give it generator=torch.Generator().manual_seed(0), or let "
                 "job.batches(dataset, batch_size) read"
@@ -205,7 +237,7 @@ class BatchChecks:
             PolylaneError: on every worker, if that is not the same.
         """
         self._check_results()
-        if self._prepared.plan.sync.has_servers:
+        if self._has_servers:
             self._compare_all_steps()
 
     def _check_results(self) -> None:
@@ -234,8 +266,7 @@ class BatchChecks:
         workers together, or they would wait for each other.
         """
         plan = self._prepared.plan
-        together = plan.resplits_batch or plan.sync.shard == "parameters" or bool(plan.axes)
-        if plan.data == 1 or not together:
+        if plan.data == 1 or not self._needs_same_graph:
             return
         own = repr(batch_signature(batch.leaves, batch.sampled))
         if any(other != own for other in self._transport.all_gather_object(own)):
@@ -282,7 +313,6 @@ def _find_others(groups: Sequence[Hashable], numbers: Sequence[float]) -> tuple[
     return ()
 
 
-def _name_ranks(found: tuple[list[int], ...]) -> str:
-    others = found[1]
+def _in_words(others: Sequence[int]) -> str:
     shown = ", ".join(map(str, others[:8])) + (f" and {len(others) - 8} others" if len(others) > 8 else "")
     return f"rank {shown}" if len(others) == 1 else f"ranks {shown}"

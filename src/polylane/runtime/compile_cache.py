@@ -50,6 +50,9 @@ SETTINGS_KEPT = 8  # versions of the settings kept at once, for each objective a
 MANY_SETTINGS = 4  # captures with other settings after which the user is warned
 
 
+Agree = Callable[[str | None, str | None], str | None]
+
+
 @dataclass
 class _Entry:
     """One graph, with what was made of it so far.
@@ -75,14 +78,16 @@ class CompileCache:
         training: the training as it was compiled ahead of the workers.
         compiler: the slow path, called on a miss.
         example: a batch of the form that the training was compiled for.
+        agree: called before every step with the setting that has changed, or None, and with the file that has: "" if
+            none has, None if none is read. It returns what all workers take for the latter. Collective.
 
     Attributes:
         sampled: for every leaf of the example, whether it is split with the samples.
         has_common_tensors: whether a tensor of the example is not.
     """
 
-    def __init__(self, training: CompiledTraining, compiler: ProgramBinder, example: Any) -> None:
-        whole = Batch.whole(example)
+    def __init__(self, training: CompiledTraining, compiler: ProgramBinder, example: Any, agree: Agree) -> None:
+        whole, self._agree = Batch.whole(example), agree
         self._training, self._compiler, self._example = training, compiler, BatchForm.of_batch(example)
         self.sampled, self.has_common_tensors = whole.sampled, whole.has_common_tensors
         self._whole, self._carried = whole, CarriedLeaves()
@@ -134,7 +139,7 @@ class CompileCache:
         """
         self._draws = draws
         # Settings first: they are read from the model as it is now, and may evict graphs of old versions.
-        number = self.settings_version = self._versions[objective, training].current(self._forget)
+        number = self.settings_version = self._versions[objective, training].current(self._forget, self._agree)
         form = self._form(objective, training, batch, number)
         key, sizes = self._place(form, batch) or self._capture(form, batch)
         fitted = self._entries[key].fitted.get((batch.samples, sizes, replica_local))
@@ -328,23 +333,31 @@ class SettingsVersions:
         self._next = 0
         self._first = None if ahead is None else self.add(0, ahead)
 
-    def current(self, forget: Callable[[str, bool, int], None]) -> int:
+    def current(self, forget: Callable[[str, bool, int], None], agree: Agree) -> int:
         """Return the version number of the settings as they are now; a new number for values not seen before.
 
         Args:
             forget: called with objective, mode and number of a version that is evicted.
+            agree: returns which file all workers take to have changed, see :class:`CompileCache`.
 
         Raises:
-            PolylaneError: the plan cannot follow the change (a parameter frozen or unfrozen between steps).
+            PolylaneError: they have changed on some workers alone, or the plan cannot follow the change (a parameter
+                frozen or unfrozen between steps).
         """
         # The common case, in every step: the version used last is still that of now, and is found first.
-        for i, known in enumerate(self._known):
-            if known.settings.find_change() is None:
-                if i:
-                    self._known.insert(0, self._known.pop(i))
-                return known.number
         if self._known:
-            self._see_that_it_can_be(self._known[0].settings)
+            latest = self._known[0].settings
+            change = latest.find_change()
+            # One worker's look at files counts for all: another one may look behind the moment of a change.
+            changed_file = agree(change, (latest.find_changed_file() or "") if latest.files else None)
+            if change is None and not changed_file:
+                return self._known[0].number
+            for i, known in enumerate(self._known[1:], 1):
+                has_same_files = known.settings.files == ({} if changed_file else latest.files)
+                if has_same_files and known.settings.find_change() is None:
+                    self._known.insert(0, self._known.pop(i))
+                    return known.number
+            self._see_that_it_can_be(change or changed_file)
         if len(self._known) == SETTINGS_KEPT:
             forget(self._objective, self._in_training, self._known.pop().number)
         return self._next
@@ -366,8 +379,7 @@ class SettingsVersions:
         self._next = max(self._next, number + 1)
         return settings
 
-    def _see_that_it_can_be(self, last: CapturedSettings) -> None:
-        change = last.find_change()
+    def _see_that_it_can_be(self, change: str | None) -> None:
         if self._next == MANY_SETTINGS:
             warnings.warn(
                 f"{change} is another one again: for each of its values the model is captured anew, which takes time; "

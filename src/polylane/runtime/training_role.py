@@ -97,7 +97,7 @@ class TrainingRole:
         self._trainers = trainers_of(self._holding, clip_norm)
         self._required = RequiredGradients(self._holding, self._trainers)
         self._binding = ProgramBinder(self._holding, self._connections, self._programs, local, self._trainers)
-        self._cache = CompileCache(prepared, self._binding, example)
+        self._cache = CompileCache(prepared, self._binding, example, self._checks.agree_on_settings)
         # Now, not at the first step: an error in binding is then raised on all workers at once, outside of a step.
         self._cache.bind_ahead([False, True] if local else [False])
         self._rule = self._choose_sync(everyone, clip_norm)

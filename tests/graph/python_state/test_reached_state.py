@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import shutil
 import threading
 import types
 import weakref
 from collections import UserDict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -189,6 +191,25 @@ def test_a_change_between_steps_is_seen_wherever_the_value_is_held() -> None:
         change()
         found = settings.find_change()
         assert found is not None and label in found, (name, found)
+
+
+def test_what_is_put_into_a_folder_that_was_looked_for_is_no_change(tmp_path: Path) -> None:
+    """A checkpoint, for example; to make or to remove a folder or a file is one, and to write a file."""
+    folder, file, missing = tmp_path / "run", tmp_path / "scale", tmp_path / "stop"
+    folder.mkdir()
+    file.write_text("1.0")
+    effects = SideEffects(files=tuple(map(str, (folder, file, missing))))
+
+    def changed(change: Callable[[], object]) -> str | None:
+        settings = CapturedSettings(nn.Linear(2, 2), [loss], effects, (), True)
+        change()
+        return settings.find_changed_file()
+
+    assert changed((folder / "checkpoint").mkdir) is None
+    assert changed(lambda: file.write_text("0.25")) == f"the file {file}"
+    assert changed(missing.touch) == f"the file {missing}"
+    assert changed(missing.unlink) == f"the file {missing}"
+    assert changed(lambda: shutil.rmtree(folder)) == f"the file {folder}"
 
 
 def test_weights_that_a_script_averages_into_another_module_are_no_setting() -> None:

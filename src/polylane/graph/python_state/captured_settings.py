@@ -76,7 +76,7 @@ class CapturedSettings:
         return [parameter.requires_grad for parameter in self._parameters]
 
     def find_change(self) -> str | None:
-        """Return the first difference from the capture, in words; None if there is none.
+        """Return the first difference from the capture but in files, in words; None if there is none.
 
         Raises:
             PolylaneError: a parameter or a module was replaced by another one.
@@ -97,6 +97,16 @@ class CapturedSettings:
         if self._gradients_now() != self._gradients:
             return f"{self.changed_requires_grad()[0]}.requires_grad"
         return self._look.find_change()
+
+    @property
+    def files(self) -> dict[str, tuple[int, ...] | None]:
+        """The files that were read or looked for, with what tells whether they have changed."""
+        return self._look.files
+
+    def find_changed_file(self) -> str | None:
+        """Return the first file that has changed since the capture, in words; None if there is none."""
+        changed = self._look.find_changed_file()
+        return None if changed is None else f"the file {changed}"
 
     def find_unreadable_change(self) -> str | None:
         """Return the first difference that :meth:`read_values` does not tell, in words; None if there is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import operator
 import os
+import stat
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -89,7 +90,7 @@ class WatchList:
         self._contents: list[tuple[Any, Any, str]] = []
         self._cells: list[tuple[PythonName, Any]] = []
         self._environment = {key: os.environ.get(key) for key in effects.environment_keys}
-        self._files = {path: _file_mark(path) for path in effects.files}
+        self.files = {path: _file_mark(path) for path in effects.files}
         self._seen: set[int] = set()
 
     # ---- what is watched
@@ -205,7 +206,7 @@ class WatchList:
                 os.environ[key] = text
 
     def find_change(self) -> str | None:
-        """Return a label of the first difference, or None."""
+        """Return a label of the first difference but in files, or None."""
         for row in self._rows:
             try:
                 if row.read(row.owner) == row.values:
@@ -221,10 +222,11 @@ class WatchList:
         for key, text in self._environment.items():
             if os.environ.get(key) != text:
                 return f"the environment's {key}"
-        for path, mark in self._files.items():
-            if _file_mark(path) != mark:
-                return f"the file {path}"
         return None
+
+    def find_changed_file(self) -> str | None:
+        """Return the first file that was written, replaced, made or removed, or None."""
+        return next((path for path, mark in self.files.items() if _file_mark(path) != mark), None)
 
     def find_other_change(self) -> str | None:
         """Return a label of the first difference in what is no plain value, or None."""
@@ -266,11 +268,13 @@ def _write(owner: Any, name: str, value: Any, label: str) -> None:
 
 
 def _file_mark(path: str) -> tuple[int, ...] | None:
-    """Return what changes when a file is written or replaced; None where there is none."""
+    """Return what changes when a file is written or replaced, or a folder made; None where there is neither."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):  # it is not there, or its name cannot be one
         return None
+    if stat.S_ISDIR(found.st_mode):  # what is put into it, such as a checkpoint, is no change of what was asked for
+        return ()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
