@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parent.parent / "src" / PACKAGE
 # rooms of one floor do not import from each other. "__init__" is the package's own file.
 FLOORS = (
     ("errors",),
-    ("settings", "yaml_file", "output", "parent_death"),
+    ("settings", "yaml_file", "output", "parent_death", "faults"),
     ("recipe",),
     ("graph", "cluster", "optim"),
     ("schedule",),

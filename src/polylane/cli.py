@@ -25,6 +25,7 @@ from polylane.commands.requests import (
     VerifyRequest,
 )
 from polylane.errors import LINES, PolylaneError, WorkerFailed, clean_sentence, clean_text, describe_error
+from polylane.faults import PolylaneFault, explain_fault
 from polylane.output import find_loss, guard_streams
 from polylane.runtime.workers.failure import format_exit_code
 from polylane.runtime.workers.stop_request import Stopped, describe_end
@@ -45,8 +46,8 @@ class _Sentences(TyperGroup):
     """Command group in which a user's mistake is one sentence and an exit code, not a traceback.
 
     Exit codes: 2 for wrong input or too little memory, 1 for a failed worker or a plan that is not equal to one
-    worker, 128 and the signal's number for a run that a signal ended: 130 for Ctrl-C, 143 for SIGTERM.
-    Other exceptions are bugs of polylane and keep their traceback.
+    worker, or a fault of polylane's own, 128 and the signal's number for a run that a signal ended: 130 for Ctrl-C, 143
+    for SIGTERM. Other exceptions, of the user's code or of a library, keep their traceback.
     """
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -58,7 +59,8 @@ class _Sentences(TyperGroup):
             code = _say(clean_sentence(_plain(error.format_message())), 2)  # type: ignore[attr-defined]
         except PolylaneError as error:
             # What failed for want of memory or files is said as such, whatever was being done.
-            code = _say(str((error.__cause__ and explain_refusal(error.__cause__, None)) or error), 2)
+            told = (error.__cause__ and explain_refusal(error.__cause__, None)) or error
+            code = _say(str(told), 1 if isinstance(told, PolylaneFault) else 2)
         except WorkerFailed as error:
             code = _say(str(error), 1)
         except Stopped as stopped:
@@ -66,10 +68,13 @@ class _Sentences(TyperGroup):
         except (typer.Abort, KeyboardInterrupt):
             code = INTERRUPTED
         except Exception as error:
-            told = explain_refusal(error, None)
-            if told is None:
+            command = next((each for each in kwargs.get("args") or sys.argv[1:] if not each.startswith("-")), "")
+            if (refused := explain_refusal(error, None)) is not None:
+                code = _say(str(refused), 2)
+            elif (fault := explain_fault(error, f"polylane {command}".rstrip())) is not None:
+                code = _say(str(fault), 1)
+            else:
                 raise
-            code = _say(str(told), 2)
         except BaseException as leaving:  # sys.exit, and exceptions of the user's own that are no Exception
             if (foreign := _describe_foreign_exit(leaving)) is None:
                 raise

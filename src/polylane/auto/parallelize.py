@@ -21,6 +21,7 @@ from polylane.compile.objectives import Init, OptimizerFactory, SchedulerFactory
 from polylane.compile.training_problem import TrainingProblem
 from polylane.diagnosis.page_layout import Phase
 from polylane.errors import PolylaneError
+from polylane.faults import told_as_fault
 from polylane.graph.capture.export import Loss
 from polylane.plan.plan import Plan
 from polylane.plan.recompute import without_budgets
@@ -35,6 +36,7 @@ from polylane.verify.audit.audit_start import start_auditor
 from polylane.verify.audit.training_audit import attach_audit
 
 
+@told_as_fault("polylane.parallelize")
 def parallelize(
     model: nn.Module,
     loss: Loss | Mapping[str, Loss],

@@ -34,6 +34,7 @@ from polylane.diagnosis.page_layout import (
 )
 from polylane.diagnosis.stacks import Frame
 from polylane.errors import CallsDiffer, WorkerHung
+from polylane.faults import explain_fault
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -153,15 +154,18 @@ def collective(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable
         @wraps(method)
         def call(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
             calls = self.world.progress.calls
-            if calls is None or not calls.begin(name):
-                return method(self, *args, **kwargs)
-            has_failed = True
+            is_begun, has_failed = calls is not None and calls.begin(name), True
             try:
                 result = method(self, *args, **kwargs)
                 has_failed = False
+                return result
+            except Exception as error:
+                if (fault := explain_fault(error, f"{name}({find_user_line()})")) is None:
+                    raise
+                raise fault from None
             finally:
-                calls.end(has_failed)
-            return result
+                if calls is not None and is_begun:
+                    calls.end(has_failed)
 
         return call
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from polylane.errors import ActionFailed, PeerLost, PolylaneError, WorkerFailed, format_value
+from polylane.faults import explain_fault
 from polylane.runtime.workers.out_of_memory import MemoryNeed, OutOfMemory, count_system_kills
 from polylane.runtime.workers.system_limits import explain_refusal
 
@@ -72,6 +73,8 @@ class Failure:
         if isinstance(root, SystemExit):
             return cls.of_system_exit(rank, root)
         root = explain_refusal(root, rank, **place) or root
+        if (fault := explain_fault(error if failed is None else failed, f"worker {rank}")) is not None:
+            return cls(rank, type(root).__name__, str(fault))
         return cls(
             rank=rank,
             error_type=type(root).__name__,
