@@ -45,7 +45,7 @@ def explain_fault(error: BaseException, doing: str) -> PolylaneFault | None:
     that no input is answered with. The traceback is written into a new file in the system's folder of temporary ones.
 
     Args:
-        error: what was raised.
+        error: any exception, or an :class:`ActionFailed` with the exception as its cause.
         doing: what was being done, such as ``"polylane plan"``, in the words of a user.
     """
     failed = error if isinstance(error, ActionFailed) else None

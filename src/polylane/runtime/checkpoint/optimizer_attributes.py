@@ -75,7 +75,7 @@ class _Owners:
         """Return the parameters to which values in a list belong, by their number and shapes; empty for none.
 
         Args:
-            values: the list.
+            values: tensors, None for a parameter without one, or mappings that have tensors.
             group: number of the group of which it is; None: of all, or of any one.
         """
         if group is not None:
