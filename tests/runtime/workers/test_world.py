@@ -79,7 +79,9 @@ def test_the_environment_of_torchrun():
     def worker(context: WorkerContext) -> tuple[int, int, float]:
         port = context_port(context)
         context.world.leave()
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
+        rank = str(context.rank)
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False", **ranks)
         world = World.join()
         value = torch.tensor(1.0)
         dist.all_reduce(value)
