@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -98,3 +99,55 @@ def test_other_entries_have_another_digest(change: Any) -> None:
     entries = other.entries
     change(entries[2])
     assert digest_tensor(SampleList.of(entries)) != digest_tensor(leaf)
+
+
+X = torch.arange(40.0).reshape(4, 10)
+
+
+@pytest.mark.parametrize(
+    ("entry", "other"),
+    [
+        (X, X.flip(1)),  # the same words in another order
+        (X, X.flip(0)),
+        (X.byte(), X.byte().flip(1)),
+        (X[0, :3], X[0, :3].flip(0)),
+        (X, X.reshape(10, 4)),
+        (X.int(), X.int().view(torch.float32)),
+        ({"boxes": X}, {"masks": X}),
+        ({"a": X, "b": X + 1}, {"b": X, "a": X + 1}),
+        ([X, [X]], [[X], X]),
+        ({"id": "ab.png"}, {"id": "ba.png"}),
+        ({"id": 1}, {"id": 1.0}),
+        ({"size": np.array([1, 2])}, {"size": np.array([2, 1])}),
+        ({"mask": X.to_sparse()}, {"mask": (X * 2).to_sparse()}),
+    ],
+)
+def test_entries_that_differ_have_other_checksums(entry: Any, other: Any) -> None:
+    rows = SampleList.of([entry, copy.deepcopy(entry), other])
+    assert rows.dtype == torch.int64 and rows.tolist()[0] == rows.tolist()[1] != rows.tolist()[2]
+
+
+def test_of_an_object_the_type_counts() -> None:
+    rows = SampleList.of([{"about": object()}, {"about": object()}])  # what they show are their addresses
+    assert rows.tolist()[0] == rows.tolist()[1]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.tensor([True, False, True, False, True]),
+        [False, True, True, False, False],
+        torch.tensor([4, 0, 0]),
+        [-1, 2],
+        np.array([3, 1]),
+        slice(1, None, 2),
+        Ellipsis,
+    ],
+    ids=repr,
+)
+def test_rows_that_are_taken_take_their_entries(rows: Any) -> None:
+    (whole, _), _ = flatten(LISTS["lists"])
+    taken = whole[rows]
+    expected = torch.arange(5)[rows].tolist()
+    assert [int(entry[0, 0, 0]) for entry in taken.entries] == expected
+    assert taken.tolist() == whole.as_subclass(torch.Tensor)[rows].tolist()

@@ -10,11 +10,15 @@ What divides a batch divides rows, so that it divides these lists alike; the use
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 class SampleList(Tensor):
@@ -84,7 +88,9 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def _take(entries: list[Any], rows: Any) -> list[Any]:
     if isinstance(rows, slice):
         return entries[rows]
-    return [entries[int(row)] for row in torch.as_tensor(rows).flatten()]
+    # Whatever torch takes for an index, a mask or a list of numbers, it takes for this one.
+    numbers = torch.arange(len(entries), device=rows.device if isinstance(rows, Tensor) else None)
+    return [entries[number] for number in numbers[rows].flatten().tolist()]
 
 
 def _keep(entries: list[Any], *_: Any) -> list[Any]:
@@ -102,18 +108,31 @@ _FOLLOWED: Mapping[Any, Callable[..., list[Any]]] = {
 }
 
 
-def _checksum(entry: Any) -> int:
-    """Return a number for the values and the form of an entry."""
-    if isinstance(entry, Tensor):
-        flat = entry.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        words = flat[: flat.numel() // 8 * 8].clone().view(torch.int64)
-        sums = (words ^ (words << 7)).cumsum(0)[-1:] if words.numel() < 64 else words.sum(0, keepdim=True)
-        return hash((tuple(entry.shape), int(sums.sum()), int(flat[words.numel() * 8 :].sum())))
+def _checksum(entry: Any, before: int = 0) -> int:
+    """Return a number for the names, the values and the form of an entry, the same in every process.
+
+    Args:
+        entry: nested mappings, lists and tuples of tensors, arrays and plain values; of other objects only types count.
+        before: the number of what stands before it.
+    """
     if isinstance(entry, Mapping):
-        return hash(tuple(_checksum(each) for each in entry.values()))
+        for key, value in entry.items():
+            before = _checksum(value, _checksum(key, before))
+        return zlib.crc32(b"mapping", before)
     if isinstance(entry, list | tuple):
-        return hash(tuple(map(_checksum, entry)))
-    return sum(repr(entry).encode())
+        for part in entry:
+            before = _checksum(part, before)
+        return zlib.crc32(b"list of %d" % len(entry), before)
+    if isinstance(entry, Tensor):
+        dense = entry.detach() if entry.layout is torch.strided else entry.detach().to_dense()
+        plain = dense.cpu().resolve_conj().resolve_neg().contiguous()
+        content = plain.reshape(-1).view(torch.uint8).numpy().data
+        return zlib.crc32(content, zlib.crc32(repr((entry.dtype, *entry.shape)).encode(), before))
+    if isinstance(entry, np.ndarray | np.generic) and not entry.dtype.hasobject:
+        return zlib.crc32(entry.tobytes(), zlib.crc32(repr((entry.dtype, *entry.shape)).encode(), before))
+    # What an object shows may be its address.
+    shown = repr(entry) if type(entry) in _PLAIN else type(entry).__qualname__
+    return zlib.crc32(shown.encode(errors="surrogatepass"), before)
 
 
 def group_samples(batch: Any) -> Any:
