@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import types
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +16,7 @@ import covering
 from polylane.diagnosis.call_order import Call, CallRecord, choose_first_to_leave, find_parting
 from polylane.diagnosis.page_layout import CALL_ENTRIES, PAGE_BYTES, read_calls, write_call
 from polylane.diagnosis.stacks import CodePlace, Frame, find_own_collective
+from polylane.runtime.progress.script_calls import is_in_collective
 
 METHODS = st.lists(st.sampled_from(["job.step", "job.evaluate", "job.save"]), max_size=12)
 
@@ -114,3 +119,55 @@ def test_a_collective_of_the_users_own_is_seen_on_the_stack() -> None:
     ]
     assert find_own_collective(inside) == CodePlace("barrier", "train.py:14")
     assert find_own_collective([script, *inside]) is None
+    for function in ("recv", "send", "new_group", "init_process_group"):  # which no other rank need be called by
+        called = Frame(f"{torch}/distributed_c10d.py", 6000, function)
+        assert find_own_collective([*inside[:2], called, script]) is None
+
+
+# Calls that block, as torch's own do, from a file of its name.
+CALLS = """
+def barrier(group=None): BLOCK()
+def all_reduce(tensor, op=None, group=None, async_op=False):
+    group = group or WORLD
+    BLOCK()
+def recv(tensor, src=None, group=None): BLOCK()
+def new_group(ranks=None):
+    barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "is_one"),
+    [
+        ("barrier()", True),
+        ("barrier(WORLD)", True),
+        ("barrier(group=PART)", False),
+        ("all_reduce(None)", True),
+        ("all_reduce(None, group=PART)", False),
+        ("recv(None, 1)", False),
+        ("new_group([0])", False),
+    ],
+)
+def test_only_collectives_of_all_ranks_need_those_that_wait(call: str, is_one: bool) -> None:
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def block() -> None:
+        inside.set()
+        goes_on.wait(20)
+
+    world = object()
+    names: dict[str, Any] = {"BLOCK": block, "WORLD": world, "PART": object()}
+    # Blocking belongs to the library, or it would be the user's own code in which the thread is.
+    names["BLOCK"] = types.FunctionType(
+        block.__code__.replace(co_filename="/-packages/b.py"), {}, closure=block.__closure__
+    )
+    exec(compile(CALLS, "/site-packages/torch/distributed/distributed_c10d.py", "exec"), names)
+    thread = threading.Thread(target=lambda: eval(compile(call, "/home/me/train.py", "eval"), names))
+    thread.start()
+    try:
+        assert inside.wait(20)
+        assert is_in_collective(sys._current_frames()[thread.ident or 0], world) is is_one
+    finally:
+        goes_on.set()
+        thread.join(20)
+    assert not is_in_collective(sys._getframe(), world)

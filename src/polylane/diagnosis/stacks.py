@@ -24,6 +24,15 @@ _OWN = str(Path(__file__).resolve().parent.parent) + "/"
 _LIBRARIES = (_OWN, *(f"{place}/" for name in ("stdlib", "scripts") if (place := sysconfig.get_path(name))))
 
 
+# The calls of torch.distributed that every rank of their group must make; others are between two ranks, or of one.
+_NAMES = """
+    all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_gather_single all_reduce
+    all_reduce_coalesced all_to_all all_to_all_single barrier broadcast broadcast_object_list gather gather_object
+    monitored_barrier reduce reduce_scatter reduce_scatter_single reduce_scatter_tensor scatter scatter_object_list
+"""
+COLLECTIVES = frozenset(_NAMES.split())
+
+
 @dataclass(frozen=True)
 class Frame:
     """One call on a stack.
@@ -37,6 +46,11 @@ class Frame:
     file: str
     line: int
     function: str
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the code is torch.distributed's of collectives and messages."""
+        return self.file.endswith("/torch/distributed/distributed_c10d.py")
 
     @property
     def is_users(self) -> bool:
@@ -61,14 +75,15 @@ def is_at_breakpoint(frames: list[Frame]) -> bool:
 
 
 def find_own_collective(frames: list[Frame]) -> CodePlace | None:
-    """Return where a thread is in a function of torch.distributed that the user's code has called; None elsewhere."""
+    """Return where a thread is in a collective of torch.distributed that the user's code has called; None elsewhere."""
     function = ""
     for frame in frames:
         if frame.is_users:
-            return CodePlace(function, f"{Path(frame.file).name}:{frame.line}") if function else None
+            is_collective = function in COLLECTIVES
+            return CodePlace(function, f"{Path(frame.file).name}:{frame.line}") if is_collective else None
         if frame.file.startswith(_OWN):
             return None
-        if frame.file.endswith("/torch/distributed/distributed_c10d.py"):
+        if frame.is_distributed:
             function = frame.function
     return None
 

@@ -212,6 +212,7 @@ class ProgressWriter(Progress):
             self.words[BEAT_WORD] = time.monotonic_ns()
             time.sleep(BEAT_SECONDS)
             if self.calls is not None:
+                self.calls.note_collective()
                 self.calls.obey()
 
     def _write(self) -> None:

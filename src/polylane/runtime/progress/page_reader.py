@@ -14,6 +14,7 @@ from polylane.diagnosis.page_layout import (
     ASKS,
     BEAT_WORD,
     CALL_WORD,
+    COLLECTIVE_WORD,
     COUNTERS_WORD,
     END_WORD,
     MOST_LINES,
@@ -139,6 +140,11 @@ class PageReader:
     def asks(self) -> bool:
         """Whether the worker asks why it has lost another one."""
         return bool(self._words[END_WORD] & ASKS)
+
+    @property
+    def is_in_collective_of_all(self) -> bool:
+        """Whether the script is in a collective of torch.distributed's that every rank must call."""
+        return bool(self._words[COLLECTIVE_WORD])
 
     def ask_stacks(self, pid: int, continues: bool) -> int:
         """Ask the worker for its stacks; return where they will begin in its file."""

@@ -21,9 +21,12 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from torch.distributed import GroupMember
+
 from polylane.diagnosis.page_layout import (
     ASKS,
     CALL_WORD,
+    COLLECTIVE_WORD,
     COUNTERS_WORD,
     END_WORD,
     HAS_LEFT,
@@ -32,7 +35,7 @@ from polylane.diagnosis.page_layout import (
     read_verdict,
     write_call,
 )
-from polylane.diagnosis.stacks import Frame
+from polylane.diagnosis.stacks import COLLECTIVES, Frame
 from polylane.errors import CallsDiffer, WorkerHung
 from polylane.faults import explain_fault
 
@@ -86,6 +89,14 @@ class ScriptCalls:
         """Note that the script has come to its end, unless an exception of its own has ended it."""
         if getattr(sys, "last_value", None) is None:
             self._words[END_WORD] |= HAS_LEFT
+
+    def note_collective(self) -> None:
+        """Note whether the main thread is in a collective of the script's own that needs all; called by another thread.
+
+        Of which group it is, no stack that is read from outside says.
+        """
+        frame = None if self._is_inside else sys._current_frames().get(threading.main_thread().ident or 0)
+        self._words[COLLECTIVE_WORD] = int(is_in_collective(frame, GroupMember.WORLD))
 
     # ---- what the watch says -----------------------------------------------------------------------------------------
 
@@ -178,6 +189,23 @@ def find_user_line() -> str:
     while frame is not None and not _is_users(frame.f_code):
         frame = frame.f_back
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name} line {frame.f_lineno}"
+
+
+def is_in_collective(frame: FrameType | None, world: object) -> bool:
+    """Return whether a thread is in a collective of torch.distributed of one group, which the user's code has called.
+
+    Args:
+        frame: the thread's innermost call; None: it has none.
+        world: the group; it is the one that calls are made in which name none.
+    """
+    called: FrameType | None = None
+    while frame is not None and not _is_users(frame.f_code):
+        called = frame if Frame(frame.f_code.co_filename, 0, "").is_distributed else called
+        frame = frame.f_back
+    if called is None or called.f_code.co_name not in COLLECTIVES:
+        return False
+    group = called.f_locals.get("group")
+    return group is None or group is world
 
 
 @cache

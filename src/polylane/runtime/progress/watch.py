@@ -170,7 +170,8 @@ class HangWatch:
                 report = self._observer.report_rank(each)
                 calls = {rank: seen[rank].reader.calls for rank in behind if rank in seen}
                 inside = next((f" in {record.calls[-1]}" for record in calls.values() if record.is_inside), "")
-                if report.doing is Doing.IN_COLLECTIVE and inside:
+                # One of fewer ranks may need none of those that wait, and a message may be under way.
+                if report.doing is Doing.IN_COLLECTIVE and inside and each.reader.is_in_collective_of_all:
                     self._end_collective(report, calls)
                 sentence = describe_rank(report, behind, time.time())
                 self._say(f"{sentence}{inside} (this takes long, and is no hang yet)")
