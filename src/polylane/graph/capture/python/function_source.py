@@ -27,7 +27,7 @@ def read_definition(function: types.FunctionType) -> ast.FunctionDef | None:
     ast.increment_lineno(tree, first - 1)
     same = build_function(function, definition, definition.body)
     # The file may have been edited since, or the function been rewritten by a tool.
-    return definition if same is not None and _same_code(same.__code__, function.__code__) else None
+    return definition if _same_code(same.__code__, function.__code__) else None
 
 
 def _same_code(a: types.CodeType, b: types.CodeType) -> bool:
@@ -46,7 +46,7 @@ def _summarize(code: types.CodeType) -> tuple[Any, ...]:
 
 def build_function(
     like: types.FunctionType, definition: ast.FunctionDef, body: Sequence[ast.stmt], argument: str = ""
-) -> types.FunctionType | None:
+) -> types.FunctionType:
     """Return a function with another body, and the globals, variables, defaults and lines of the user's.
 
     Args:

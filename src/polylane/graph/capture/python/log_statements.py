@@ -115,8 +115,6 @@ def split_log_statements(loss: Any, model: nn.Module, others: Sequence[Any]) -> 
     shared = [each for each in definition.body if isinstance(each, ast.Global | ast.Nonlocal)]
     without = build_function(loss, definition, rest)
     function = build_function(loss, definition, [*shared, *statements], name)
-    if without is None or function is None:
-        return loss, None
     places = tuple(find_python_names([], [function]))
     if _meets(places, function, find_python_names([*model.named_modules()], [without, *others])):
         return loss, None
