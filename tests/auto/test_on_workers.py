@@ -141,6 +141,7 @@ def test_the_others_wait_as_long_as_it_takes_and_sleep() -> None:
         port = context.world.all_gather_object(port)[0]
         context.world.leave()
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]), TORCHELASTIC_USE_AGENT_STORE="False")
+        os.environ.update(RANK=str(context.rank), WORLD_SIZE="2")
         world = World.join(timedelta(seconds=1))
         before = time.process_time()
         found = compute_on_rank0(world, lambda: (time.sleep(2.5), f"of rank {context.rank}")[1])
