@@ -148,14 +148,14 @@ def means(named: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("optimizer", "plan", "after"),
     [
-        (lookahead, "data=2", "data=1"),
+        pytest.param(lookahead, "data=2", "data=1", marks=pytest.mark.slow),
         (averages, "data=1", "data=2"),
-        (means, "pipeline=2,microbatches=2", "data=2"),
+        pytest.param(means, "pipeline=2,microbatches=2", "data=2", marks=pytest.mark.slow),
         (lookahead, "data=2,servers=1", "data=1"),
         (in_first_step("list"), "pipeline=2,microbatches=2", "tensor=2"),
         (in_first_step("option"), "tensor=2", "data=2,shard=parameters"),
         (in_first_step("states"), "data=2,shard=parameters", "data=1"),
-        (in_first_step("groups"), "data=1", "pipeline=2,microbatches=2"),
+        pytest.param(in_first_step("groups"), "data=1", "pipeline=2,microbatches=2", marks=pytest.mark.slow),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [

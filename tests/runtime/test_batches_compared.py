@@ -323,7 +323,10 @@ def plain_batches(dataset: Any, size: int, epochs: int, collate: Any) -> Iterato
 
 
 @pytest.mark.parametrize(
-    ("make", "collate"), [(Harder, None), (Curriculum, None), (Centred, None), (Curriculum, centre)]
+    ("make", "collate"),
+    covering.one_in(
+        2, [(Harder, None), (Curriculum, None), (Centred, None), (Curriculum, centre)], first=1, several=True
+    ),
 )
 def test_the_numbers_of_a_plain_loop(make: Any, collate: Any) -> None:
     def work(job: Job) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+import covering
 from polylane.errors import PolylaneError
 from training import batch_of, plainly, trained
 
@@ -119,8 +120,7 @@ LOST = {("lazy", "data=2,shard=parameters")}
 
 
 @pytest.mark.filterwarnings("ignore:each replica computes")
-@pytest.mark.parametrize("plan", ["data=2", "tensor=2", "data=2,shard=parameters"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "plan"), covering.pairs(MODELS, ["data=2", "tensor=2", "data=2,shard=parameters"]))
 def test_written_and_used_again_as_on_one_device(name: str, plan: str) -> None:
     if (name, plan) in LOST:
         with pytest.raises(PolylaneError, match="the loss writes the parameter shift"):

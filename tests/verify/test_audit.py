@@ -104,7 +104,7 @@ PLANS = [
     pytest.param("data=1", marks=slow),
     "data=2,shard=parameters",
     pytest.param("pipeline=2,microbatches=2", marks=slow),
-    "tensor=2",
+    pytest.param("tensor=2", marks=slow),
     pytest.param("data=2", marks=slow),
     pytest.param("data=2,servers=1", marks=slow),
     "data=2,pipeline=2,microbatches=3",
