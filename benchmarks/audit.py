@@ -39,11 +39,13 @@ def open_training(example: str, plan: str) -> tuple[RecipeTraining, CompiledTrai
     return training, prepare_once(training, parse(plan))
 
 
-def train(training: RecipeTraining, prepared: CompiledTraining, mode: AuditMode, steps: int) -> tuple[float, int]:
-    """Return the seconds of all steps, and the number of those that were audited."""
+def train(
+    training: RecipeTraining, prepared: CompiledTraining, mode: AuditMode, steps: int
+) -> tuple[float, int, float]:
+    """Return the seconds of all steps, the number of audited ones, and the seconds that audits account for."""
     training = replace(training, request=replace(training.request, audit=mode))
 
-    def run(context: WorkerContext) -> tuple[float, int]:
+    def run(context: WorkerContext) -> tuple[float, int, float]:
         audits = training.start_auditor(prepared, context.world)
         job = training.job(prepared, context.world)
         audit = attach_audit(audits, job)
@@ -52,7 +54,10 @@ def train(training: RecipeTraining, prepared: CompiledTraining, mode: AuditMode,
         for batch in itertools.islice(batches, steps):
             job.step(batch)
         job.close()
-        return time.perf_counter() - begin, 0 if audit is None else len(audit.report().steps)
+        seconds = time.perf_counter() - begin
+        return (
+            (seconds, 0, 0.0) if audit is None else (seconds, len(audit.report().steps), audit.report().stall_seconds)
+        )
 
     return fork_workers(run, prepared.plan.processes)[0]
 
@@ -66,17 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds, steps = (1, 30) if options.quick else (options.rounds, options.steps)
     for example, plan in itertools.product(BATCHES, PLANS):
         training, prepared = open_training(example, plan)
-        ratios, counts, seconds = list[float](), list[int](), list[float]()
+        ratios, counts, seconds, shares = list[float](), list[int](), list[float](), list[float]()
         for _ in range(rounds):
-            plain, _ = train(training, prepared, "off", steps)
-            audited, count = train(training, prepared, "auto", steps)
+            plain, _, _ = train(training, prepared, "off", steps)
+            audited, count, stalls = train(training, prepared, "auto", steps)
             ratios.append(audited / plain)
             counts.append(count)
             seconds.append(plain / steps)
+            shares.append(stalls / audited)
         print(
             f"{example} by {plan}: {steps} steps of {statistics.median(seconds) * 1e3:.1f} ms, audited at "
             f"{statistics.median(counts):g} steps: {statistics.median(ratios):.4f} of the time without audits "
-            f"({min(ratios):.4f} to {max(ratios):.4f})",
+            f"({min(ratios):.4f} to {max(ratios):.4f}); audits account for {statistics.median(shares):.2%} of it",
             flush=True,
         )
 
