@@ -30,13 +30,18 @@ class CapturedSettings:
     Args:
         model: the user's model, whose modules are watched.
         losses: the user's losses; those that are modules are watched as well.
-        effects: what the capture's run was seen to read and write.
+        effects: what the capture's run was seen to read and write; None: whatever is in reach is watched.
         leaves: paths of modules that read their own attributes on every run; "": all modules.
         training: whether the training mode was captured.
     """
 
     def __init__(
-        self, model: nn.Module, losses: Sequence[Any], effects: SideEffects, leaves: Collection[str], training: bool
+        self,
+        model: nn.Module,
+        losses: Sequence[Any],
+        effects: SideEffects | None,
+        leaves: Collection[str],
+        training: bool,
     ) -> None:
         self._training = training
         named, of_losses = list(model.named_modules()), modules_of_losses(losses)
@@ -61,7 +66,7 @@ class CapturedSettings:
         for path, module in every:
             self._look.module(path, module)
         functions = [loss for loss in losses if not isinstance(loss, nn.Module)]
-        for place in find_python_names(every, functions, effects.functions_run):
+        for place in find_python_names(every, functions, None if effects is None else effects.functions_run):
             if place.path is None:
                 self._look.watch_name(place)
 

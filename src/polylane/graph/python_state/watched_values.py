@@ -68,19 +68,20 @@ class WatchList:
     """Collects the watched names, and compares them.
 
     Args:
-        effects: what the capture's run was seen to read and write.
+        effects: what the capture's run was seen to read and write; None: whatever is in reach is watched.
         leaves: paths of modules that read their own attributes on every run; "": all modules.
         inputs: identities of the tensors that the graph reads at every step, whose values are no setting.
     """
 
-    def __init__(self, effects: SideEffects, leaves: Collection[str], inputs: Collection[int]) -> None:
+    def __init__(self, effects: SideEffects | None, leaves: Collection[str], inputs: Collection[int]) -> None:
+        follows_all, effects = effects is None, effects or SideEffects()
         said: set[str] = set()
         own: set[str] = set()
         for code in effects.functions_run:
             said |= names_in_code(code)
             own |= set(code.co_names) if is_project_file(code.co_filename) else set()
         # None: any name counts; otherwise only names that occur in functions that ran.
-        self._said = None if own & _DYNAMIC else said
+        self._said = None if follows_all or own & _DYNAMIC else said
         self._touched = {place.key for place in effects.written_names}
         self._leaves, self._inputs = leaves, inputs
         self._rows: list[_WatchedNames] = []
@@ -190,13 +191,13 @@ class WatchList:
         return found | {_ENVIRONMENT + key: os.environ.get(key) for key in self._environment}
 
     def write_plain(self, values: Mapping[str, Any]) -> None:
-        """Make plain names what they are in ``values``, by their labels."""
+        """Make plain names what they are in ``values``, by their labels; others stay as they are."""
         for row in self._rows:
-            for name in row.names:
-                if _differs(row.owner.get(name, MISSING), values[row.label(name)]):
-                    _write(row.owner, name, values[row.label(name)], row.label(name))
+            for name, label in ((name, row.label(name)) for name in row.names):
+                if label in values and _differs(row.owner.get(name, MISSING), values[label]):
+                    _write(row.owner, name, values[label], label)
         for place, value in self._cells:
-            if type(value) in PLAIN:
+            if type(value) in PLAIN and place.label in values:
                 place.put(values[place.label])
         for key in self._environment:
             text = values[_ENVIRONMENT + key]
