@@ -25,6 +25,7 @@ from polylane.errors import PeerLost, PolylaneError, WorkerFailed
 from polylane.plan.plan import Plan
 from polylane.plan.plan_file import dump
 from polylane.probe import machine
+from polylane.runtime.stale_weights import allow_own_calls
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 from polylane.runtime.workers.world import World
 from training import Trained, adamw, assert_same, batch_of, classify, mlp, plainly, sgd
@@ -100,9 +101,10 @@ def test_only_rank_0_measures_and_leaves_no_trace(capfd: pytest.CaptureFixture[s
             plan = job.plan
         # Whatever plan is the fastest here: under some of them a model holds parts of its parameters.
         automatically(untouched, plan=plan).close()
-        same = all(map(torch.equal, model.parameters(), untouched.parameters()))
-        same &= torch.equal(drawn, torch.get_rng_state())
-        return len(measured), same and all(p.grad is None for p in model.parameters())
+        with allow_own_calls():  # which look at the parts that a worker has
+            same = all(map(torch.equal, model.parameters(), untouched.parameters()))
+            same &= all(p.grad is None for p in model.parameters())
+        return len(measured), same and torch.equal(drawn, torch.get_rng_state())
 
     assert fork_workers(work, 2) == [(1, True), (0, True)]
     assert capfd.readouterr().err.count("plan auto: ") == 1

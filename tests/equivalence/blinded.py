@@ -20,7 +20,7 @@ def nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _run_alone(model: Any, loss: Any, run: Callable[[], Any], again: Callable[[], None]) -> tuple[Any, SideEffects]:
+def _run_alone(model: Any, loss: Any, run: Callable[[], Any], *_: Any) -> tuple[Any, SideEffects]:
     return run(), SideEffects()
 
 

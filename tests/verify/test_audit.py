@@ -215,7 +215,7 @@ class Counting(nn.Module):
 def test_python_state_that_capture_has_frozen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not train("data=2", Counting).differences
     # Now nothing sees the counter any more.
-    monkeypatch.setattr(dry_run, "find_side_effects", lambda model, loss, run, again: (run(), SideEffects()))
+    monkeypatch.setattr(dry_run, "find_side_effects", lambda model, loss, run, *_: (run(), SideEffects()))
     monkeypatch.setattr(self_check, "first_difference", lambda *args, **kwargs: None)
     with pytest.raises(PolylaneError, match=r"step 2: the first gradient that differs.*layer\.weight"):
         train("data=2", Counting)

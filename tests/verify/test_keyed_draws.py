@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -127,7 +128,8 @@ def test_draws_of_the_users_own_python_have_no_key() -> None:
 
     model, batch = Own(), torch.randn(SAMPLES, 6)
     objective = Objective("loss", loss, lambda p: torch.optim.SGD([q for _, q in p], lr=0.1))
-    with pytest.warns(UserWarning):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, once a process
         prepared = compile_training(TrainingProblem(model, {"loss": objective}, batch), "data=1")
     code = prepared.main_partition.graph.code
     assert code.random

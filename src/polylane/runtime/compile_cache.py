@@ -327,8 +327,6 @@ class SettingsVersions:
     def __init__(self, training: CompiledTraining, objective: str, in_training: bool, ahead: Partition | None) -> None:
         self._training, self._objective, self._in_training = training, objective, in_training
         self._losses = training.losses
-        nodes = [node for each in training.partitions.values() for node in each.graph.nodes]
-        self._leaves = {node.module for node in nodes if node.op == "leaf"}
         self._known: list[_Version] = []  # most recently used first
         self._next = 0
         self._first = None if ahead is None else self.add(0, ahead)
@@ -374,7 +372,9 @@ class SettingsVersions:
                 files=(*known.effects.files, *effects.files),
             )
             self._known.remove(known)
-        settings = CapturedSettings(self._training.model, self._losses, effects, self._leaves, self._in_training)
+        # Of this objective alone: another one's leaf reads anew what this graph has frozen.
+        leaves = {node.module for node in partition.graph.nodes if node.op == "leaf"}
+        settings = CapturedSettings(self._training.model, self._losses, effects, leaves, self._in_training)
         self._known.insert(0, _Version(number, settings, effects))
         self._next = max(self._next, number + 1)
         return settings

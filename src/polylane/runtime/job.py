@@ -290,7 +290,7 @@ class Job:
         Raises:
             PolylaneError: on every worker, if it cannot be written; earlier checkpoints are as they were.
         """
-        saver = self.open_saver(parse_folder("save_checkpoint", folder, self._is_closed), keep)
+        saver = self.open_saver(parse_folder("save_checkpoint", folder), keep)
         saver.finish()
         self.begin_checkpoint(saver)
         if wait:
@@ -330,7 +330,7 @@ class Job:
         Raises:
             PolylaneError: on every worker, if there is none, it is damaged, or of another model.
         """
-        folder = parse_folder("load_checkpoint", path, self._is_closed)
+        folder = parse_folder("load_checkpoint", path)
         loaded = load_checkpoint(folder, self._rank, self._role.exchange, self._role.restore_state)
         loaded.tell_changes(self._choices, self._rank, warn)
         self._position = loaded.position

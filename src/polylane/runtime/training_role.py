@@ -137,6 +137,7 @@ class TrainingRole:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
+    @torch.enable_grad()
     def step(self, batch: Any, name: str, anomalies: AnomalyDetector | None) -> StepResult:
         trainer, what = self._trainers[name], f"step {self._step + 1}"
         own, digests, was_read = self._checks.take(batch, what, self._cache.sampled)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from polylane.cost.integer_program import STATUS, IntegerSolution
@@ -16,6 +16,7 @@ from polylane.cost.network.alpha_beta import RankSpeed
 from polylane.errors import PolylaneError
 from polylane.placement.enumerate_strategies import StrategyOptions
 from polylane.placement.operator_view import OperatorView, TensorKey
+from polylane.placement.placement import Placement, Replicate
 from polylane.placement.rewrite import AxisSplit
 from polylane.sharding.admissible import SplitDemands, admissible_options
 from polylane.sharding.constraints import ProgramBuilder, choice_labels
@@ -110,11 +111,21 @@ def carry_over(
         purpose, other_axes: as in :class:`SplitDemands`.
     """
     fixed = {
-        key: split.source_placements[key]
+        key: _offered_like(split.source_placements[key], options.source_placements.get(key, ()))
         for key, source in view.sources.items()
         if source.role[0] in ("parameter", "buffer") and key in split.source_placements
     }
     return solve(view, options, split.degree, SplitDemands(purpose, {}, other_axes, fixed))
+
+
+def _offered_like(placement: Placement, offered: Sequence[Placement]) -> Placement:
+    """Return a tensor's placement in another graph: where it is whole, its gradient may be a partial sum in one alone.
+
+    A parameter that a loss does not train has no gradient in that loss's graph; in another one's it has.
+    """
+    if placement in offered or not isinstance(placement, Replicate):
+        return placement
+    return next((each for each in offered if isinstance(each, Replicate)), placement)
 
 
 def _search_solution(builder: ProgramBuilder) -> tuple[float, IntegerSolution]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from polylane.errors import PolylaneError, read_text
-from polylane.graph.batch import clone_leaves
+from polylane.graph.batch import clone_leaves, is_sampled, sample_count
 from polylane.graph.capture.export import (
     BadLoss,
     ModelWithLoss,
@@ -64,11 +64,11 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
     before, drawn, tensors = generator_states(), False, snapshot_tensors(whole)
     parameters, written, moved = dict(whole.named_tensors("parameters")), set[str](), set[str]()
 
-    def run() -> tuple[Tensor, ...]:
+    def run(given: Sequence[Any] = leaves) -> tuple[Tensor, ...]:
         nonlocal drawn
         marks = {name: _mark_written(parameter) for name, parameter in parameters.items()}
         tables = [(path, module, dict(module._parameters)) for path, module in whole.named_modules()]
-        result: tuple[Tensor, ...] = whole(*clone_leaves(leaves))
+        result: tuple[Tensor, ...] = whole(*clone_leaves(given))
         drawn = drawn or not states_equal(before, generator_states())
         _refuse_replaced(whole, tables)
         for name, parameter in parameters.items():
@@ -79,7 +79,9 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
 
     with model_restored(whole), _errors_told(whole, leaves, abstract, which):
         with torch.enable_grad(), NormalizationWatch() as normalizing, watch_backward() as taken:
-            results, effects = find_side_effects(whole.model, whole.given_loss, run, tensors)
+            results, effects = find_side_effects(
+                whole.model, whole.given_loss, run, tensors, None if abstract else lambda: run(_repeat_first(leaves))
+            )
             effects = replace(effects, written_parameters=frozenset(written), moved_parameters=frozenset(moved))
         if any(taken):
             raise BadLoss(
@@ -90,6 +92,12 @@ def dry_run(whole: ModelWithLoss, leaves: Sequence[Any], abstract: bool, which: 
             _refuse_without_gradient(whole, results[0])
         values = tuple(each.detach() for each in results)
         return DryRun(values, drawn, normalizing.values, whole.mean, effects, bool(taken))
+
+
+def _repeat_first(leaves: Sequence[Any]) -> list[Any]:
+    """Return a batch of the same form that has the first sample in all places."""
+    samples = sample_count(leaves)
+    return [leaf[[0] * samples] if is_sampled(leaf, samples) else leaf for leaf in leaves]
 
 
 def _refuse_replaced(whole: ModelWithLoss, tables: Sequence[tuple[str, nn.Module, dict[str, Any]]]) -> None:

@@ -75,8 +75,10 @@ def is_own_or_installed(file: str) -> bool:
 
 
 def file_of(kind: type) -> str:
-    """Return the source file of a class's module; "" if there is none."""
-    return getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    """Return the source file of a class's module, or of its methods where nobody has imported that; "" for none."""
+    if kind.__module__ in sys.modules:
+        return getattr(sys.modules[kind.__module__], "__file__", None) or ""
+    return next((v.__code__.co_filename for v in vars(kind).values() if isinstance(v, types.FunctionType)), "")
 
 
 def names_in_code(code: types.CodeType) -> set[str]:
@@ -148,6 +150,8 @@ def children_of(value: Any) -> list[Any]:
         return list(itertools.chain.from_iterable(value.items()))
     if isinstance(value, types.MethodType):
         return [value.__self__]
+    if isinstance(value, types.BuiltinMethodType):  # history.append; of a function of a module it is the module
+        return [] if isinstance(value.__self__, types.ModuleType | type(None)) else [value.__self__]
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, types.FunctionType):

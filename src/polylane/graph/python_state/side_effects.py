@@ -2,7 +2,8 @@
 
 ``torch.export`` runs the user's Python once and freezes all of these. They are found by running the user's code as it
 is. State counts as kept if it still changes from the second run to the third on the same batch, from the same weights
-and random numbers: caches that are built once, and flags that are set once, have settled by then. (Whether results
+and random numbers, or if another batch changes it again (the last loss): caches that are built once, and flags that are
+set once, have settled by then. (Whether results
 depend on such a flag is found by the self-check, which makes two steps.) Clocks are seen by a profiler when they are
 called; the environment is treated as a setting (see :mod:`polylane.graph.python_state.captured_settings`).
 
@@ -13,6 +14,7 @@ readers and writers of the same state, has to run as a leaf.
 from __future__ import annotations
 
 import dis
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,7 +114,11 @@ def torch_object_ids(model: nn.Module, *losses: Any) -> frozenset[int]:
 
 
 def find_side_effects(
-    model: nn.Module, loss: Any, run: Callable[[], Any], again: Callable[[], None]
+    model: nn.Module,
+    loss: Any,
+    run: Callable[[], Any],
+    again: Callable[[], None],
+    run_other: Callable[[], Any] | None = None,
 ) -> tuple[Any, SideEffects]:
     """Run a loss, and return what the first run returned, and the effects that were seen.
 
@@ -123,11 +129,14 @@ def find_side_effects(
         loss: the user's loss, a function or a module.
         run: performs one forward pass of the loss.
         again: restores parameters, buffers and random states of GPUs.
+        run_other: performs one on another batch of the same form, which may fail; None: there is none.
     """
     scene = _WatchedRun(model, loss)
     before, random, watch = scene.digests(), generator_states(), RunWatch(scene.paths, model)
+    environment = dict(os.environ)
     with watch.profiling():
         result = run()
+    set_keys = [key for key in {**environment, **os.environ} if environment.get(key) != os.environ.get(key)]
     drawn = generators_drawn_from(random, generator_states())
     first = scene.digests()
     # Up to two more runs from the same start: names that changed in the run before and change again are state.
@@ -141,7 +150,9 @@ def find_side_effects(
             now = scene.digests()
             changing = [place for place in _changed_names(first, now) if place.key in {other.key for other in changing}]
             first = now
+    changing += _find_state_of_batch(scene, touched, changing, first, again, run_other)
     found = list(dict.fromkeys(watch.found))
+    found += [SideEffect("", f"writes the environment's {key}", "", "state") for key in set_keys]
     if changing or drawn:
         again()
         restore_generators(random)
@@ -151,6 +162,27 @@ def find_side_effects(
         found += _locate_effects(tracer, changing, drawn)
     read, files = tuple(dict.fromkeys(watch.environment)), tuple(dict.fromkeys(watch.files))
     return result, SideEffects(tuple(found), tuple(touched), read, files, frozenset(watch.ran))
+
+
+def _find_state_of_batch(
+    scene: _WatchedRun,
+    touched: Sequence[PythonName],
+    changing: Sequence[PythonName],
+    settled: _Table,
+    again: Callable[[], None],
+    run_other: Callable[[], Any] | None,
+) -> list[PythonName]:
+    """Return names that have settled on one batch, and that another batch changes once more: the last loss, say."""
+    known = {place.key for place in changing}
+    left = {place.key for place in touched} - known
+    if not left or run_other is None:
+        return []
+    again()
+    try:
+        run_other()
+    except Exception:  # nobody has said that the loss holds for such a batch
+        return []
+    return [place for place in _changed_names(settled, scene.digests()) if place.key in left]
 
 
 def _refuse_forward_only(touched: Sequence[PythonName]) -> None:

@@ -47,7 +47,7 @@ class PythonName:
         owner: the module, class, function, object, dict of globals, or cell that has the name.
         name: the name as code refers to it.
         label: description of the name for the user.
-        kind: "attribute", "global", "variable" (of a closure) or "default".
+        kind: "attribute", "global", "variable" (of a closure), "default" or "argument" (of a partial).
         path: path of the owning module in the model, if the owner is one.
     """
 
@@ -158,7 +158,11 @@ class _NameFinder:
     def callable(self, value: Any) -> None:
         """Follow a function, or what wraps one, and all that it can reach."""
         while isinstance(value, functools.partial):
-            for part in (*value.args, *value.keywords.values()):
+            for name, part in value.keywords.items():
+                self._add(value.keywords, name, f"the argument {name} of a partial", "argument")
+                self._value(part)
+            for part in value.args:
+                self._object(part)
                 self._value(part)
             value = value.func
         if isinstance(value, types.MethodType):
@@ -222,9 +226,10 @@ class _NameFinder:
     def _function(self, function: types.FunctionType) -> None:
         code = function.__code__
         own = self._follows(code.co_filename)
-        if not self._new(function) or not (own or self._everything):
+        if not self._new(function):
             return
-        if not own or (self._ran is not None and code not in self._ran):  # a decorator's wrapper, perhaps
+        # A decorator's wrapper, perhaps: torch puts one around the step() of every optimizer's class.
+        if not own or (self._ran is not None and code not in self._ran):
             if "__wrapped__" in vars(function):
                 self.callable(vars(function)["__wrapped__"])
             return

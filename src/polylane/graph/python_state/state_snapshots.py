@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 import random
 import types
 from collections import OrderedDict, deque
@@ -36,8 +37,8 @@ _LONG = 2_000  # of longer sequences only the first and last elements, this many
 
 
 def snapshot_names(where: Iterable[PythonName], known: Collection[int]) -> Callable[[], None]:
-    """Record the values of names, contents and all; return a function that restores them."""
-    where, walk = list(where), _Snapshot(known)
+    """Record the values of names, contents and all, and the environment; return a function that restores them."""
+    where, walk, environment = list(where), _Snapshot(known), dict(os.environ)
     owners = {id(place.owner): place.owner for place in where if _owns_new_names(place.owner)}
     for owner in owners.values():
         if is_of_project_class(owner):
@@ -56,6 +57,9 @@ def snapshot_names(where: Iterable[PythonName], known: Collection[int]) -> Calla
         # Names first, then contents: a restored object must also contain what it did.
         for put_back in walk.contents:
             put_back()
+        for key in [key for key in os.environ if key not in environment]:
+            del os.environ[key]
+        os.environ.update({key: text for key, text in environment.items() if os.environ.get(key) != text})
 
     return restore
 

@@ -8,22 +8,16 @@ from pathlib import Path
 from polylane.errors import PolylaneError, format_value
 
 
-def parse_folder(call: str, folder: object, is_closed: bool) -> Path:
+def parse_folder(call: str, folder: object) -> Path:
     """Return the folder that a method of a job was given for checkpoints.
 
     Args:
         call: name of the method.
         folder: what it was given: a text or a path.
-        is_closed: whether the job is closed, and its workers have left each other.
 
     Raises:
-        PolylaneError: it is no path, or the job is closed.
+        PolylaneError: it is no path.
     """
-    if is_closed:
-        raise PolylaneError(
-            f"job.{call}: the job is closed, and its workers have left: call it before job.close(), or inside of the "
-            "job's with block"
-        )
     if not isinstance(folder, str | os.PathLike) or not str(folder):
         raise PolylaneError(f"job.{call}({format_value(folder)}): give the path of a folder, as a text or a Path")
     return Path(folder)

@@ -36,7 +36,7 @@ from polylane.diagnosis.page_layout import (
     write_call,
 )
 from polylane.diagnosis.stacks import COLLECTIVES, Frame
-from polylane.errors import CallsDiffer, WorkerHung
+from polylane.errors import CallsDiffer, PolylaneError, WorkerHung
 from polylane.faults import explain_fault
 
 P = ParamSpec("P")
@@ -159,11 +159,20 @@ W = TypeVar("W", bound=_InWorld)
 
 
 def collective(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
-    """Decorate a method that every worker must call, under the name that scripts call it by: ``job.save``."""
+    """Decorate a method that every worker must call, under the name that scripts call it by: ``job.save``.
+
+    Raises:
+        PolylaneError: when it is called of a job that is closed.
+    """
 
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
         @wraps(method)
         def call(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if getattr(self, "_is_closed", False) and name != "job.close":
+                raise PolylaneError(
+                    f"{name}: the job is closed, and its workers have left: call it before job.close(), or inside of "
+                    "the job's with block"
+                )
             calls = self.world.progress.calls
             is_begun, has_failed = calls is not None and calls.begin(name), True
             try:

@@ -144,7 +144,43 @@ def refusing(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-NOT_CUT = [read_again, scaled_by_state, in_place, of_a_part, of_outputs, differentiated, of_settings, refusing]
+def by_alias(model: nn.Module, batch: Any) -> Tensor:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    same = loss
+    same.mul_(2)
+    return loss
+
+
+def in_memory_of_the_loss(model: nn.Module, batch: Any) -> Tensor:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    array = loss.detach().numpy()
+    array *= 2
+    return loss
+
+
+callbacks = {"log": history.append, "scale": lambda loss: loss.mul_(2)}
+
+
+def by_callbacks(model: nn.Module, batch: Any) -> Tensor:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    for call in callbacks.values():
+        call(loss)
+    return loss
+
+
+scheduler = None
+
+
+def of_a_scheduler(model: nn.Module, batch: Any) -> Tensor:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    scheduler.step(loss.item())  # type: ignore[attr-defined]
+    return loss
+
+
+NOT_CUT = [
+    *(by_alias, in_memory_of_the_loss, by_callbacks, of_a_scheduler),
+    *[read_again, scaled_by_state, in_place, of_a_part, of_outputs, differentiated, of_settings, refusing],
+]
 
 
 class Scaled(nn.Linear):
@@ -206,6 +242,16 @@ def test_what_is_computed_with_or_looks_at_more_stays(loss: Loss) -> None:
 def test_what_the_model_or_the_optimizer_reads_stays() -> None:
     assert split_log_statements(averaged, network(Scaled), [sgd]) == (averaged, None)
     assert split_log_statements(averaged, network(), [lambda parameters: meter])[1] is None
+
+    class Slower(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                group["lr"] = 0.1 / max(1, len(history))
+            return super().step(closure)
+
+    assert split_log_statements(appended, network(), [lambda parameters: Slower(parameters, 0.1)])[1] is None
+    Slower([nn.Parameter(torch.zeros(1))], 0.1)  # torch puts a function of its own around the class's step() now
+    assert split_log_statements(appended, network(), [lambda parameters: Slower(parameters, 0.1)])[1] is None
     note = {"seen": 0}
 
     def noting(model: nn.Module, batch: Any) -> Tensor:

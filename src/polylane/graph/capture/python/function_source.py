@@ -11,6 +11,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+_INNER = "__of_the_users"
 _OPERATORS = ("BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "IS_OP", "UNARY_NOT", "UNARY_NEGATIVE", "UNARY_INVERT")
 
 
@@ -56,7 +57,8 @@ def build_function(
         argument: name of the only argument; "": the arguments of the user's function.
     """
     only = ast.arguments([], [ast.arg(argument)], None, [], [], None, [])
-    inner = ast.FunctionDef(definition.name, only if argument else definition.args, list(body), [], None, None)
+    # A name of its own: the function may mention its own name, which is a global's then.
+    inner = ast.FunctionDef(_INNER, only if argument else definition.args, list(body), [], None, None)
     around = [ast.arg(name) for name in like.__code__.co_freevars]
     outer = ast.FunctionDef("outer", ast.arguments([], around, None, [], [], None, []), [inner], [], None, None)
     tree = ast.fix_missing_locations(
@@ -64,7 +66,8 @@ def build_function(
     )
     # Defaults and annotations are evaluated by nobody: code objects alone are taken.
     code: Any = next(each for each in compile(tree, like.__code__.co_filename, "exec").co_consts if _is_code(each))
-    code = next(each for each in code.co_consts if _is_code(each) and each.co_name == definition.name)
+    code = next(each for each in code.co_consts if _is_code(each) and each.co_name == _INNER)
+    code = code.replace(co_name=like.__code__.co_name, co_qualname=like.__code__.co_qualname)
     cells = dict(zip(like.__code__.co_freevars, like.__closure__ or (), strict=True))
     closure = tuple(cells[name] for name in code.co_freevars)
     built = types.FunctionType(code, like.__globals__, like.__name__, None, closure)

@@ -10,10 +10,12 @@ write can be reached from the model, the optimizer or the rest of the loss.
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import dis
 import io
 import logging
+import traceback
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from polylane.errors import PolylaneError, describe_error
 from polylane.graph.capture.python.function_source import build_function, read_definition
 from polylane.graph.python_state.own_objects import (
     MISSING,
@@ -29,6 +33,7 @@ from polylane.graph.python_state.own_objects import (
     PLAIN,
     children_of,
     file_of,
+    innermost_line,
     is_project_file,
     names_in_code,
 )
@@ -38,18 +43,47 @@ from polylane.graph.python_state.state import PythonName, find_python_names
 # what reaches names or gradients by other ways is no log.
 _UNMOVABLE = {
     *("time", "datetime", "perf_counter", "monotonic", "random", "seed", "manual_seed", "backward", "autograd", "grad"),
-    *("register_hook", "exec", "eval", "locals", "globals", "vars", "setattr", "delattr", "exit", "quit", "breakpoint"),
+    *(
+        "register_hook",
+        "param_groups",
+        "get_last_lr",
+        "exec",
+        "eval",
+        "locals",
+        "globals",
+        "vars",
+        "setattr",
+        "delattr",
+        "exit",
+        "quit",
+        "breakpoint",
+    ),
 }
-# Of the loss itself, what writes nothing; of torch, what has no settings and draws nothing.
-_OF_LOSS = {
-    *("item", "detach", "cpu", "numpy", "tolist", "clone", "float", "double", "to", "data", "shape", "dtype", "device"),
-    *("isnan", "isinf", "isfinite", "exp", "log", "sqrt"),
-}
+# Of the loss itself, what gives a number, or a tensor that nothing here writes into.
+_OF_LOSS = {"item", "detach", "cpu", "tolist", "clone", "float", "double", "shape", "dtype", "device"}
+# Of torch, what has no settings and draws nothing.
 _OF_TORCH = {"no_grad", "inference_mode", "isnan", "isinf", "isfinite", "exp", "log", "sqrt", "Tensor"}
 _REFUSED = (
     *(ast.Return, ast.Raise, ast.Assert, ast.Yield, ast.YieldFrom, ast.Await, ast.Import, ast.ImportFrom),
     *(ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.Delete, ast.Global, ast.Nonlocal),
 )
+# What a step itself changes, or trains: who has one of these may do anything to the step.
+_TRAINED = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.Generator)
+# Files are state that no name shows: what one writes, the other may read.
+_WRITES_FILES = {
+    "open",
+    "write_text",
+    "write_bytes",
+    "dump",
+    "save",
+    "savez",
+    "touch",
+    "mkdir",
+    "unlink",
+    "remove",
+    "rename",
+}
+_READS_FILES = {"open", "read_text", "read_bytes", "load", "exists", "isfile", "is_file", "stat", "getmtime", "listdir"}
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, logging.Logger, io.IOBase)
 
 
@@ -85,10 +119,21 @@ class LossLog:
             read_loss: returns the loss of the whole batch; it is called, and waits, only where they read it.
             dtype: the dtype that the user's loss returns.
             prints: whether what they print is to be seen: on one of several workers.
+
+        Raises:
+            PolylaneError: one of them raised; it names the user's line.
         """
         loss = torch.tensor(read_loss() if self.reads_loss else 0.0, dtype=dtype)
         with torch.no_grad(), contextlib.nullcontext() if prints else contextlib.redirect_stdout(io.StringIO()):
-            self.function(loss)
+            try:
+                self.function(loss)
+            except Exception as error:
+                line = innermost_line(
+                    (each.filename, each.lineno) for each in traceback.extract_tb(error.__traceback__)
+                )
+                raise PolylaneError(
+                    f"a line of the loss that only notes something raised {describe_error(error)} ({line})"
+                ) from error
 
 
 def split_log_statements(loss: Any, model: nn.Module, others: Sequence[Any]) -> tuple[Any, LossLog | None]:
@@ -116,11 +161,17 @@ def split_log_statements(loss: Any, model: nn.Module, others: Sequence[Any]) -> 
     without = build_function(loss, definition, rest)
     function = build_function(loss, definition, [*shared, *statements], name)
     places = tuple(find_python_names([], [function]))
-    if _meets(places, function, find_python_names([*model.named_modules()], [without, *others])):
+    hooks = [hook for parameter in model.parameters() for hook in _hooks_of(parameter)]
+    if _meets(places, function, find_python_names([*model.named_modules()], [without, *others, *hooks])):
         return loss, None
     read = {each.id for statement in statements for each in ast.walk(statement) if isinstance(each, ast.Name)}
     first = f"{loss.__code__.co_filename}:{min(each.lineno for each in statements)}"
     return without, LossLog(function, places, name in read, first, loss)
+
+
+def _hooks_of(parameter: nn.Parameter) -> list[Any]:
+    tables = (getattr(parameter, name, None) or {} for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+    return [hook for table in tables for hook in table.values()]
 
 
 # ---- which statements ------------------------------------------------------------------------------------------------
@@ -212,7 +263,7 @@ def _may_move(statement: ast.stmt, name: str, function: types.FunctionType) -> b
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return False  # the docstring
     for node in ast.walk(statement):
-        if isinstance(node, _REFUSED):
+        if isinstance(node, _REFUSED) or _writes_in_place(node, function):
             return False
         if isinstance(node, ast.Name) and not _is_movable(node.id, _value_of(node.id, function)):
             return False
@@ -225,9 +276,26 @@ def _may_move(statement: ast.stmt, name: str, function: types.FunctionType) -> b
                 or (root == name and not _OF_LOSS.issuperset(words[:1]))
                 or (is_of_torch and not _OF_TORCH.issuperset(words[:1]))
                 or (isinstance(value, types.ModuleType) and not is_read)
+                or value is None  # what it will be, nobody knows yet
+                or ("environ" in words and words[words.index("environ") + 1 :] not in ([], ["get"]))
             ):
                 return False
     return True
+
+
+def _writes_in_place(node: ast.AST, function: types.FunctionType) -> bool:
+    """Return whether a node may write into the memory of a tensor or an array, of which others may have views."""
+    if isinstance(node, ast.Attribute) and _is_in_place(node.attr):
+        return True
+    if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+        return node.target.id in function.__code__.co_varnames  # perhaps an array that is the loss's own memory
+    if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+        return not isinstance(_value_of(_root_of(node)[0], function), list | dict | collections.deque)
+    return False
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("_")
 
 
 def _root_of(node: ast.expr) -> tuple[str, list[str]]:
@@ -265,24 +333,41 @@ def _value_of(name: str, function: types.FunctionType) -> Any:
 
 def _meets(places: Sequence[PythonName], function: types.FunctionType, others: Sequence[PythonName]) -> bool:
     """Return whether log statements may write what something else in a step can reach."""
-    values = [each.get() for each in places]
-    written = {name for code in (function.__code__, *_codes_of(values)) for name in _written_names(code)}
+    values, read = [each.get() for each in places], [each.get() for each in others]
+    codes = [function.__code__, *_codes_of(values)]
+    names = {name for code in codes for name in names_in_code(code)}
+    if not names.isdisjoint(_UNMOVABLE - {"time", "datetime"}) or any(map(_is_in_place, names)):
+        return True
+    if not names.isdisjoint(_WRITES_FILES):
+        of_others = {name for code in _codes_of(read) for name in names_in_code(code)}
+        if not of_others.isdisjoint(_READS_FILES):
+            return True
+    written = {name for code in codes for name in _written_names(code)}
     known = {each.key for each in others}
     shared = [(each, value) for each, value in zip(places, values, strict=True) if each.key in known]
     if any(each.name in written or _can_change(value) for each, value in shared):
         return True
-    return bool(_reach(values) & _reach([each.get() for each in others]))
+    reached = _reach(values)
+    return any(isinstance(value, _TRAINED) for value in reached.values()) or not reached.keys().isdisjoint(_reach(read))
 
 
 def _codes_of(values: Sequence[Any]) -> Iterator[types.CodeType]:
-    """Yield the code of functions among values, and of the methods of classes among them, or of their objects."""
-    for value in values:
+    """Yield the code of functions inside of values, and of the methods of classes there, or of objects of them."""
+    pending, seen = list(values), set[int]()
+    while pending and len(seen) < MOST_VALUES:
+        value = pending.pop()
+        if type(value) in PLAIN or id(value) in seen or isinstance(value, types.ModuleType):
+            continue
+        seen.add(id(value))
         if isinstance(value, types.FunctionType):
-            yield value.__code__
-        elif not isinstance(value, types.ModuleType):
+            if is_project_file(value.__code__.co_filename):
+                yield value.__code__
+            pending += [vars(value)["__wrapped__"]] if "__wrapped__" in vars(value) else []
+        else:
             kinds = (value if isinstance(value, type) else type(value)).__mro__
             methods = [each for kind in kinds if is_project_file(file_of(kind)) for each in vars(kind).values()]
-            yield from (each.__code__ for each in methods if isinstance(each, types.FunctionType))
+            pending += [each for each in methods if isinstance(each, types.FunctionType)]
+        pending += children_of(value)
 
 
 def _written_names(code: types.CodeType) -> Iterator[str]:
@@ -295,15 +380,15 @@ def _can_change(value: Any) -> bool:
     return type(value) not in PLAIN and not isinstance(value, (*_FIXED, tuple, frozenset))
 
 
-def _reach(values: Sequence[Any]) -> set[int]:
-    """Return ids of all that can change inside of values."""
-    pending, found, seen = list(values), set[int](), set[int]()
+def _reach(values: Sequence[Any]) -> dict[int, Any]:
+    """Return all that can change inside of values, by id."""
+    pending, found, seen = list(values), dict[int, Any](), set[int]()
     while pending and len(seen) < MOST_VALUES:
         value = pending.pop()
         if type(value) in PLAIN or id(value) in seen:
             continue
         seen.add(id(value))
         if _can_change(value):
-            found.add(id(value))
+            found[id(value)] = value
         pending += children_of(value)
     return found
