@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.iterators import find_forward_only
@@ -182,7 +182,9 @@ def _find_state_of_batch(
         run_other()
     except Exception:  # nobody has said that the loss holds for such a batch
         return []
-    return [place for place in _changed_names(settled, scene.digests()) if place.key in left]
+    # A tensor is what modules keep of their last output, for somebody to look at.
+    changed = [place for place in _changed_names(settled, scene.digests()) if place.key in left]
+    return [place for place in changed if not isinstance(place.get(), Tensor)]
 
 
 def _refuse_forward_only(touched: Sequence[PythonName]) -> None:
