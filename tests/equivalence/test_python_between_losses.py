@@ -22,6 +22,7 @@ from polylane.runtime.workers.fork import WorkerContext, fork_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:each replica computes")
 SAMPLES, STEPS = 6, 4
+OTHERS = ("pipeline=2,microbatches=1", "tensor=2", "data=2,shard=parameters", "data=2,tensor=2")
 Batch = tuple[Tensor, Tensor]
 last: deque[float] = deque([0.0])
 options = SimpleNamespace(weight=1.0, seen=[])
@@ -47,6 +48,27 @@ def bound(model: nn.Module, batch: Batch, options: Any) -> Tensor:
     loss = options.weight * F.cross_entropy(model(batch[0]), batch[1])
     options.seen.append(loss.item())
     return loss
+
+
+class ByLastTensor(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] = 0.1 * float(last_tensor)
+        return super().step(closure)
+
+
+last_tensor = torch.zeros(())
+
+
+def noting_a_tensor(model: nn.Module, batch: Batch) -> Tensor:
+    global last_tensor
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    last_tensor = loss.detach()
+    return loss
+
+
+def by_last_tensor(parameters: Any) -> torch.optim.Optimizer:
+    return ByLastTensor([p for _, p in parameters], lr=0.3)
 
 
 def by_environment(model: nn.Module, batch: Batch) -> Tensor:
@@ -117,8 +139,13 @@ def train_by_plan(
 
 @pytest.mark.parametrize(
     ("loss", "optimizer"),
-    [(noting, by_last_loss), (functools.partial(bound, options=options), sgd), (by_environment, sgd)],
-    ids=["the last loss", "bound", "environment"],
+    [
+        (noting, by_last_loss),
+        (noting_a_tensor, by_last_tensor),
+        (functools.partial(bound, options=options), sgd),
+        (by_environment, sgd),
+    ],
+    ids=["the last loss", "a tensor", "bound", "environment"],
 )
 def test_state_of_a_loss(loss: Loss, optimizer: Any) -> None:
     given = {"loss": loss}, {"loss": optimizer}, network
@@ -158,12 +185,24 @@ def train_of(part: str) -> Any:
     return lambda parameters: torch.optim.SGD([p for name, p in parameters if name.startswith(part)], lr=0.2)
 
 
-@pytest.mark.parametrize("losses", [(of_the_body, of_the_head), (counting, of_the_count)], ids=["apart", "counted"])
-def test_each_of_two_losses_trains_parameters_that_the_other_does_not(losses: tuple[Loss, Loss]) -> None:
+@pytest.mark.parametrize(
+    ("losses", "plan"),
+    [
+        ((of_the_body, of_the_head), "data=2"),
+        ((counting, of_the_count), "data=2"),
+        *(pytest.param((of_the_body, of_the_head), plan, marks=pytest.mark.slow) for plan in OTHERS),
+        *(
+            pytest.param((counting, of_the_count), plan, marks=pytest.mark.slow)
+            for plan in OTHERS
+            if "pipe" not in plan
+        ),
+    ],
+)
+def test_each_of_two_losses_trains_parameters_that_the_other_does_not(losses: tuple[Loss, Loss], plan: str) -> None:
     """Their gradients are partial sums in one graph, and are none in the other."""
     given = dict(zip("ab", losses, strict=True)), {"a": train_of("body"), "b": train_of("head")}, build_two
     alone = fork_workers(lambda _: train_plainly(*given), 1)[0]
-    for found in train_by_plan(*given, "data=2"):
+    for found in train_by_plan(*given, plan):
         assert found == pytest.approx(alone, rel=1e-9)
 
 

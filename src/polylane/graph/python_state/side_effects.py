@@ -182,9 +182,9 @@ def _find_state_of_batch(
         run_other()
     except Exception:  # nobody has said that the loss holds for such a batch
         return []
-    # A tensor is what modules keep of their last output, for somebody to look at.
     changed = [place for place in _changed_names(settled, scene.digests()) if place.key in left]
-    return [place for place in changed if not isinstance(place.get(), Tensor)]
+    # A tensor in an attribute of a module is what it keeps of its last output, for somebody to look at.
+    return [place for place in changed if place.path is None or not isinstance(place.get(), Tensor)]
 
 
 def _refuse_forward_only(touched: Sequence[PythonName]) -> None:

@@ -177,8 +177,17 @@ def of_a_scheduler(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
+callback = None
+
+
+def by_what_comes_later(model: nn.Module, batch: Any) -> Tensor:
+    loss = F.cross_entropy(model(batch[0]), batch[1])
+    callback(loss)  # type: ignore[misc]
+    return loss
+
+
 NOT_CUT = [
-    *(by_alias, in_memory_of_the_loss, by_callbacks, of_a_scheduler),
+    *(by_what_comes_later, by_alias, in_memory_of_the_loss, by_callbacks, of_a_scheduler),
     *[read_again, scaled_by_state, in_place, of_a_part, of_outputs, differentiated, of_settings, refusing],
 ]
 

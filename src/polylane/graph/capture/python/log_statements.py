@@ -43,21 +43,8 @@ from polylane.graph.python_state.state import PythonName, find_python_names
 # what reaches names or gradients by other ways is no log.
 _UNMOVABLE = {
     *("time", "datetime", "perf_counter", "monotonic", "random", "seed", "manual_seed", "backward", "autograd", "grad"),
-    *(
-        "register_hook",
-        "param_groups",
-        "get_last_lr",
-        "exec",
-        "eval",
-        "locals",
-        "globals",
-        "vars",
-        "setattr",
-        "delattr",
-        "exit",
-        "quit",
-        "breakpoint",
-    ),
+    *("register_hook", "param_groups", "get_last_lr", "exec", "eval", "locals", "globals", "vars", "setattr"),
+    *("delattr", "exit", "quit", "breakpoint"),
 }
 # Of the loss itself, what gives a number, or a tensor that nothing here writes into.
 _OF_LOSS = {"item", "detach", "cpu", "tolist", "clone", "float", "double", "shape", "dtype", "device"}
@@ -71,17 +58,7 @@ _REFUSED = (
 _TRAINED = (nn.Module, torch.optim.Optimizer, LRScheduler, torch.Generator)
 # Files are state that no name shows: what one writes, the other may read.
 _WRITES_FILES = {
-    "open",
-    "write_text",
-    "write_bytes",
-    "dump",
-    "save",
-    "savez",
-    "touch",
-    "mkdir",
-    "unlink",
-    "remove",
-    "rename",
+    *("open", "write_text", "write_bytes", "dump", "save", "savez", "touch", "mkdir", "unlink", "remove", "rename"),
 }
 _READS_FILES = {"open", "read_text", "read_bytes", "load", "exists", "isfile", "is_file", "stat", "getmtime", "listdir"}
 _FIXED = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, logging.Logger, io.IOBase)
@@ -276,7 +253,6 @@ def _may_move(statement: ast.stmt, name: str, function: types.FunctionType) -> b
                 or (root == name and not _OF_LOSS.issuperset(words[:1]))
                 or (is_of_torch and not _OF_TORCH.issuperset(words[:1]))
                 or (isinstance(value, types.ModuleType) and not is_read)
-                or value is None  # what it will be, nobody knows yet
                 or ("environ" in words and words[words.index("environ") + 1 :] not in ([], ["get"]))
             ):
                 return False
@@ -308,13 +284,10 @@ def _root_of(node: ast.expr) -> tuple[str, list[str]]:
 
 
 def _is_movable(name: str, value: Any) -> bool:
-    """Return whether a log statement may mention a name; a function of the user's must not mention others either."""
-    if name in _UNMOVABLE:
-        return False
-    if isinstance(value, types.FunctionType) and is_project_file(value.__code__.co_filename):
-        return _UNMOVABLE.isdisjoint(names_in_code(value.__code__))
+    """Return whether a log statement may mention a name: not what is None now, for nobody knows what it will be."""
     home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-    return not isinstance(value, _FIXED) or str(home).partition(".")[0] not in _UNMOVABLE
+    is_of_clocks = isinstance(value, _FIXED) and str(home).partition(".")[0] in _UNMOVABLE
+    return name not in _UNMOVABLE and value is not None and not is_of_clocks
 
 
 def _value_of(name: str, function: types.FunctionType) -> Any:
@@ -338,17 +311,18 @@ def _meets(places: Sequence[PythonName], function: types.FunctionType, others: S
     names = {name for code in codes for name in names_in_code(code)}
     if not names.isdisjoint(_UNMOVABLE - {"time", "datetime"}) or any(map(_is_in_place, names)):
         return True
-    if not names.isdisjoint(_WRITES_FILES):
-        of_others = {name for code in _codes_of(read) for name in names_in_code(code)}
-        if not of_others.isdisjoint(_READS_FILES):
-            return True
+    of_others = {name for code in _codes_of(read) for name in names_in_code(code)}
+    if not names.isdisjoint(_WRITES_FILES) and not of_others.isdisjoint(_READS_FILES):
+        return True
     written = {name for code in codes for name in _written_names(code)}
     known = {each.key for each in others}
     shared = [(each, value) for each, value in zip(places, values, strict=True) if each.key in known]
     if any(each.name in written or _can_change(value) for each, value in shared):
         return True
-    reached = _reach(values)
-    return any(isinstance(value, _TRAINED) for value in reached.values()) or not reached.keys().isdisjoint(_reach(read))
+    reached, needed = _reach(values), _reach(read)
+    if reached is None or needed is None:
+        return True
+    return any(isinstance(value, _TRAINED) for value in reached.values()) or not reached.keys().isdisjoint(needed)
 
 
 def _codes_of(values: Sequence[Any]) -> Iterator[types.CodeType]:
@@ -380,14 +354,16 @@ def _can_change(value: Any) -> bool:
     return type(value) not in PLAIN and not isinstance(value, (*_FIXED, tuple, frozenset))
 
 
-def _reach(values: Sequence[Any]) -> dict[int, Any]:
-    """Return all that can change inside of values, by id."""
+def _reach(values: Sequence[Any]) -> dict[int, Any] | None:
+    """Return all that can change inside of values, by id; None where that is too much to look at."""
     pending, found, seen = list(values), dict[int, Any](), set[int]()
-    while pending and len(seen) < MOST_VALUES:
+    while pending:
         value = pending.pop()
         if type(value) in PLAIN or id(value) in seen:
             continue
         seen.add(id(value))
+        if len(seen) > MOST_VALUES:
+            return None
         if _can_change(value):
             found[id(value)] = value
         pending += children_of(value)
