@@ -53,7 +53,7 @@ for step in range(5):
     job.step(batch)
 time.sleep(1.5)  # everybody: nobody waits
 if rank == 1:
-    time.sleep(1.5)  # the line
+    time.sleep(4)  # the line
 try:
     for step in range(1_000_000):
         if rank == 1 and step == 5:

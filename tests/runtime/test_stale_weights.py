@@ -165,6 +165,44 @@ def test_replicas_that_have_just_agreed_are_up_to_date() -> None:
         assert said == [False, True, True, False, True]
 
 
+CENTERS = nn.Parameter(torch.zeros(0))
+
+
+def near_centers(model: nn.Module, batch: Any) -> Tensor:
+    return classify(model, batch) + (model(batch[0]) - CENTERS).square().mean()
+
+
+def moving_centers(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*[p for _, p in parameters], CENTERS], 0.1)
+
+
+@pytest.mark.parametrize(
+    "plan", ["pipeline=2,microbatches=2", "data=2,shard=parameters", "data=1,servers=1,dedicated=yes"]
+)
+def test_parameters_of_a_loss_are_guarded_as_those_of_the_model(plan: str) -> None:
+    """Read whole, or refused; whole, and written, in ``whole_model``, and in ``state_dict(losses=True)``."""
+
+    def work(job: Job) -> tuple[str, list[float], float, bool]:
+        job.step(BATCH)
+        found: list[float] = []
+        said = outcome(lambda: found.append(CENTERS.sum().item()))
+        with job.whole_model(), torch.no_grad():
+            found.append(CENTERS.sum().item())
+            if "servers" not in plan:  # whose weights nobody can write
+                CENTERS.mul_(2)
+        after = job.state_dict(losses=True)
+        return said, found, after.get("loss.CENTERS", torch.zeros(())).sum().item(), "loss.CENTERS" in job.state_dict()
+
+    CENTERS.data = torch.full((4,), 3.0, dtype=torch.float64)
+    outcomes = workers(work, model(), plan, loss=near_centers, optimizer=moving_centers)
+    value = next(found[-1] for _, found, _, _ in outcomes)
+    assert value != 12.0
+    assert any("loss.CENTERS is not whole in this process" in said for said, _, _, _ in outcomes)
+    for _, found, after, is_of_model in outcomes:
+        assert found == [value] * len(found) and not is_of_model
+        assert after in (value if "servers" in plan else 2 * value, 0.0)
+
+
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -269,24 +269,45 @@ def test_what_a_script_and_an_optimizer_change_is_seen(monkeypatch: pytest.Monke
     assert report.steps == (1, 2, 4) and not report.differences, report
 
 
-def test_what_cannot_be_handed_over_ends_the_audits() -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer, self.mask = nn.Linear(4, 3), torch.ones(3, dtype=torch.float64)  # no buffer
-            self.double()
+class Masked(nn.Module):
+    """A mask that is no buffer, and a function."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) * self.mask
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.mask = nn.Linear(4, 3), torch.ones(3, dtype=torch.float64)
+        self.function: Any = torch.tanh
+        self.double()
 
-    def mask(job: Job, step: int) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.layer(x)) * self.mask
+
+
+def test_tensors_that_a_script_changes_are_handed_over() -> None:
+    """A mask is exchanged; a teacher outside of the model follows it, through ``.data``, which moves no version."""
+    teacher = nn.Linear(4, 3).double().requires_grad_(False)
+
+    def distill(model: nn.Module, batch: Batch) -> Tensor:
+        return (model(batch[0]) - teacher(batch[0])).square().mean()
+
+    def follow(job: Job, step: int) -> None:
+        for parameter in teacher.parameters():
+            parameter.data.mul_(0.5)
         if step == 2:
             job.model.mask = torch.tensor([1.0, 0.0, 1.0]).double()
 
-    report = train("data=2", Masked, spoil=mask)
+    report = train("data=2", Masked, distill, spoil=follow)
+    assert report.steps == (1, 2, 4) and not report.differences, report
+
+
+def test_what_cannot_be_handed_over_ends_the_audits() -> None:
+    def exchange(job: Job, step: int) -> None:
+        if step == 2:
+            job.model.function = torch.relu  # type: ignore[assignment]
+
+    report = train("data=2", Masked, spoil=exchange)
     assert report.steps == (1, 2) and not report.differences
-    assert "mask was changed since the start" in report.note
+    assert "function was changed since the start" in report.note
 
 
 def test_losses_in_turn_are_audited_each() -> None:

@@ -73,7 +73,7 @@ class Guard:
     """How a tensor that is not whole, or not up to date, answers a script.
 
     Attributes:
-        name: of the parameter or buffer, by the model's own name.
+        name: of the parameter or buffer, as a script writes it: model.0.weight, loss.centers.
         why: sentence that says what this worker has of it.
         shape: of the whole tensor.
         local: returns what this worker holds of it, where that is a part; None where it holds nothing.
@@ -115,16 +115,17 @@ class Guard:
         """Return the error for a use that this process cannot make."""
         if what == "grad":
             return StaleWeights(
-                f"the gradient of model.{self.name} is not whole in this process: {self.why}; "
+                f"the gradient of {self.name} is not whole in this process: {self.why}; "
                 "job.whole_gradients() returns whole ones"
             )
         if self.is_served:
             return StaleWeights(
-                f"model.{self.name} cannot be written by hand: {self.why}, and would overwrite it; leave servers out "
+                f"{self.name} cannot be written by hand: {self.why}, and would overwrite it; leave servers out "
                 "of the plan, or write it before the training is prepared"
             )
+        state = "job.state_dict()" if self.name.startswith("model.") else "job.state_dict(losses=True)"
         return StaleWeights(
-            f"model.{self.name} is not whole in this process: {self.why}; read it from job.state_dict(), or read and "
+            f"{self.name} is not whole in this process: {self.why}; read it from {state}, or read and "
             f"write it inside of `with job.whole_model():`, either of which every worker must call"
         )
 
@@ -189,7 +190,7 @@ def _answer(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         put_guard(alias, guard)
         return alias
     if what in ("__repr__", "__format__", "__str__"):
-        return f"<model.{guard.name}, of shape {tuple(guard.shape)}: {guard.why}>"
+        return f"<{guard.name}, of shape {tuple(guard.shape)}: {guard.why}>"
     # Optimizers and modules look for a gradient before they drop it.
     if what == "grad" and sys._getframe(2).f_code.co_name == "zero_grad":
         return func(*args)

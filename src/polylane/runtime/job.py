@@ -218,12 +218,12 @@ class Job:
         return self._role.held()
 
     @collective("job.state_dict")
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, *, losses: bool = False) -> dict[str, Tensor]:
         """Return the whole model's weights and buffers, by its own names, on every worker's CPU; collective.
 
-        Where replicas differ (local SGD), the weights are the mean over replicas.
+        With ``losses``, also those that losses have, as "loss.NAME". Of replicas that differ it is the mean.
         """
-        return self._role.state_dict()
+        return self._role.state_dict(losses)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take what :meth:`state_dict` returns, the same on every worker; each keeps its part of it."""
@@ -232,7 +232,7 @@ class Job:
     @contextmanager
     def whole_model(self) -> Iterator[nn.Module]:
         """Context manager: :attr:`model` is whole on every worker; what all write alike is trained on; collective."""
-        with self._role.whole_model(self.state_dict()) as model:
+        with self._role.whole_model(self.state_dict(losses=True)) as model:
             yield model
 
     @collective("job.save")

@@ -32,6 +32,7 @@ from polylane.observe.timeline import Span
 from polylane.runtime.checkpoint.held_tensors import WorkerState
 from polylane.runtime.checkpoint.saved_state import SavedState
 from polylane.runtime.data import loader as data
+from polylane.runtime.parameters.model_tensors import ModelTensors
 from polylane.runtime.pipeline.anomalies import AnomalyDetector
 from polylane.runtime.pipeline.byte_counters import AGREEMENT, OPERATORS, STAGES, STATISTICS
 from polylane.runtime.pipeline.step_result import StepResult, align_clocks
@@ -67,7 +68,8 @@ class ServingRole:
         # A collective over the whole world, in which the training role is too.
         world.first_workers(prepared.plan.workers)
         self._host = open_server_host(world, prepared, clip_norm)
-        self._model, self._stale = prepared.model, track_server_weights(prepared, world.rank)
+        self._tensors = ModelTensors(prepared.model, prepared.losses, world.device)
+        self._stale = track_server_weights(prepared, world.rank)
         self._server = self._host.servers[0]
         _ = self._server.weights  # waits for the initial weights: an error in the user's optimizer is raised here
 
@@ -97,7 +99,7 @@ class ServingRole:
     def whole_gradients(self, name: str) -> dict[str, Tensor | None]:
         return self._receive_result(CollectiveCall.WHOLE_GRADIENTS, {})
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, losses: bool) -> dict[str, Tensor]:
         return self._receive_result(CollectiveCall.STATE_DICT, {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -107,8 +109,8 @@ class ServingRole:
     def whole_model(self, state: Mapping[str, Tensor]) -> Iterator[nn.Module]:
         with allow_own_calls():
             if state:
-                self._model.load_state_dict(state)
-            yield self._model
+                self._tensors.replace_values({name: value.to(self.world.device) for name, value in state.items()})
+            yield self._tensors.model
 
     def save(self, path: Path) -> None:
         self._receive_result(CollectiveCall.SAVE, None)
@@ -150,6 +152,7 @@ class ServingRole:
 
     # ---- of this worker alone ----------------------------------------------------------------------------------------
 
+    @allow_own_calls()  # what its model has is old from the first step on
     def step(self, batch: Any, name: str, anomalies: AnomalyDetector | None) -> StepResult:
         samples = batch.samples if isinstance(batch, Batch) else sample_count(flatten(batch)[0])
         self._step += 1

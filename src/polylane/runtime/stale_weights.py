@@ -33,6 +33,7 @@ from torch.utils.weak import TensorWeakRef
 
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.graph.graph import Graph
+from polylane.graph.python_state.side_effects import modules_of_losses
 from polylane.runtime.guarded_tensors import Guard, GuardedParameter, GuardedTensor, StaleWeights, remove_guard
 from polylane.runtime.parameters.local_model import LocalModel
 
@@ -47,6 +48,7 @@ class StaleTensors:
         trained: names of all trained parameters, for replicas that differ for some steps.
         apart: reason why replicas differ for some steps; "" where they never do.
         guards: by name, guards of tensors that are not whole for some time, or that a server has.
+        losses: the user's losses; the tensors of those that are modules are known by names that begin with "loss.".
     """
 
     def __init__(
@@ -57,19 +59,20 @@ class StaleTensors:
         trained: Collection[str] = (),
         apart: str = "",
         guards: Mapping[str, Guard] | None = None,
+        losses: Sequence[Any] = (),
     ) -> None:
         self._model = weakref.ref(model)
         self._elsewhere, self._parts, self._why_apart = dict(elsewhere), dict(parts), apart
         self._trained = frozenset(trained)
         self._steps, self._replicas_differ, self._is_closed = 0, False, False
-        named = _named_tensors(model)
+        named = _named_tensors(model, losses)
         self._object_ids = {name: id(tensor) for name, tensor in named.items()}
         # Tensors of other stages, or of one replica, to which the script has given whole values since the last step.
         self._given = set[int]()
         # Where the guarded tensors are, to find them in every step without a walk through the model.
         tables = {
             f"{path}.{key}" if path else key: (weakref.ref(module), table, key)
-            for path, module in model.named_modules(remove_duplicate=False)
+            for path, module in (*model.named_modules(remove_duplicate=False), *modules_of_losses(losses))
             for table in ("_parameters", "_buffers")
             for key in getattr(module, table)
         }
@@ -165,7 +168,7 @@ def track_stale_weights(holding: LocalModel) -> StaleTensors:
     graphs = [partition.graph for partition in prepared.partitions.values()]
     trained = {name for graph in graphs for name, info in graph.parameters.items() if info.trainable}
     buffers = holding.stages_of_buffers()
-    named, elsewhere, parts = _named_tensors(prepared.model), dict[str, str](), dict[str, str]()
+    named, elsewhere, parts = _named_tensors(prepared.model, prepared.losses), dict[str, str](), dict[str, str]()
     for name, tensor in named.items():
         own = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
         stages = holding.owning_stages.get(own, ()) if isinstance(tensor, nn.Parameter) else buffers.get(own, ())
@@ -187,28 +190,29 @@ def track_stale_weights(holding: LocalModel) -> StaleTensors:
     if apart or plan.sync.has_servers:
         concerned |= (trained | aliases) & named.keys()
     guards = {name: _guard_for(holding, name, graphs, name in parts) for name in concerned}
-    return StaleTensors(prepared.model, elsewhere, parts, (trained | aliases) & named.keys(), apart, guards)
+    trained = (trained | aliases) & named.keys()
+    return StaleTensors(prepared.model, elsewhere, parts, trained, apart, guards, prepared.losses)
 
 
 def _guard_for(holding: LocalModel, name: str, graphs: Sequence[Graph], is_part: bool) -> Guard:
     """Return the guard of a parameter or buffer, by any of its names."""
     own = next((graph.tied[name] for graph in graphs if name in graph.tied), name)
     spec, sync = holding.shard_spec, holding.prepared.plan.sync
-    tensor = _named_tensors(holding.prepared.model)[name]
+    tensor = _named_tensors(holding.prepared.model, holding.prepared.losses)[name]
     shape = torch.Size(spec.shapes.get(own, tensor.shape))
     why = f"under {','.join(sync.to_words())} a server has it" if sync.has_servers else ""
-    guard = Guard(name, why, shape, is_served=sync.has_servers)
-    return replace(guard, **_part_of(holding, name, own, tensor)) if is_part else guard
+    guard = Guard(_script_name(name, holding.prepared), why, shape, is_served=sync.has_servers)
+    return replace(guard, **_part_of(holding, guard.name, own, tensor)) if is_part else guard
 
 
-def _part_of(holding: LocalModel, name: str, own: str, tensor: Tensor) -> dict[str, Any]:
+def _part_of(holding: LocalModel, label: str, own: str, tensor: Tensor) -> dict[str, Any]:
     """Return how a guard gets at the part of a tensor that a worker holds, as long as there is one."""
     to_holding, to_tensor = weakref.ref(holding), TensorWeakRef(tensor)
 
     def get_holding() -> LocalModel:
         if (found := to_holding()) is None:
             raise StaleWeights(
-                f"model.{name} cannot be written: this process has a part of it, of a training that has ended; "
+                f"{label} cannot be written: this process has a part of it, of a training that has ended; "
                 "model.load_state_dict(state, assign=True) replaces it by a whole one"
             )
         return found
@@ -223,18 +227,29 @@ def _part_of(holding: LocalModel, name: str, own: str, tensor: Tensor) -> dict[s
 def track_server_weights(prepared: CompiledTraining, rank: int) -> StaleTensors:
     """Track stale weights on a worker that only serves parameters: none of the model's own are ever up to date."""
     why = f"this worker (rank {rank}) only serves parameters, and trains no model"
-    named = _named_parameters(prepared.model)
-    guards = {name: Guard(name, why, parameter.shape, is_served=True) for name, parameter in named.items()}
-    return StaleTensors(prepared.model, dict.fromkeys(named, why), {}, guards=guards)
+    named = _named_tensors(prepared.model, prepared.losses)
+    named = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
+    # Of other words than the reason above, so that the values may be read only before they are old.
+    served = f"under {','.join(prepared.plan.sync.to_words())} a server has it"
+    guards = {name: Guard(_script_name(name, prepared), served, p.shape, is_served=True) for name, p in named.items()}
+    return StaleTensors(prepared.model, dict.fromkeys(named, why), {}, guards=guards, losses=prepared.losses)
 
 
-def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    return dict(model.named_parameters(remove_duplicate=False))
+def _script_name(name: str, prepared: CompiledTraining) -> str:
+    """Return what a script calls a parameter or buffer: those of a loss begin with "loss." already."""
+    return f"model.{name}" if name in _named_tensors(prepared.model) else name
 
 
-def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return all parameters and buffers of a model by every name of theirs."""
-    return {**_named_parameters(model), **dict(model.named_buffers(remove_duplicate=False))}
+def _named_tensors(model: nn.Module, losses: Sequence[Any] = ()) -> dict[str, Tensor]:
+    """Return all parameters and buffers of a model, and of losses that are modules, by every name of theirs."""
+    named = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    for path, module in modules_of_losses(losses):
+        own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        named |= {f"{path}.{key}": tensor for key, tensor in own}
+    return named
 
 
 # The hook ------------------------------------------------------------------------------------------------------------

@@ -292,10 +292,10 @@ class TrainingRole:
         return self._holding.shards.local_part(name, tensor)
 
     @allow_own_calls()
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, losses: bool) -> dict[str, Tensor]:
         self.complete_steps()
         with self._rule.averaged_weights():
-            state = self._full_tensors.state_dict()
+            state = self._full_tensors.state_dict(losses)
             self._rule.broadcast_result(CollectiveCall.STATE_DICT, state)
         return state
 

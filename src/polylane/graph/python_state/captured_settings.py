@@ -11,7 +11,7 @@ itself does not concern the graph. Neither do attributes of leaves, which run th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,8 +20,6 @@ from polylane.errors import PolylaneError
 from polylane.graph.python_state.side_effects import SideEffects, modules_of_losses
 from polylane.graph.python_state.state import find_python_names
 from polylane.graph.python_state.watched_values import WatchList
-
-_MODES = "training"  # under which the modes of all modules are read
 
 
 class CapturedSettings:
@@ -62,13 +60,13 @@ class CapturedSettings:
         read = {
             id(tensor) for _, module in every for tensor in (*module._parameters.values(), *module._buffers.values())
         }
-        self._look = WatchList(effects, leaves, read)
+        self.watched = WatchList(effects, leaves, read)
         for path, module in every:
-            self._look.module(path, module)
+            self.watched.module(path, module)
         functions = [loss for loss in losses if not isinstance(loss, nn.Module)]
         for place in find_python_names(every, functions, None if effects is None else effects.functions_run):
             if place.path is None:
-                self._look.watch_name(place)
+                self.watched.watch_name(place)
 
     def _modes_now(self) -> list[bool]:
         # A capture puts the whole model into its mode; submodules that the user froze in another mode keep theirs.
@@ -101,35 +99,33 @@ class CapturedSettings:
             return f"{paths[at] or 'the model'}.training"
         if self._gradients_now() != self._gradients:
             return f"{self.changed_requires_grad()[0]}.requires_grad"
-        return self._look.find_change()
+        return self.watched.find_change()
 
     @property
     def files(self) -> dict[str, tuple[int, ...] | None]:
         """The files that were read or looked for, with what tells whether they have changed."""
-        return self._look.files
+        return self.watched.files
 
     def find_changed_file(self) -> str | None:
         """Return the first file that has changed since the capture, in words; None if there is none."""
-        changed = self._look.find_changed_file()
+        changed = self.watched.find_changed_file()
         return None if changed is None else f"the file {changed}"
 
-    def find_unreadable_change(self) -> str | None:
-        """Return the first difference that :meth:`read_values` does not tell, in words; None if there is none."""
+    def find_replaced_module(self) -> str | None:
+        """Return the path of the first module that has other modules inside now; None if there is none."""
         for path, module, children in self._children:
             if tuple(module._modules.values()) != children:
                 return path or "the model"
-        return self._look.find_other_change()
+        return None
 
-    def read_values(self) -> dict[str, Any]:
-        """Return the plain values as they are now, and the mode of every module, by their labels."""
-        modes = [module.training for module in (*self._inside, *self._others)]
-        return {**self._look.read_plain(), _MODES: modes}
+    def read_modes(self) -> list[bool]:
+        """Return of every module, in order, whether it is in training mode."""
+        return [module.training for module in (*self._inside, *self._others)]
 
-    def write_values(self, values: Mapping[str, Any]) -> None:
-        """Make plain values and modes those that another process with the same model has read."""
-        for module, training in zip((*self._inside, *self._others), values[_MODES], strict=True):
+    def write_modes(self, modes: Sequence[bool]) -> None:
+        """Set the modes that another process with the same modules has read."""
+        for module, training in zip((*self._inside, *self._others), modes, strict=True):
             module.training = training
-        self._look.write_plain(values)
 
     def changed_requires_grad(self) -> list[str]:
         """Return names of the parameters whose ``requires_grad`` has changed."""

@@ -9,14 +9,13 @@ import stat
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from polylane.errors import PolylaneError
 from polylane.graph.python_state.module_paths import is_inside
 from polylane.graph.python_state.own_objects import (
     MISSING,
@@ -35,7 +34,6 @@ _DEPTH = 8  # nesting of objects and containers that is followed, as deep as con
 _MANY = 4_000  # limit on the number of watched objects
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _READ = (contextvars.ContextVar, weakref.ReferenceType, types.MappingProxyType)  # whose content is read in every step
-_ENVIRONMENT = "the environment's "
 _TABLES = frozenset(nn.Module().__dict__)  # of hooks and the like, which are never replaced
 # With these a function may read any attribute by a computed name: then all names are watched.
 _DYNAMIC = frozenset(("getattr", "__dict__", "vars", "__getattr__", "__getattribute__"))
@@ -83,13 +81,13 @@ class WatchList:
         # None: any name counts; otherwise only names that occur in functions that ran.
         self._said = None if follows_all or own & _DYNAMIC else said
         self._touched = {place.key for place in effects.written_names}
-        self._leaves, self._inputs = leaves, inputs
-        self._rows: list[_WatchedNames] = []
-        self._kept: list[_WatchedTensor] = []
-        self._sizes: list[tuple[Any, int, Callable[[str], str], Any, frozenset[Any]]] = []
-        self._objects: list[tuple[Any, str, Any, str]] = []
-        self._contents: list[tuple[Any, Any, str]] = []
-        self._cells: list[tuple[PythonName, Any]] = []
+        self._leaves, self.inputs = leaves, inputs
+        self.rows: list[_WatchedNames] = []
+        self.tensors: list[_WatchedTensor] = []
+        self.tables: list[tuple[Any, int, Callable[[str], str], Any, frozenset[Any]]] = []
+        self.objects: list[tuple[Any, str, Any, str]] = []
+        self.contents: list[tuple[Any, Any, str]] = []
+        self.cells: list[tuple[PythonName, Any]] = []
         self._environment = {key: os.environ.get(key) for key in effects.environment_keys}
         self.files = {path: _file_mark(path) for path in effects.files}
         self._seen: set[int] = set()
@@ -111,7 +109,7 @@ class WatchList:
         value = place.get()
         # A cell has no dict: its content is compared by itself.
         if isinstance(place.owner, types.CellType):
-            self._cells.append((place, value))
+            self.cells.append((place, value))
             if type(value) not in PLAIN:
                 self._value(value, place.label, 1)
         elif place.kind == "default":
@@ -128,7 +126,7 @@ class WatchList:
         self._seen.add(id(own))
         names = [n for n in own if isinstance(n, str) and n not in without and self._counts(owner, n)]
         self._names(own, names, label, depth)
-        self._sizes.append((own, len(own), label, owner, frozenset(own)))
+        self.tables.append((own, len(own), label, owner, frozenset(own)))
 
     def _counts(self, owner: Any, name: str) -> bool:
         return (self._said is None or name in self._said) and (id(owner), name) not in self._touched
@@ -138,26 +136,26 @@ class WatchList:
         # One itemgetter reads all plain values of a dict: this comparison runs before every step.
         if plain:
             read = operator.itemgetter(*plain)
-            self._rows.append(_WatchedNames(own, plain, read, read(own), label))
+            self.rows.append(_WatchedNames(own, plain, read, read(own), label))
         for name in names:
             value = own[name]
             if isinstance(value, Tensor):
-                self._tensor(own, name, value, None if id(value) in self._inputs else value._version, label(name))
+                self._tensor(own, name, value, None if id(value) in self.inputs else value._version, label(name))
             elif name not in plain:
                 if name not in _TABLES:
-                    self._objects.append((own, name, value, label(name)))
+                    self.objects.append((own, name, value, label(name)))
                 self._value(value, label(name), depth + 1)
 
     def _tensor(self, own: Any, name: str, value: Tensor, version: int | None, label: str) -> None:
-        pointer = None if id(value) in self._inputs else _pointer(value)
-        self._kept.append(_WatchedTensor(own, name, value, version, pointer, label))
+        pointer = None if id(value) in self.inputs else _pointer(value)
+        self.tensors.append(_WatchedTensor(own, name, value, version, pointer, label))
 
     def _outside(self, module: nn.Module, label: str) -> None:
         """Watch the tensors of a module that is no part of the model: the graph reads them where they are."""
         for path, inner in module.named_modules(prefix=label):
             for own in (inner._parameters, inner._buffers):
                 for name, tensor in own.items():
-                    if tensor is not None and id(tensor) not in self._inputs and len(self._seen) <= _MANY:
+                    if tensor is not None and id(tensor) not in self.inputs and len(self._seen) <= _MANY:
                         self._seen.add(id(tensor))
                         self._tensor(own, name, tensor, None, f"{path}.{name}")
 
@@ -171,53 +169,32 @@ class WatchList:
             self._dict(value, lambda name: f"{label}[{name!r}]", depth, value)
         elif is_array(value) or (isinstance(value, (dict, *_CONTAINERS)) and len(children_of(value)) <= _MANY):
             self._seen.add(id(value))
-            self._contents.append((value, _fingerprint(value, self._inputs), label))
+            self.contents.append((value, _fingerprint(value, self.inputs), label))
             for i, each in enumerate(children_of(value) if isinstance(value, list | tuple) else ()):
                 if not _is_plain(each):
                     self._value(each, f"{label}[{i}]", depth + 1)
         elif isinstance(value, _READ) or (is_of_project_class(value) and not hasattr(value, "__dict__")):
-            self._contents.append((value, _fingerprint(value, self._inputs), label))
-            for inner in children_of(value):
-                self._value(inner, label, depth + 1)
+            self.contents.append((value, _fingerprint(value, self.inputs), label))
+            is_slotted = is_of_project_class(value)
+            for name, inner in slots_of(value).items() if is_slotted else enumerate(children_of(value)):
+                self._value(inner, f"{label}.{name}" if is_slotted else f"the value of {label}", depth + 1)
         elif is_of_project_class(value):
             self._dict(value.__dict__, lambda name: f"{label}.{name}", depth, value)
 
     # ---- comparison
 
-    def read_plain(self) -> dict[str, Any]:
-        """Return what the plain names are now, by their labels: values, or what is no plain value any more."""
-        found = {row.label(name): row.owner.get(name, MISSING) for row in self._rows for name in row.names}
-        found |= {place.label: place.get() for place, value in self._cells if type(value) in PLAIN}
-        return found | {_ENVIRONMENT + key: os.environ.get(key) for key in self._environment}
-
-    def write_plain(self, values: Mapping[str, Any]) -> None:
-        """Make plain names what they are in ``values``, by their labels; others stay as they are."""
-        for row in self._rows:
-            for name, label in ((name, row.label(name)) for name in row.names):
-                if label in values and _differs(row.owner.get(name, MISSING), values[label]):
-                    _write(row.owner, name, values[label], label)
-        for place, value in self._cells:
-            if type(value) in PLAIN and place.label in values:
-                place.put(values[place.label])
-        for key in self._environment:
-            text = values[_ENVIRONMENT + key]
-            if text is None:
-                os.environ.pop(key, None)
-            else:
-                os.environ[key] = text
-
     def find_change(self) -> str | None:
         """Return a label of the first difference but in files, or None."""
-        for row in self._rows:
+        for row in self.rows:
             try:
                 if row.read(row.owner) == row.values:
                     continue
             except Exception:  # the name is gone, or its value cannot be compared
                 pass
             return row.label(_first_changed(row))
-        if (other := self.find_other_change()) is not None:
-            return other
-        for place, value in self._cells:
+        if (other := next(self.list_other_changes(), None)) is not None:
+            return other[1]
+        for place, value in self.cells:
             if type(value) in PLAIN and _differs(place.get(), value):
                 return place.label
         for key, text in self._environment.items():
@@ -229,43 +206,31 @@ class WatchList:
         """Return the first file that was written, replaced, made or removed, or None."""
         return next((path for path, mark in self.files.items() if _file_mark(path) != mark), None)
 
-    def find_other_change(self) -> str | None:
-        """Return a label of the first difference in what is no plain value, or None."""
-        for kept in self._kept:
+    def list_other_changes(self) -> Iterator[tuple[str, str]]:
+        """Yield what differs and is no plain value: its place, ending in "[:]" for what is inside, and its label."""
+        for kept in self.tensors:
             # In-place writes raise a tensor's version counter.
             written = kept.version is not None and kept.tensor._version != kept.version
             moved = kept.pointer is not None and _pointer(kept.tensor) != kept.pointer
             if written or moved or kept.owner.get(kept.name, None) is not kept.tensor:
-                return kept.label
-        for own, size, label, owner, names in self._sizes:
+                yield kept.label, kept.label
+        for own, size, label, owner, names in self.tables:
             if len(own) != size and (new := self._new(own, owner, names)):
-                return label(new)
-        for own, name, value, told in self._objects:
+                yield f"{label('')}[:]", label(new)
+        for own, name, value, told in self.objects:
             if own.get(name) is not value:
-                return told
-        for value, before, told in self._contents:
-            if _fingerprint(value, self._inputs) != before:
-                return told
-        for place, value in self._cells:
+                yield told, told
+        for value, before, told in self.contents:
+            if _fingerprint(value, self.inputs) != before:
+                yield f"{told}[:]", told
+        for place, value in self.cells:
             if type(value) not in PLAIN and _differs(place.get(), value):
-                return place.label
-        return None
+                yield place.label, place.label
 
     def _new(self, own: Mapping[str, Any], owner: Any, names: frozenset[Any]) -> str | None:
         """Return a new key of a dict that counts: a watched name, or what has no name, such as a hook."""
         new = [n for n in own if n not in names and (not isinstance(n, str) or self._counts(owner, n))]
         return str(new[0]) if new else None
-
-
-def _write(owner: Any, name: str, value: Any, label: str) -> None:
-    """Set a name of a dict.
-
-    Raises:
-        PolylaneError: it belongs to a class, whose names are no dict that can be written.
-    """
-    if not isinstance(owner, dict):
-        raise PolylaneError(f"{label} was changed, which belongs to a class")
-    owner[name] = value
 
 
 def _file_mark(path: str) -> tuple[int, ...] | None:

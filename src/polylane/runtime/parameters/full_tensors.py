@@ -28,10 +28,13 @@ class FullTensors:
         plan, rank = holding.prepared.plan, holding.world.rank
         self._replica, self._mesh = plan.stage_and_replica(rank)[1], plan.group(rank, plan.axes)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(self, losses: bool = False) -> dict[str, Tensor]:
         """Return the full model's weights and buffers, with its own names, on every worker's CPU.
 
         What training never changes is taken from this worker.
+
+        Args:
+            losses: whether what losses have is returned as well, by names that begin with "loss.".
         """
         holding = self._local_model
         # One stage of one replica contributes each tensor: the sum over all workers then counts it once.
@@ -40,7 +43,7 @@ class FullTensors:
         users = holding.stages_of_buffers()
         stages |= {name: holding.buffers.owning_stage(name, among) for name, among in users.items()}
         with holding.shards.full_parameters():
-            state = {name: value.detach() for name, value in self._tensors.model.state_dict(keep_vars=True).items()}
+            state = {name: value.detach() for name, value in self._tensors.list_state(losses).items()}
             # Tied weights are gathered once: each name of theirs gets a copy of the same value.
             local: dict[str, Tensor] = {}
             for name, value in state.items():
@@ -70,9 +73,10 @@ class FullTensors:
                 f"{','.join(sync.to_words())}: weights cannot be loaded in mid-training, for servers or replicas have "
                 "others: load them into the model before it is prepared, or use load_checkpoint"
             )
-        names = [tied.get(name, name) for name in self._tensors.model.state_dict(keep_vars=True)]
+        names = [tied.get(name, name) for name in self._tensors.list_state(False)]
+        optional = self._tensors.list_state(True).keys() - names
         every = {**self._tensors.parameters(), **self._tensors.buffers()}
-        shapes = {name: tuple(holding.shard_spec.shapes.get(name, every[name].shape)) for name in names}
+        shapes = {name: tuple(holding.shard_spec.shapes.get(name, every[name].shape)) for name in (*names, *optional)}
         given = {tied.get(name, name): value for name, value in state.items()}
         for name in dict.fromkeys((*given, *names)):
             if name not in given or name not in shapes:

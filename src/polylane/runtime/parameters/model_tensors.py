@@ -38,6 +38,14 @@ class ModelTensors:
                 named |= {f"loss.{name}": buffer for name, buffer in loss.named_buffers()}
         return named
 
+    def list_state(self, losses: bool) -> dict[str, Tensor]:
+        """Return what the model's ``state_dict`` has, by the model's names, and what those of losses have, if asked."""
+        state = dict(self.model.state_dict(keep_vars=True))
+        for loss in self.losses if losses else ():
+            if isinstance(loss, nn.Module):
+                state |= {f"loss.{name}": value for name, value in loss.state_dict(keep_vars=True).items()}
+        return state
+
     def move_to_device(self, names: Collection[str]) -> None:
         """Move parameters and buffers to the worker's device; the rest stays where the user built it."""
         held = {n: t for n, t in {**self.parameters(), **self.buffers()}.items() if n in names}

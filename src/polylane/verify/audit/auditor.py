@@ -32,21 +32,13 @@ from polylane.compile.compiled_training import CompiledTraining
 from polylane.compile.objectives import named_parameters
 from polylane.errors import PolylaneError, describe_error
 from polylane.graph.batch import flatten
-from polylane.graph.python_state.captured_settings import CapturedSettings
-from polylane.graph.python_state.own_objects import PLAIN
-from polylane.graph.python_state.side_effects import SideEffects
 from polylane.parent_death import die_with_parent
 from polylane.runtime.checkpoint.state_board import BoardReader, BoardRecord
 from polylane.runtime.parameters.materialize import is_on_meta, materialize
 from polylane.runtime.transport.serialization import decode, encode, serializable
+from polylane.verify.audit.audit_settings import RANK_VARIABLES, watch_settings
 from polylane.verify.audit.step_replay import StepReplay, StepVerdict
 
-# The environment by which a data set or a model may find out which worker it is in.
-_ENVIRONMENT = "the environment"  # what was changed in it, among the values of a step
-RANK_VARIABLES = (
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-)  # fmt: skip
 NICENESS = 5  # the workers compute first
 
 # Reads the whole batch that begins after some samples of an epoch (from 0), by the user's own data set.
@@ -64,7 +56,7 @@ class StepOrder:
         loss: of the step, as the plan computed it.
         epoch, samples: where in the data its batch begins.
         leaves: leaves of the whole batch, where the auditor has no data set to read it from; else None.
-        settings: plain values that the user's Python has now, by their labels.
+        settings: what the user's Python holds now, see :meth:`AuditSettings.read_values`.
         before: the plan's state with which the step began.
         after: the plan's state after it, with its gradients.
     """
@@ -293,55 +285,6 @@ def _replay(
 def _required_gradients(prepared: CompiledTraining) -> dict[str, bool]:
     """Return, for each parameter, whether it requires a gradient now, before any step."""
     return {name: p.requires_grad for name, p in named_parameters(prepared.model, prepared.losses)}
-
-
-class AuditSettings:
-    """The values that the user's Python has, as one objective may read them.
-
-    Those of leaves are among them: a plan runs the user's Python for these, and need not look at them. Plain values are
-    handed over of all that is in reach and was changed, whatever the capture has seen: it may have overlooked what a
-    step reads. What was not changed may be a counter that a wrong graph does not move, and the auditor's own code does.
-
-    Args:
-        prepared: the training, compiled for its plan.
-        objective: name of the loss.
-    """
-
-    def __init__(self, prepared: CompiledTraining, objective: str) -> None:
-        effects = prepared.partitions[objective].graph.code.effects or SideEffects()
-        of, losses = prepared.model, [prepared.objectives[objective].loss]
-        self._read = CapturedSettings(of, losses, effects, (), True)
-        self._in_reach = CapturedSettings(of, losses, None, (), True)
-        self._start, self._changed = self._in_reach.read_values(), set[str]()
-        self._environment = dict(os.environ)
-
-    def find_unreadable_change(self) -> str | None:
-        """Return what has changed since the start of what is read and is no plain value; None if nothing has."""
-        return self._read.find_unreadable_change()
-
-    def read_values(self) -> dict[str, Any]:
-        """Return the values as they are now, by their labels."""
-        in_reach = {label: v for label, v in self._in_reach.read_values().items() if type(v) in PLAIN}
-        self._changed |= {label for label, value in in_reach.items() if value != self._start.get(label)}
-        changed = {label: in_reach[label] for label in self._changed & in_reach.keys()}
-        now, before = (
-            {k: v for k, v in each.items() if k not in RANK_VARIABLES} for each in (os.environ, self._environment)
-        )
-        environment = {key: now.get(key) for key in now.keys() | before.keys() if now.get(key) != before.get(key)}
-        return {**changed, **self._read.read_values(), _ENVIRONMENT: environment}
-
-    def write_values(self, values: Mapping[str, Any]) -> None:
-        """Make the values those that another process with the same model has read."""
-        self._in_reach.write_values(values)
-        self._read.write_values(values)
-        for key, text in values[_ENVIRONMENT].items():
-            os.environ.pop(key, None)
-            os.environ.update({} if text is None else {key: text})
-
-
-def watch_settings(prepared: CompiledTraining) -> dict[str, AuditSettings]:
-    """Return the values that the user's Python has now, by objective."""
-    return {name: AuditSettings(prepared, name) for name in prepared.partitions}
 
 
 def _last_line(error: Exception) -> str:

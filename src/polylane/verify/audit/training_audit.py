@@ -35,8 +35,9 @@ from polylane.runtime.pipeline.step_result import StepResult
 from polylane.runtime.transport.serialization import encode, serializable
 from polylane.runtime.workers.world import affine_cores
 from polylane.verify.audit.audit_report import AuditReport
+from polylane.verify.audit.audit_settings import watch_settings
 from polylane.verify.audit.audit_start import AuditStart
-from polylane.verify.audit.auditor import StepOrder, watch_settings
+from polylane.verify.audit.auditor import StepOrder
 from polylane.verify.audit.schedule import AuditSchedule
 from polylane.verify.audit.step_replay import StepVerdict
 
@@ -93,7 +94,7 @@ class _Given:
 
     Attributes:
         leaves: leaves of the whole batch; None where it reads that itself.
-        settings: plain values that the user's Python has, by their labels.
+        settings: what the user's Python holds, see :meth:`AuditSettings.read_values`.
     """
 
     leaves: Sequence[Any] | None
@@ -186,11 +187,12 @@ class TrainingAudit:
     def _take_given(self, batch: Any, objective: str) -> tuple[_Given, str]:
         """Return what the auditor is given for a step, and why no further step can be audited; "" where it can."""
         settings, leaves, note = self._settings[objective], None, ""
-        if (changed := settings.find_unreadable_change()) is not None:
+        values = settings.read_values()
+        if (changed := settings.find_unreadable_change(values)) is not None:
             return _Given(None, {}), f"{changed} was changed since the start, which no process beside this one sees"
         if not self._start.reads_data:
             leaves, note = self._take_leaves(batch)
-        given = _Given(leaves, settings.read_values())
+        given = _Given(leaves, values)
         try:
             encode([[leaf for leaf in leaves or () if type(leaf) is not Tensor], dict(given.settings)])
         except (PolylaneError, TypeError, ValueError) as refused:
