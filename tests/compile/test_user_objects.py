@@ -74,6 +74,35 @@ def test_a_copy_has_all_that_an_optimizer_keeps() -> None:
     assert make.take(list(model.named_parameters())) is given
 
 
+BUILT: list[str] = []
+STEPPED: list[str] = []
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    """Notes that it builds, and that each optimizer steps."""
+    BUILT.append("optimizer")
+    optimizer = torch.optim.SGD([p for _, p in parameters], 0.1)
+    optimizer.register_step_post_hook(lambda *_: STEPPED.append("after"))
+    return optimizer
+
+
+def warming(optimizer: torch.optim.Optimizer) -> Any:
+    BUILT.append("scheduler")
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: STEPPED.append("rate") or 1.0)  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize("is_object", [False, True])
+@pytest.mark.parametrize("plan", ["data=2", "data=2,shard=optimizer"])
+def test_what_optimizers_keep_in_python_on_trial_is_put_back(plan: str, is_object: bool) -> None:
+    BUILT.clear()
+    STEPPED.clear()
+    model = mlp(6, 8, 4)
+    given: Any = hooked(list(model.named_parameters())) if is_object else hooked
+    before = list(BUILT)
+    compile_training(model, build_objectives(classify, given, warming), EXAMPLE, plan)
+    assert (before, []) == (BUILT, STEPPED)
+
+
 def test_an_optimizer_of_other_parameters_is_refused() -> None:
     other = torch.optim.SGD(nn.Linear(5, 5).parameters(), lr=0.1)
     with pytest.raises(PolylaneError, match=r"a SGD, has a parameter of shape \(5, 5\) that is not the model's"):

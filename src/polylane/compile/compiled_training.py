@@ -21,7 +21,7 @@ from polylane.compile.python_effects import refuse_repeated_effects
 from polylane.compile.sample_shares import compute_shares
 from polylane.compile.training_problem import TrainingProblem
 from polylane.graph.batch import count_parts, flatten, sampled_leaves
-from polylane.graph.capture.export import Loss, python_kept
+from polylane.graph.capture.export import Loss
 from polylane.graph.capture.open_dimensions import Opening
 from polylane.graph.capture.questions.asked_draws import StepDraws
 from polylane.graph.capture.questions.readings import ask_batches
@@ -241,7 +241,7 @@ def compile_training(
     spec = parse(plan) if isinstance(plan, str) else plan
     requested = requested_microbatches(spec, problem.samples)
     samples = captured_samples(spec, problem.samples)
-    with python_kept(problem.model, *problem.losses):
+    with problem.python_kept():
         graphs = {name: problem.capture(samples, each) for name, each in problem.objectives.items()}
         fewest = min_samples_for(spec, graphs.values())
         fewer = fewer or spec.microbatches is None

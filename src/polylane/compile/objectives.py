@@ -70,6 +70,16 @@ class Objective:
         """The user's own factory of the optimizer."""
         return self.optimizer.factory if isinstance(self.optimizer, JoinedFactory) else self.optimizer
 
+    @property
+    def factories(self) -> list[Any]:
+        """What builds optimizer and scheduler, and what an optimizer object calls: roots of the code that these run."""
+        given = self.given_optimizer
+        found, held = [given], getattr(given, "optimizer", given)
+        if isinstance(held, torch.optim.Optimizer):
+            hooks = held._optimizer_step_pre_hooks, held._optimizer_step_post_hooks
+            found += [held.step, *(hook for each in hooks for hook in each.values())]
+        return [*found, *([self.scheduler] if self.scheduler else [])]
+
 
 def named_parameters(model: nn.Module, losses: Collection[Any]) -> Parameters:
     """Return all parameters by the model's own names, each once; those of a loss module under "loss."."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -64,7 +65,8 @@ class TrainingProblem:
         refuse_undividable(self.example)
         taken = {n: replace(o, loss=take_loss(o.loss, self.model, self.example)) for n, o in self.objectives.items()}
         taken = {n: self._without_log(objective, taken) for n, objective in taken.items()}
-        taken = {n: adopt_loss_parameters(self.model, objective) for n, objective in taken.items()}
+        with self.python_kept():
+            taken = {n: adopt_loss_parameters(self.model, objective) for n, objective in taken.items()}
         object.__setattr__(self, "objectives", taken)
         for name, objective in taken.items():
             given = join_optimizers(objective.optimizer)
@@ -76,7 +78,7 @@ class TrainingProblem:
         if objective.log is not None:
             return objective
         others: list[Any] = [each.loss for each in objectives.values() if each is not objective]
-        others += [part for each in objectives.values() for part in (each.given_optimizer, each.scheduler)]
+        others += [factory for each in objectives.values() for factory in each.factories]
         loss, log = split_log_statements(objective.loss, self.model, others)
         return replace(objective, loss=loss, log=log)
 
@@ -99,6 +101,10 @@ class TrainingProblem:
     def losses(self) -> list[Loss]:
         """The loss of every objective."""
         return [objective.loss for objective in self.objectives.values()]
+
+    def python_kept(self) -> AbstractContextManager[None]:
+        """Context manager: what the user's code keeps in Python is put back; optimizers are tried, with their hooks."""
+        return python_kept(self.model, *self.losses, *(f for each in self.objectives.values() for f in each.factories))
 
     @cached_property
     def _is_indivisible(self) -> list[bool]:
@@ -160,7 +166,7 @@ class TrainingProblem:
             known: ``pins`` and ``profile`` of :class:`polylane.planner.problem.CapturedProblem`.
         """
         sparse, first = tuple(find_sparse_gradients(graph)), {self.objective.name: self.objective}
-        with python_kept(self.model, *self.losses):
+        with self.python_kept():
             whole = find_whole_parameters(self.parameters, [self.objective.optimizer], sparse)
         coupled = cache(partial(explain_coupled_updates, self.parameters, self.objective, sparse))
 

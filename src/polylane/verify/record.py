@@ -115,9 +115,7 @@ class ComparedTraining:
         """
         model, losses = self.prepared.model, self.prepared.losses
         modules = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
-        factories = [
-            f for each in self.prepared.objectives.values() for f in (each.given_optimizer, each.scheduler) if f
-        ]
+        factories = [factory for each in self.prepared.objectives.values() for factory in each.factories]
         return snapshot_model(nn.ModuleList(modules), *losses, *(factories if with_factories else ()))
 
 
