@@ -24,6 +24,7 @@ from polylane.graph.capture.python.absent_values import AbsentValues
 from polylane.graph.capture.python.asked_numbers import AskedNumbers
 from polylane.graph.capture.python.checkpoints import checkpoints_inlined
 from polylane.graph.capture.python.export_repairs import exports_repaired
+from polylane.graph.capture.python.muted_prints import prints_muted
 from polylane.graph.capture.python.packed_sequences import packed_sequences_padded
 from polylane.graph.capture.python.python_operators import functions_kept
 from polylane.graph.capture.python.stray_tensors import references_replaced
@@ -349,13 +350,14 @@ def model_restored(model: nn.Module, *losses: Any) -> Iterator[Callable[[], None
 def python_kept(model: nn.Module, *losses: Any) -> Iterator[None]:
     """Context manager: restore the user's Python state, what is frozen and all random states afterwards, but no values.
 
-    A forward may freeze parameters, and so may the step of an optimizer that is tried.
+    A forward may freeze parameters, and so may the step of an optimizer that is tried. What it prints is held back.
     """
     state, random = _snapshot_python(model, losses), generator_states()
     modules = [model, *(loss for loss in losses if isinstance(loss, nn.Module))]
     trained = [(parameter, parameter.requires_grad) for module in modules for parameter in module.parameters()]
     try:
-        yield
+        with prints_muted():
+            yield
     finally:
         for parameter, flag in trained:
             if parameter.requires_grad is not flag:
