@@ -252,6 +252,15 @@ def test_resume_auto_takes_the_newest_that_is_whole(saved: Path, tmp_path: Path)
     assert store.find_newest() == root / "step-00000001"
 
 
+def test_a_run_without_checkpoints_says_how_to_have_some(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(PolylaneError, match="has written no checkpoint: train with --save-every STEPS to have some$"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(PolylaneError, match=r"to have some; the weights .* are in .*model\.safetensors$"):
+        open_checkpoint(tmp_path)
+
+
 def test_where_none_is_whole_each_is_named_by_a_sentence(saved: Path, tmp_path: Path) -> None:
     """Also where an earlier one lacks a file: whoever looks for another one to name passes over it."""
     root = tmp_path / "checkpoints"

@@ -140,6 +140,12 @@ def open_checkpoint(path: Path) -> tuple[Path, Manifest]:
             if newest is None:
                 raise PolylaneError(f"checkpoint {root}: none of the checkpoints in it is complete")
             return newest, read_manifest(newest)
+    if not os.path.lexists(path / MANIFEST) and (path / "metrics.jsonl").exists():
+        weights = path / "model.safetensors"
+        ended = f"; the weights with which it ended are in {weights}" if weights.exists() else ""
+        raise PolylaneError(
+            f"checkpoint {path}: this run has written no checkpoint: train with --save-every STEPS to have some{ended}"
+        )
     manifest = read_manifest(path)
     check_files(path, manifest)
     return path, manifest
