@@ -254,7 +254,7 @@ def test_resume_auto_takes_the_newest_that_is_whole(saved: Path, tmp_path: Path)
 
 def test_a_run_without_checkpoints_says_how_to_have_some(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(PolylaneError, match="has written no checkpoint: train with --save-every STEPS to have some$"):
+    with pytest.raises(PolylaneError, match=r"has written no checkpoint: train with --save-every STEPS to have some$"):
         open_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_text("")
     with pytest.raises(PolylaneError, match=r"to have some; the weights .* are in .*model\.safetensors$"):
