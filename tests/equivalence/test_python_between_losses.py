@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import array
+import ctypes
 import functools
+import multiprocessing
 import os
 from collections import deque
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 from polylane.compile.compiled_training import compile_training
 from polylane.compile.objectives import build_objectives
 from polylane.compile.training_problem import TrainingProblem
+from polylane.errors import PolylaneError
 from polylane.runtime.job import Job
 from polylane.runtime.workers.fork import WorkerContext, fork_workers
 
@@ -77,8 +81,19 @@ def by_environment(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1]) / (1 + calls)
 
 
+counted, doubled, shared = array.array("d", [0.0]), ctypes.c_double(1.0), multiprocessing.Value("d", 1.0)
+
+
+def by_memory(model: nn.Module, batch: Batch) -> Tensor:
+    """Counts in an array of Python's own and in one of C's; a script moves what processes share."""
+    counted[0] += 1
+    doubled.value *= 1.1
+    return F.cross_entropy(model(batch[0]), batch[1]) / counted[0] * doubled.value * shared.value
+
+
 def change(step: int) -> None:
     options.weight = 1.0 / (1 + len(options.seen))
+    shared.value = 1.0 / (1 + step)
 
 
 def network() -> nn.Module:
@@ -144,14 +159,24 @@ def train_by_plan(
         (noting_a_tensor, by_last_tensor),
         (functools.partial(bound, options=options), sgd),
         (by_environment, sgd),
+        (by_memory, sgd),
     ],
-    ids=["the last loss", "a tensor", "bound", "environment"],
+    ids=["the last loss", "a tensor", "bound", "environment", "memory"],
 )
 def test_state_of_a_loss(loss: Loss, optimizer: Any) -> None:
     given = {"loss": loss}, {"loss": optimizer}, network
     alone = fork_workers(lambda _: train_plainly(*given), 1)[0]
     for losses in train_by_plan(*given, "data=2"):
         assert losses == pytest.approx(alone, rel=1e-9)
+
+
+def test_workers_do_not_count_in_memory_that_they_share() -> None:
+    def by_shared(model: nn.Module, batch: Batch) -> Tensor:
+        shared.value += 1
+        return F.cross_entropy(model(batch[0]), batch[1]) / shared.value
+
+    with pytest.raises(PolylaneError, match="writes the global shared, memory that processes share, and each of 2"):
+        train_by_plan({"loss": by_shared}, {"loss": sgd}, network, "data=2")
 
 
 class Two(nn.Module):

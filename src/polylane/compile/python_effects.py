@@ -9,6 +9,7 @@ from __future__ import annotations
 from polylane.errors import PolylaneError
 from polylane.graph.graph import Graph
 from polylane.graph.partition import Partition
+from polylane.graph.python_state.own_objects import is_shared_memory
 from polylane.plan.plan import Plan
 from polylane.plan.spec import Spec
 from polylane.samples.leaf_effects import collect_effects, effects_by_module
@@ -23,6 +24,7 @@ def refuse_effects(partition: Partition, plan: Plan) -> None:
     """
     refuse_repeated_effects(partition.graph, plan, plan.microbatches)
     _refuse_lost_writes(partition.graph, plan)
+    _refuse_shared_memory(partition.graph, plan)
     every = collect_effects(partition.graph)
     for who, effect in effects_by_module(partition.graph):
         # Equal effects name the same state: of a module that is called twice, or of several that write the same.
@@ -35,6 +37,17 @@ def refuse_effects(partition: Partition, plan: Plan) -> None:
                 f"{who} {effect.describe}, in calls on stages {', '.join(map(str, stages))}, each of which would keep "
                 "its own: cut so that they are on one stage"
             )
+
+
+def _refuse_shared_memory(graph: Graph, plan: Plan) -> None:
+    """Refuse several workers that write memory which processes share: each would write in every step."""
+    written = () if graph.code.effects is None else graph.code.effects.written_names
+    place = next((place for place in written if is_shared_memory(place.get())), None)
+    if place is not None and plan.processes > 1:
+        raise PolylaneError(
+            f"the forward or the loss writes {place.label}, memory that processes share, and each of "
+            f"{plan.processes} workers would write it in every step: keep a plain value there"
+        )
 
 
 def _refuse_lost_writes(graph: Graph, plan: Plan) -> None:

@@ -5,9 +5,12 @@ Files of torch and polylane are never the user's; those of installed libraries o
 
 from __future__ import annotations
 
+import array
 import contextvars
+import ctypes
 import functools
 import itertools
+import mmap
 import random
 import sys
 import sysconfig
@@ -121,6 +124,43 @@ def is_array(value: Any) -> bool:
     """Return whether a value is a numpy array; numpy need not be installed."""
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def read_memory(value: Any) -> bytes | None:
+    """Return the bytes of an object that Python code writes into like a C array; None for anything else.
+
+    Of an ``array.array``, of ctypes and ``multiprocessing.Value``, of an ``mmap``; numpy's arrays are no such.
+    """
+    if isinstance(value, array.array):
+        return value.tobytes()
+    return None if (buffer := _buffer_of(value)) is None else bytes(buffer)
+
+
+def write_memory(value: Any, content: bytes) -> None:
+    """Write what :func:`read_memory` has returned back into the object."""
+    if isinstance(value, array.array):  # which may have another length now
+        del value[:]
+        value.frombytes(content)
+    elif (buffer := _buffer_of(value)) is not None:
+        buffer[:] = content
+
+
+def is_shared_memory(value: Any) -> bool:
+    """Return whether processes that are forked write into the same object."""
+    shared = sys.modules.get("multiprocessing.sharedctypes")
+    return isinstance(value, mmap.mmap) or (shared is not None and isinstance(value, shared.SynchronizedBase))
+
+
+def _buffer_of(value: Any) -> Any:
+    """Return the bytes of a ctypes object or a memory map, to be written into; None for anything else."""
+    if is_shared_memory(value) and not isinstance(value, mmap.mmap):
+        value = value.get_obj()
+    if not isinstance(value, ctypes._SimpleCData | ctypes.Array | ctypes.Structure | mmap.mmap):
+        return None
+    try:
+        return (ctypes.c_ubyte * memoryview(value).nbytes).from_buffer(value)
+    except (TypeError, ValueError):  # a map that may only be read, or that is closed
+        return None
 
 
 def generator_state(value: Any) -> Any:

@@ -9,6 +9,7 @@ import random
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from polylane.graph.python_state.own_objects import (
     is_filled,
     is_of_project_class,
     is_project_file,
+    read_memory,
     slots_of,
+    write_memory,
 )
 from polylane.graph.python_state.state import TORCHS, PythonName
 
@@ -122,6 +125,8 @@ class _Snapshot:
             if value.flags.writeable:
                 kept = value.copy()
                 self.contents.append(lambda: value.__setitem__(Ellipsis, kept))
+        elif (memory := read_memory(value)) is not None:
+            self.contents.append(partial(write_memory, value, memory))
         elif isinstance(value, types.FunctionType):
             for cell in value.__closure__ or () if is_project_file(value.__code__.co_filename) else ():
                 if is_filled(cell):
@@ -247,6 +252,8 @@ class _Digest:
         elif (parts := digest_parts(value)) is not None:
             for each in parts:
                 self.add_value(each)
+        elif (memory := read_memory(value)) is not None:
+            self._update_hash(memory)
         elif isinstance(value, bytearray):
             self._update_hash(repr(value))
         elif is_array(value):

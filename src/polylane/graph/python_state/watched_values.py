@@ -25,6 +25,7 @@ from polylane.graph.python_state.own_objects import (
     is_of_project_class,
     is_project_file,
     names_in_code,
+    read_memory,
     slots_of,
 )
 from polylane.graph.python_state.side_effects import SideEffects
@@ -167,7 +168,7 @@ class WatchList:
             self._outside(value, label)
         elif isinstance(value, dict) and _reads_as_dict(value):
             self._dict(value, lambda name: f"{label}[{name!r}]", depth, value)
-        elif is_array(value) or (isinstance(value, (dict, *_CONTAINERS)) and len(children_of(value)) <= _MANY):
+        elif _is_read_whole(value):
             self._seen.add(id(value))
             self.contents.append((value, _fingerprint(value, self.inputs), label))
             for i, each in enumerate(children_of(value) if isinstance(value, list | tuple) else ()):
@@ -251,6 +252,12 @@ def _reads_as_dict(value: dict[Any, Any]) -> bool:
     return all(getattr(type(value), name) is getattr(kind, name) for name in names)
 
 
+def _is_read_whole(value: Any) -> bool:
+    """Return whether a value counts by its content: an array, or a container of not too many values."""
+    is_memory = is_array(value) or read_memory(value) is not None
+    return is_memory or (isinstance(value, (dict, *_CONTAINERS)) and len(children_of(value)) <= _MANY)
+
+
 def _fingerprint(value: Any, inputs: Collection[int], depth: int = 0) -> Any:
     """Return what changes if the content of a container or an array does; an object inside counts by its identity."""
     if type(value) in PLAIN:
@@ -269,7 +276,7 @@ def _fingerprint(value: Any, inputs: Collection[int], depth: int = 0) -> Any:
         return [(name, _fingerprint(each, inputs, depth + 1)) for name, each in slots_of(value).items()]
     if is_array(value):
         return value.shape, value.tobytes() if not value.dtype.hasobject else repr(value)
-    return id(value)
+    return id(value) if (memory := read_memory(value)) is None else memory
 
 
 def _pointer(tensor: Tensor) -> int | None:

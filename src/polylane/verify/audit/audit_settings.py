@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from polylane.compile.compiled_training import CompiledTraining
 from polylane.errors import PolylaneError
 from polylane.graph.python_state.captured_settings import CapturedSettings
-from polylane.graph.python_state.own_objects import MISSING, PLAIN, is_array, slots_of
+from polylane.graph.python_state.own_objects import MISSING, PLAIN, is_array, read_memory, slots_of, write_memory
 from polylane.graph.python_state.side_effects import SideEffects
 from polylane.graph.python_state.state import PythonName
 from polylane.graph.python_state.watched_values import WatchList
@@ -79,6 +79,8 @@ class _Inside:
     def read(self) -> Any:
         if isinstance(self.value, contextvars.ContextVar):
             return _copy_content(self.value.get(MISSING))
+        if (memory := read_memory(self.value)) is not None:
+            return memory
         if isinstance(self.value, _CONTAINERS) or is_array(self.value):
             return _copy_content(self.value)
         return _copy_content(slots_of(self.value))
@@ -86,6 +88,8 @@ class _Inside:
     def write(self, content: Any) -> None:
         if isinstance(self.value, contextvars.ContextVar):
             self.value.set(content)
+        elif isinstance(content, bytes):
+            write_memory(self.value, content)
         elif isinstance(self.value, _CONTAINERS) or is_array(self.value):
             _put_inside(self.value, content)
         else:
