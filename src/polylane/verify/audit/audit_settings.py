@@ -153,7 +153,14 @@ class AuditSettings:
         if (module := self._read.find_replaced_module()) is not None:
             return module
         changes = self._read.watched.list_other_changes()
-        return next((label for place, label in changes if place not in values), None)
+        unread = next((label for place, label in changes if place not in values), None)
+        return unread or next(self._list_exchanged_code(), None)
+
+    def _list_exchanged_code(self) -> Iterator[str]:
+        """Yield names of functions, classes and modules that others have now, whether a step is known to run them."""
+        for owner, name, value, label in self._in_reach.watched.objects:
+            if callable(value) and owner.get(name, MISSING) is not value:
+                yield label
 
     def read_values(self) -> dict[str, Any]:
         """Return what there is to be handed over, by place: values, the modes of modules, the environment."""
